@@ -1,0 +1,146 @@
+# /// script
+# requires-python = ">=3.12"
+# dependencies = ["nox>=2026.4.10", "uv>=0.13"]
+# ///
+"""Every command of this repository: ``nox -l`` lists them, ``nox -s NAME`` runs one.
+
+Sessions install the packages as a user would get them (built, not editable), each session in an
+environment of its own, with the versions in ``constraints.txt``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4.10"
+nox.options.default_venv_backend = "uv"
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+
+#: What each backend's tests need: packages, with the extras that tests use.
+BACKENDS = {
+    "core": ["ring-core[viz]"],
+    "torch": ["ring-core", "ring-torch"],
+    "jax": ["ring-core", "ring-jax"],
+    "jax-gpu": ["ring-core", "ring-jax", "ring-jax-gpu"],
+    "jax-tpu": ["ring-core", "ring-jax", "ring-jax-tpu[tpu]"],
+}
+
+#: What has to pass before a change is accepted.
+CI = [
+    "lint",
+    "types",
+    "packaging",
+    *(f"tests-3.12({backend})" for backend in BACKENDS),
+    "tests-3.13(core)",
+    "tests-3.13(torch)",
+    "lowest(core)",
+]
+
+CONSTRAINED = ["--constraint", "constraints.txt"]
+LOWEST = ["--resolution", "lowest-direct"]
+
+
+def install(session: nox.Session, packages: list[str], groups: list[str], *options: str) -> None:
+    """Install packages of this repository, built anew, and dependency groups."""
+    # Siblings are among the arguments; --no-sources keeps the workspace, and its links, out.
+    session.install(
+        *options,
+        "--no-sources",
+        *(f"./packages/{package}" for package in packages),
+        *nox.project.dependency_groups(PYPROJECT, *groups),
+    )
+
+
+@nox.session(python=["3.12", "3.13"])
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def tests(session: nox.Session, backend: str) -> None:
+    """Run one backend's tests; arguments go to pytest."""
+    install(session, BACKENDS[backend], ["test"], *CONSTRAINED)
+    session.run("pytest", "tests", f"--backend={backend}", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def lowest(session: nox.Session, backend: str) -> None:
+    """Run one backend's tests with the oldest versions the packages accept."""
+    install(session, BACKENDS[backend], ["test"], *LOWEST)
+    # Old releases may call what newer ones of their own dependencies deprecate.
+    warn = ["-W", "default::DeprecationWarning"]
+    session.run("pytest", "tests", f"--backend={backend}", *warn, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting; ``nox -s lint -- --fix`` repairs what it can."""
+    install(session, [], ["lint"], *CONSTRAINED)
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session(python="3.12")
+def types(session: nox.Session) -> None:
+    """Check types, strictly, in sources, tests, examples, benchmarks and this file."""
+    packages = ["ring-core[viz]", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+    install(session, packages, ["test", "types", "examples", "nox"], *CONSTRAINED)
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def packaging(session: nox.Session) -> None:
+    """Build every wheel and check what is in it and what importing it brings."""
+    install(session, ["ring-core"], ["test", "nox"], *CONSTRAINED)
+    session.run("pytest", "tests/packaging", "--backend=none", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False, tags=["ci"], requires=CI)
+def ci(session: nox.Session) -> None:
+    """Run all that has to pass before a change is accepted."""
+    session.log("passed: %s", ", ".join(CI))
+
+
+@nox.session(python="3.12", default=False)
+def demo(session: nox.Session) -> None:
+    """Train a tiny byte-level model on a ring of CPU processes; arguments go to the example."""
+    install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/train_bytes.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def bench_cpu(session: nox.Session) -> None:
+    """Time plans and the CPU kernels; arguments go to the benchmark."""
+    install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
+    session.run("python", "benchmarks/cpu.py", *session.posargs)
+
+
+@nox.session(default=False)
+def constraints(session: nox.Session) -> None:
+    """Write ``constraints.txt`` anew, with current versions of everything any session installs."""
+    install(session, [], ["nox"])
+    session.run(
+        *("uv", "pip", "compile", "--universal", "--python-version=3.12", "--upgrade"),
+        *("--all-extras", *(f"--group={group}" for group in PYPROJECT["dependency-groups"])),
+        *(f"--no-emit-package={package}" for package in PACKAGES),
+        *("--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet"),
+        "--custom-compile-command=nox -s constraints",
+        "--output-file=constraints.txt",
+        *(f"packages/{package}/pyproject.toml" for package in PACKAGES),
+    )
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build wheels and source distributions of all packages into ``dist``."""
+    install(session, [], ["nox"], *CONSTRAINED)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("uv", "build", "--all-packages", "--out-dir=dist")
+
+
+if __name__ == "__main__":
+    nox.main()

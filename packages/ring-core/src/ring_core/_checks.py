@@ -1,0 +1,204 @@
+"""Checks of a call's arguments, with the same words in every framework.
+
+Backends describe their tensors as :class:`Tensor` records; everything here runs before any
+communication and raises ``ValueError``: what was asked, what is possible, what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ring_core._mask import Mask, Window
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a check needs to know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a call: shapes are ``[batch, q_len, q_heads, head_dim]`` and so on."""
+
+    batch: int
+    q_len: int
+    k_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    """Check that Q, K and V fit together, and name their sizes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {x.shape}")
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"q, k and v must share a dtype, got {q.dtype} for q and {x.dtype} for {name}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q, k and v must share a batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k and v must have the same sequence length and heads, got {k.shape[1:3]} and {v.shape[1:3]}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim, got {q.shape[3]} and {k.shape[3]}")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v (each K/V head "
+            f"serves an equal group of query heads)"
+        )
+    if q.shape[3] < 1 or v.shape[3] < 1:
+        raise ValueError(f"head dims must be at least 1, got {q.shape[3]} for q and {v.shape[3]} for v")
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], heads, kv_heads, q.shape[3], v.shape[3])
+
+
+def check_mask(
+    mask: Mask | None,
+    *,
+    causal: bool,
+    window: Window | None,
+    chunk_size: int | None,
+    cu_seqlens: Sequence[int] | None,
+) -> Mask:
+    """The mask of a call: the given one, or one made of the other options."""
+    if mask is None:
+        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a ring_core.Mask, got {type(mask).__name__}")
+    options = {"causal": causal or None, "window": window, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"mask was given together with {', '.join(given)}; put them into the Mask instead")
+    return mask
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The scale of the logits; ``head_dim ** -0.5`` by default."""
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    if not _is_real(softmax_scale) or not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale!r}")
+    return float(softmax_scale)
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """The soft cap of the logits, or none."""
+    if softcap is None:
+        return None
+    if not _is_real(softcap) or not math.isfinite(softcap) or softcap <= 0:
+        raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap!r}")
+    return float(softcap)
+
+
+def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
+    """Dropout needs a probability below 1, and a seed as soon as it drops anything."""
+    if not _is_real(dropout_p) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if dropout_p > 0 and dropout_seed is None:
+        raise ValueError(
+            f"dropout_p={dropout_p} needs dropout_seed, an integer that is the same on every rank and new "
+            f"in every call, so that all ranks drop the same elements"
+        )
+
+
+def check_seed(dropout_seed: int | None) -> None:
+    """A seed known on the host is an unsigned 64-bit integer."""
+    if dropout_seed is None:
+        return
+    if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool) or not 0 <= dropout_seed < 2**64:
+        raise ValueError(f"dropout_seed must be an integer in [0, 2**64), got {dropout_seed!r}")
+
+
+def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
+    """Sinks are one logit a head, or several."""
+    if sinks is None:
+        return
+    _check_float("sinks", sinks, device)
+    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != sizes.q_heads or 0 in sinks.shape:
+        raise ValueError(f"sinks must have shape [{sizes.q_heads}] or [{sizes.q_heads}, n], one row a query head, got {sinks.shape}")
+
+
+def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) -> None:
+    """The bias holds rows for the local queries, and columns for all keys in natural order."""
+    if bias is None:
+        return
+    _check_float("bias", bias, device)
+    wanted = ((1, sizes.batch), (1, sizes.q_heads), (sizes.q_len,), (kv_seq_len,))
+    if len(bias.shape) != 4 or any(size not in ok for size, ok in zip(bias.shape, wanted, strict=True)):
+        raise ValueError(
+            f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
+            f"this rank's queries in layout order; columns: all keys in natural order), got {bias.shape}"
+        )
+
+
+def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None:
+    """ALiBi has a slope a query head."""
+    if slopes is None:
+        return
+    _check_float("alibi_slopes", slopes, device)
+    if slopes.shape not in ((sizes.q_heads,), (sizes.batch, sizes.q_heads)):
+        raise ValueError(f"alibi_slopes must have shape [{sizes.q_heads}] or [{sizes.batch}, {sizes.q_heads}], got {slopes.shape}")
+
+
+def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None:
+    """Segment ids are int32, one a token; ``side`` is ``queries`` or ``keys``."""
+    length = sizes.q_len if side == "queries" else sizes.k_len
+    if ids.dtype != "int32":
+        raise ValueError(f"segment_ids must be int32, got {ids.dtype} for the {side}")
+    if ids.shape != (sizes.batch, length):
+        raise ValueError(f"segment_ids of the {side} must have shape [{sizes.batch}, {length}], got {ids.shape}")
+    if ids.device != device:
+        raise ValueError(f"segment_ids must be on {device} like q, got {ids.device}")
+
+
+def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
+    """Segment ids as (queries', keys')."""
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(f"segment_ids must be one array or a pair (queries', keys'), got {len(segment_ids)} arrays")
+        return segment_ids[0], segment_ids[1]
+    if sizes.q_len != sizes.k_len:
+        raise ValueError(
+            f"segment_ids must be a pair (queries', keys') where {sizes.q_len} queries meet {sizes.k_len} keys a rank"
+        )
+    return segment_ids, segment_ids
+
+
+def check_flag(name: str, value: object) -> None:
+    """Options that switch something are booleans."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Options that name something are one of the known names."""
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+
+def _check_float(name: str, x: Tensor, device: str) -> None:
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {x.device}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,340 @@
+"""What a plan costs on given hardware: FLOPs, bytes, messages, memory and an estimate of the time.
+
+The model is a lockstep ring: every stage of the step program takes as long as its slowest rank's
+kernels or the messages that travel meanwhile, whichever is longer. It knows nothing of launches,
+merges or small blocks, on which kernels run slower, so it is a bound to compare schedules by and no
+forecast of a benchmark.
+
+Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``D`` head dim of Q and K, ``Dv`` of
+V, ``Tq`` and ``Tk`` queries and keys a rank, ``e`` bytes an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core._layout import Layout
+from ring_core._mask import Mask
+from ring_core._plan import Plan, make_plan
+from ring_core._program import Stage
+from ring_core._schedule import SCHEDULES, ScheduleName, Step, layout_of
+
+BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
+_FLOAT32 = 4  # bytes of an accumulator, lse or delta
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a device and its link achieve.
+
+    Attributes:
+        name: A word to find it by.
+        matmul_tflops: Achievable bf16 attention TFLOP/s a device, forward.
+        backward_tflops: The same, backward.
+        link_gb_s: What a device sends in one direction, GB/s (1e9 bytes).
+        hop_us: Latency of a message, microseconds; the same for a hop of any distance, as on a
+            switched network (on a torus, far hops cost more than this says).
+        source: Where the figures come from.
+    """
+
+    name: str
+    matmul_tflops: float
+    backward_tflops: float
+    link_gb_s: float
+    hop_us: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for rate in ("matmul_tflops", "backward_tflops", "link_gb_s"):
+            if not getattr(self, rate) > 0:
+                raise ValueError(f"{rate} must be positive, got {getattr(self, rate)}")
+        if not self.hop_us >= 0:
+            raise ValueError(f"hop_us must not be negative, got {self.hop_us}")
+
+
+_TPU = (
+    "a planning figure, not a measurement: {mfu}% of the {peak} TFLOP/s bf16 peak in both passes; "
+    "ICI one way on one link as published; 1 us a hop assumed"
+)
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {
+        h.name: h
+        for h in (
+            Hardware(
+                "h200-nvlink", 649, 588, 370, 30,
+                "measured on 4x H200: flash-attn-4, 16k causal, head dim 128; copy-engine pulls of "
+                "16 to 256 MiB over NVLink (18 links) take about 30 us plus bytes over 370 GB/s",
+            ),
+            Hardware(
+                "h200-400gbit", 649, 588, 45, 30,
+                "kernels as h200-nvlink; one 400 Gbit/s port a GPU, 45 of its 50 GB/s and 30 us a "
+                "message assumed",
+            ),
+            Hardware("tpu-v5e", 98.5, 98.5, 45, 1, _TPU.format(mfu=50, peak=197)),
+            Hardware("tpu-v5p", 229.5, 229.5, 90, 1, _TPU.format(mfu=50, peak=459)),
+            Hardware("tpu-v6e", 367.2, 367.2, 90, 1, _TPU.format(mfu=40, peak=918)),
+        )
+    }
+)  # fmt: skip
+
+
+def hardware(name: str) -> Hardware:
+    """The preset of a name, one of ``HARDWARE``.
+
+    Raises:
+        ValueError: No such preset.
+    """
+    if name not in HARDWARE:
+        known = ", ".join(HARDWARE)
+        raise ValueError(
+            f"unknown hardware {name!r}; known: {known}; or describe yours as "
+            f"ring_core.cost.Hardware(...)"
+        )
+    return HARDWARE[name]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention layer: heads, head dims, batch and bytes an element of the inputs.
+
+    ``v_head_dim=None`` means V's head dim is ``head_dim``.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    batch: int = 1
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and "
+                f"{self.num_kv_heads}"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """``Dv``."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Forward FLOPs of one visible (query, key) pair: ``2 * B * H * (D + Dv)``."""
+        return 2 * self.batch * self.num_q_heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call costs; with a backward, both passes together.
+
+    Attributes:
+        flops: FLOPs of the busiest rank: its visible pairs times ``2 * B * H * (D + Dv)``, which is
+            ``4 * B * H * D`` where the dims are equal, and 2.5 times as many again backward.
+        bytes_sent: Bytes a rank sends.
+        messages: Messages a rank sends.
+        live_steps: Steps the plan runs, the own block included.
+        memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
+        compute_s: Seconds: the slowest rank of every stage, summed.
+        exposed_s: Seconds of communication that no computation hides: ``time_s - compute_s``.
+        time_s: Seconds: the longer of computation and transfer of every stage, summed.
+    """
+
+    flops: float
+    bytes_sent: int
+    messages: int
+    live_steps: int
+    memory_bytes: int
+    compute_s: float
+    exposed_s: float
+    time_s: float
+
+
+def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = True) -> Cost:
+    """What a plan costs.
+
+    A message carries, in bytes:
+
+    - K/V, for every ``kv_hop``: ``B * Tk * K * (D + Dv) * e``
+    - dK/dV, for every ``grad_hop``, in float32: ``B * Tk * K * (D + Dv) * 4``
+    - to a helping rank, q: ``B * Tq * H * D * e``; backward q, dO, lse and delta:
+      ``B * Tq * H * (D * e + Dv * e + 8)``
+    - from a helping rank, in float32, out and lse: ``B * Tq * H * (Dv + 1) * 4``; backward dQ:
+      ``B * Tq * H * D * 4``
+
+    It takes ``hop_us`` plus its bytes over ``link_gb_s``. Messages that start before a stage's
+    kernels are hidden under that stage, those that start after them under the next; what goes to
+    helping ranks before the first stage, or home after the last, under nothing.
+
+    Helped steps are taken as if a rank sent all its queries and also helped another with all of
+    its own: an upper bound, since ranks do one or the other, often with a part of the queries.
+
+    Args:
+        plan: The plan; its ``work()`` gives the visible pairs of every rank and step.
+        model: Heads, dims, batch, bytes an element.
+        hardware: Rates; see :func:`hardware` for presets.
+        backward: Count the backward as well.
+    """
+    work = plan.work()
+    slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
+    flops = float(busiest * model.flops_per_pair)
+    rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
+    passes = [_run(plan.forward, plan.steps, slowest * rate, _forward_bytes(plan, model), hardware)]
+    if backward:
+        flops *= 1 + BACKWARD_FLOPS
+        rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
+        volumes = _backward_bytes(plan, model)
+        passes.append(_run(plan.backward, plan.steps, slowest * rate, volumes, hardware))
+    compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
+    return Cost(
+        flops=flops,
+        bytes_sent=sum(p.bytes_sent for p in passes),
+        messages=sum(p.messages for p in passes),
+        live_steps=plan.num_steps,
+        memory_bytes=_memory(plan, model, backward),
+        compute_s=compute_s,
+        exposed_s=time_s - compute_s,
+        time_s=time_s,
+    )
+
+
+def compare(
+    mask: Mask,
+    *,
+    seq_len: int,
+    cp_size: int,
+    model: Model,
+    hardware: Hardware,
+    schedules: Sequence[str] = SCHEDULES,
+    kv_seq_len: int | None = None,
+    backward: bool = True,
+) -> dict[str, Cost | str]:
+    """The cost of every schedule, or, where one cannot divide the lengths, the text that says so.
+
+    Raises:
+        ValueError: What no schedule could plan, e.g. ``cu_seqlens`` that end elsewhere.
+    """
+    unknown = [name for name in schedules if name not in SCHEDULES]
+    if unknown:
+        raise ValueError(f"unknown schedule {unknown[0]!r}; known: {', '.join(SCHEDULES)}")
+    if cp_size < 1:
+        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
+    keys = seq_len if kv_seq_len is None else kv_seq_len
+    costs: dict[str, Cost | str] = {}
+    for schedule in cast("Sequence[ScheduleName]", schedules):
+        refusal = _indivisible(schedule, (seq_len, keys), cp_size)
+        if refusal is not None:
+            costs[schedule] = refusal
+            continue
+        plan = make_plan(
+            mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
+        )
+        costs[schedule] = estimate(plan, model, hardware, backward=backward)
+    return costs
+
+
+class _Bytes(NamedTuple):
+    """Bytes of one message of each kind."""
+
+    kv: int
+    grad: int
+    ship: int
+    results: int
+
+
+class _Pass(NamedTuple):
+    compute_s: float
+    time_s: float
+    bytes_sent: int
+    messages: int
+
+
+def _forward_bytes(plan: Plan, model: Model) -> _Bytes:
+    rows, kv = _rows(plan, model)
+    q = rows * model.head_dim * model.bytes_per_element
+    out_and_lse = rows * (model.value_dim + 1) * _FLOAT32
+    return _Bytes(kv * model.bytes_per_element, 0, q, out_and_lse)
+
+
+def _backward_bytes(plan: Plan, model: Model) -> _Bytes:
+    rows, kv = _rows(plan, model)
+    q_and_dout = rows * (model.head_dim + model.value_dim) * model.bytes_per_element
+    lse_and_delta = rows * 2 * _FLOAT32
+    dq = rows * model.head_dim * _FLOAT32
+    return _Bytes(kv * model.bytes_per_element, kv * _FLOAT32, q_and_dout + lse_and_delta, dq)
+
+
+def _rows(plan: Plan, model: Model) -> tuple[int, int]:
+    """A rank's rows of Q, ``B * Tq * H``, and elements of K and V, ``B * Tk * K * (D + Dv)``."""
+    rows = model.batch * plan.q_layout.local_len * model.num_q_heads
+    keys = model.batch * plan.k_layout.local_len * model.num_kv_heads
+    return rows, keys * (model.head_dim + model.value_dim)
+
+
+def _run(
+    stages: Sequence[Stage],
+    steps: Sequence[Step],
+    step_s: npt.NDArray[np.floating[Any]],
+    volumes: _Bytes,
+    hardware: Hardware,
+) -> _Pass:
+    """One pass; ``step_s [num_steps]`` is what the slowest rank computes in each step.
+
+    Slot ``n + 1`` is stage ``n``; slots before the first and after the last compute nothing.
+    """
+    before = np.array([(s.kv_hop is not None, s.ship is not None) for s in stages], dtype=np.int64)
+    after = np.array([(s.grad_hop is not None, s.results) for s in stages], dtype=np.int64)
+    messages, sent = np.zeros((2, len(stages) + 2), dtype=np.int64)
+    messages[1:-1] += before.sum(axis=1)
+    messages[2:] += after.sum(axis=1)
+    sent[1:-1] += before @ np.array([volumes.kv, volumes.ship])
+    sent[2:] += after @ np.array([volumes.grad, volumes.results])
+    if steps[stages[0].step].helps != "none":
+        messages[0] += 1
+        sent[0] += volumes.ship
+    compute = np.zeros(len(stages) + 2)
+    compute[1:-1] = step_s[[s.step for s in stages]]
+    transfer = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
+    time_s = np.maximum(compute, transfer).sum()
+    return _Pass(float(compute.sum()), float(time_s), int(sent.sum()), int(messages.sum()))
+
+
+def _memory(plan: Plan, model: Model, backward: bool) -> int:
+    """Bytes beyond the caller's tensors; the larger of the two passes.
+
+    Forward, two K/V slots and out in float32; backward, two K/V slots, dQ and three times dK/dV
+    (the sum, what the step adds, what arrives) in float32. Where steps are helped, forward adds a
+    slot for another rank's q and its float32 out, backward one for its q, dO and float32 dQ. A
+    single live step moves nothing: it needs no slots, and dK/dV once.
+    """
+    rows, kv = _rows(plan, model)
+    helped = any(step.helps != "none" for step in plan.steps)
+    moves = plan.num_steps > 1
+    slots = 2 * kv * model.bytes_per_element if moves else 0
+    q, dout = (rows * dim * model.bytes_per_element for dim in (model.head_dim, model.value_dim))
+    out, dq = (rows * dim * _FLOAT32 for dim in (model.value_dim, model.head_dim))
+    forward = slots + out + (q + out if helped else 0)
+    if not backward:
+        return forward
+    grads = (3 if moves else 1) * kv * _FLOAT32
+    return max(forward, slots + dq + grads + (q + dout + dq if helped else 0))
+
+
+def _indivisible(schedule: ScheduleName, lengths: Sequence[int], cp_size: int) -> str | None:
+    try:
+        for length in lengths:
+            Layout(layout_of(schedule), length, cp_size)
+    except ValueError as error:
+        return str(error)
+    return None

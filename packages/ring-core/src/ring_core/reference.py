@@ -1,0 +1,223 @@
+"""The oracle: dense attention in float64, slow and obvious; and the plan run rank by rank.
+
+Every backend is compared with these. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K, D]``,
+``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import _checks
+from ring_core._mask import Mask, Window
+from ring_core._philox import dropout_keep
+from ring_core._simulator import Simulation as Simulation
+from ring_core._simulator import run as run
+from ring_core._simulator import simulate as simulate
+
+Floats = npt.NDArray[np.floating[Any]]
+Float64 = npt.NDArray[np.float64]
+SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
+
+
+class Grads(NamedTuple):
+    """Gradients, each of its argument's shape; ``None`` for arguments that were not given."""
+
+    dq: Float64
+    dk: Float64
+    dv: Float64
+    dsinks: Float64 | None
+    dbias: Float64 | None
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: SegmentIds | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> tuple[Float64, Float64]:
+    """Dense attention in float64: ``softmax(softmax_scale * q @ k.T + ...) @ v``.
+
+    Returns:
+        ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]`` (natural log, sinks included; ``-inf`` where
+        a row sees nothing, whose ``out`` is 0).
+
+    Raises:
+        ValueError: An argument is malformed, as in the backends.
+    """
+    rule = _checks.check_mask(mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    dense = _dense(
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed
+    )
+    return dense.out, dense.lse
+
+
+def attention_grads(
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: SegmentIds | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> Grads:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64."""
+    rule = _checks.check_mask(mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    dense = _dense(
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed
+    )
+    return _backward(dense, np.asarray(dout, np.float64), None if dlse is None else np.asarray(dlse, np.float64))
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """The forward pass with everything the backward needs; heads first: ``[B, H, T, D]``."""
+
+    q: Float64
+    k: Float64  # repeated to H heads
+    v: Float64
+    visible: npt.NDArray[np.bool_]  # [B, H, T_q, T_kv]
+    slope: Float64  # derivative of the soft cap
+    probs: Float64  # softmax, sinks included in its sum
+    keep: Float64  # dropout's factor: 0 or 1 / (1 - p)
+    lse: Float64
+    out: Float64  # [B, T_q, H, Dv]
+    scale: float
+    kv_heads: int
+    sinks: Float64 | None
+    bias_shape: tuple[int, ...] | None
+
+
+def _dense(
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask, segment_ids: SegmentIds | None,
+    softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None, bias: npt.ArrayLike | None,
+    alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
+) -> _Dense:  # fmt: skip
+    sizes = _checks.check_qkv(*(_checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
+    _checks.check_dropout(dropout_p, dropout_seed)
+    scale = _checks.check_scale(softmax_scale, sizes.head_dim)
+    softcap = _checks.check_softcap(softcap)
+    group = sizes.q_heads // sizes.kv_heads
+    qh = np.asarray(q, np.float64).transpose(0, 2, 1, 3)
+    kh, vh = (np.asarray(x, np.float64).transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (k, v))
+
+    q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
+    k_pos = np.arange(sizes.k_len)
+    visible = np.broadcast_to(mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)).copy()
+    if segment_ids is not None:
+        q_ids, k_ids = (np.asarray(ids) for ids in _checks.check_pair(segment_ids, sizes))
+        same = (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
+        visible &= same[:, None]
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        x = scale * (qh @ kh.swapaxes(-1, -2))
+        slope = np.ones_like(x)
+        if softcap is not None:
+            squashed = np.tanh(x / softcap)
+            x, slope = softcap * squashed, 1 - squashed**2
+        if bias is not None:
+            x = x + np.asarray(bias, np.float64)
+            visible &= ~np.isneginf(np.asarray(bias, np.float64))
+        if alibi_slopes is not None:
+            slopes = np.atleast_2d(np.asarray(alibi_slopes, np.float64))[:, :, None, None]
+            x = x - slopes * np.abs(q_pos[:, None] - k_pos)
+    folded = None if sinks is None else np.asarray(sinks, np.float64).reshape(sizes.q_heads, -1)
+    lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
+    keep = np.ones_like(probs)
+    if dropout_p > 0 and dropout_seed is not None:
+        kept = dropout_keep(
+            dropout_p, dropout_seed, batch=np.arange(sizes.batch), heads=np.arange(sizes.q_heads),
+            queries=np.arange(sizes.q_len), keys=k_pos,
+        )  # fmt: skip
+        keep = kept / (1 - dropout_p)
+    out = seen_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
+    bias_shape = None if bias is None else np.shape(bias)
+    given = None if sinks is None else np.asarray(sinks, np.float64)
+    return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, sizes.kv_heads, given, bias_shape)
+
+
+def _softmax(logits: Float64, sinks: Float64 | None) -> tuple[Float64, Float64]:
+    """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
+    top = logits.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks.max(axis=-1)[:, None])
+    safe = np.where(np.isneginf(top), 0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights = np.exp(logits - safe[..., None])
+        total = weights.sum(axis=-1)
+        if sinks is not None:
+            total = total + np.exp(sinks[None, :, None, :] - safe[..., None]).sum(axis=-1)
+        probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
+        return safe + np.log(total), probs
+
+
+def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
+    """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
+
+    Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.
+    """
+    odd = ~np.isfinite(x).all(axis=-1)
+    result = weights @ np.where(odd[..., None], 0, x)
+    for j in np.flatnonzero(odd.any(axis=tuple(range(odd.ndim - 1)))):
+        with np.errstate(invalid="ignore"):
+            term = weights[..., :, j, None] * x[..., j, None, :]
+        result = result + np.where(visible[..., :, j, None] & odd[..., j, None, None], term, 0)
+    return result
+
+
+def _backward(dense: _Dense, dout: Float64, dlse: Float64 | None) -> Grads:
+    do = dout.transpose(0, 2, 1, 3)
+    with np.errstate(invalid="ignore", over="ignore"):
+        dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
+        weighted = np.where(dense.visible, dense.probs * dprobs, 0)
+        delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
+        dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
+        dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
+    seen_by = dense.visible.swapaxes(-1, -2)
+    dq = seen_matmul(dx, dense.visible, dense.k)
+    dk = seen_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
+    dv = seen_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
+    group = dk.shape[1] // dense.kv_heads
+    dk, dv = (x.reshape(x.shape[0], dense.kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    dsinks = None
+    if dense.sinks is not None:
+        safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
+        share = np.exp(dense.sinks.reshape(len(dense.sinks), -1)[None, :, None, :] - safe[..., None])
+        dsinks = (share * -delta).sum(axis=(0, 2)).reshape(dense.sinks.shape)
+    dbias = None if dense.bias_shape is None else _sum_to(dlogits, dense.bias_shape)
+    return Grads(*(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)), dsinks, dbias)
+
+
+def _sum_to(x: Float64, shape: tuple[int, ...]) -> Float64:
+    axes = tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x

@@ -1,0 +1,23 @@
+"""Exact attention over sequences longer than one device holds, for PyTorch.
+
+``ContextParallel`` owns the layout and the data; ``ring_attention`` takes local shards.
+"""
+
+from ring_core import KernelConfig as KernelConfig
+from ring_core import Mask as Mask
+from ring_core import RankMismatchError as RankMismatchError
+from ring_core import UnsupportedError as UnsupportedError
+from ring_torch._attention import ring_attention as ring_attention
+from ring_torch._context import ContextParallel as ContextParallel
+from ring_torch.kernels import matrix as support_matrix
+
+__all__ = [
+    "ContextParallel",
+    "KernelConfig",
+    "Mask",
+    "RankMismatchError",
+    "UnsupportedError",
+    "ring_attention",
+    "support_matrix",
+]
+__version__ = "0.1.0"

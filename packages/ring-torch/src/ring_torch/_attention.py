@@ -1,0 +1,126 @@
+"""The public function on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_core import KernelConfig, Mask
+from ring_torch._autograd import RingAttention
+from ring_torch._call import check_call
+from ring_torch._comm import ring_of
+
+Group = dist.ProcessGroup | DeviceMesh | None
+Window = tuple[int | None, int | None]
+Schedule = Literal["plain", "zigzag", "striped", "balanced"]
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ..., causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
+    kernel: str | KernelConfig = ..., transport: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ..., causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+    kernel: str | KernelConfig = ..., transport: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    schedule: Schedule = "plain",
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    kernel: str | KernelConfig = "auto",
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence whose shards lie on the ranks of a group.
+
+    Every rank calls it with its own shards, in the order the ``schedule`` lays tokens out (``plain`` and
+    ``balanced``: contiguous), and gets its own slice of the answer of dense attention,
+    ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
+
+    Args:
+        q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
+        k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H // K)``.
+        v: ``[B, T_kv_local, K, Dv]``.
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or this
+            process alone where none is initialised.
+        schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data is in
+            that order), ``balanced`` (causal work is even; data is in natural order).
+        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than queries,
+            positions are ``i + T_kv - T_q``.
+        window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side unbounded.
+        chunk_size: Sees keys of its own chunk of this many positions only.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves only.
+        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids see
+            each other, negative ones see nothing and are not seen.
+        mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
+        softmax_scale: Default ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
+        sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their gradient
+            here is this rank's part: sum it over ranks with the other replicated parameters.
+        bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order, columns for
+            all keys in natural order; has a gradient; ``-inf`` masks.
+        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
+        dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
+            global indices alone, not on ring size, schedule or kernel.
+        dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
+        deterministic: Only use kernels whose backward repeats bit for bit.
+        return_lse: Return ``lse`` too.
+        kernel: ``auto``, ``sdpa``, ``eager`` or a :class:`KernelConfig`. A kernel that is named never
+            falls back.
+        transport: ``auto`` or ``p2p`` (point-to-point messages of ``torch.distributed``).
+
+    Returns:
+        ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H, T_local]``,
+        natural log, float32 (float64 for float64 inputs), differentiable, ``-inf`` where a row sees
+        nothing (its ``out`` is 0).
+
+    Raises:
+        ValueError: An argument is malformed; nothing was sent.
+        UnsupportedError: No kernel, or not the one named, can do this; nothing was sent.
+        RankMismatchError: Ranks make different calls; no data of the other call was used.
+        RuntimeError: A peer failed or did not answer within the group's timeout.
+
+    Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
+    context", arXiv 2310.01889.
+    """
+    call, inputs = check_call(
+        ring_of(group), schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
+        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+    )  # fmt: skip
+    out, lse = RingAttention.apply(call, *inputs)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out

@@ -1,0 +1,93 @@
+"""The forward loop: move K/V, call a kernel for each work item, merge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ring_core import WorkItem
+from ring_torch._call import Call, Inputs, keys_of, packing_of
+from ring_torch._comm import NOTHING, agree
+from ring_torch._help import Errands, helped_rows, rows_tensors
+from ring_torch.kernels._api import Columns, Result, Rows, merge_into
+
+
+def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention of this rank's queries over all keys, sinks not yet included.
+
+    K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the other.
+
+    Returns:
+        ``out [B, T_local, H, Dv]`` and ``lse [B, H, T_local]`` in the accumulators' dtype, and the
+        packed K/V that arrived last (``None`` if nothing travelled).
+    """
+    plan, ring = call.plan, call.ring
+    agree(ring, {"pass": "forward", **call.facts}, header_device(call))
+    rows, keys = call.rows(inputs), keys_of(inputs)
+    own = columns = call.columns(ring.rank, keys)
+    into = empty_result(call, rows.q, inputs.v.shape[3])
+    packing = packing_of(keys)
+    held: Tensor | None = None
+    spare: Tensor | None = None
+    if plan.num_steps > 1:
+        held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+    errands = Errands(call, lambda part: rows_tensors(rows.take(part)))
+    shipment = errands.ship(None)
+
+    def add(item: WorkItem, tensors: list[Tensor]) -> None:
+        merge_into(into.take(item.q_slice), *tensors)
+
+    for stage in plan.forward:
+        transfer = NOTHING
+        if stage.kv_hop is not None:
+            assert held is not None and spare is not None
+            transfer = ring.start([(held, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))])
+        next_shipment = errands.ship(stage.ship)
+        _attend(call, rows, columns, own, stage.step, into)
+        if stage.results:
+            results = [
+                (item, _help(call, item, helped_rows(call, item, rows, message.views(buffer)), own, inputs))
+                for item, message, buffer in shipment.arriving
+            ]
+            errands.send_home(stage.step, results, lambda item: list(into.take(item.q_slice)))
+        errands.collect(add, keep=1 if stage.results else 0)
+        transfer.wait()
+        next_shipment.transfer.wait()
+        shipment = next_shipment
+        if stage.kv_hop is not None:
+            assert held is not None and spare is not None
+            held, spare = spare, held
+            columns = call.columns(ring.behind(plan.steps[stage.step + 1].shift), packing.views(held))
+    errands.collect(add)
+    return into.out, into.lse, held
+
+
+def _attend(call: Call, rows: Rows, columns: Columns, own: Columns, step: int, into: Result) -> None:
+    """Run a step's items for this rank's own queries."""
+    for item in call.plan.items(call.ring.rank, step):
+        if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
+            keys = own if item.kv_rank == call.ring.rank else columns
+            part = rows.take(item.q_slice), keys.take(item.k_slice)
+            call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
+
+
+def _help(call: Call, item: WorkItem, rows: Rows, own: Columns, inputs: Inputs) -> Result:
+    """Run an item for another rank's queries, over this rank's own keys."""
+    result = empty_result(call, rows.q, inputs.v.shape[3])
+    if rows.q.shape[0] > 0:
+        call.kernel.forward(rows, own.take(item.k_slice), item, call.params, result)
+    return result
+
+
+def empty_result(call: Call, q: Tensor, v_dim: int) -> Result:
+    """Nothing seen yet: the identity of the merge."""
+    batch, length, heads, _ = q.shape
+    out = torch.zeros(batch, length, heads, v_dim, dtype=call.wide, device=call.device)
+    lse = torch.full((batch, heads, length), -torch.inf, dtype=call.wide, device=call.device)
+    return Result(out, lse)
+
+
+def header_device(call: Call) -> torch.device:
+    """Where headers lie: gloo sends from the host, others from the inputs' device."""
+    backend = torch.distributed.get_backend(call.ring.group) if call.ring.size > 1 else "gloo"
+    return torch.device("cpu") if backend == "gloo" else call.device

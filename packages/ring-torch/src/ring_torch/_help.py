@@ -1,0 +1,100 @@
+"""Queries that other ranks compute for their owner, and the results on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ring_core import WorkItem
+from ring_torch._call import Call, packing_of
+from ring_torch._comm import NOTHING, Packing, Transfer
+from ring_torch.kernels._api import Rows, Upstream
+
+
+class Shipment(NamedTuple):
+    """What arrives at a helper: for each helped item its rows, as one message."""
+
+    transfer: Transfer
+    arriving: tuple[tuple[WorkItem, Packing, Tensor], ...]
+
+
+@dataclass
+class Errands:
+    """Ships what a call's rows need to their helpers, and brings results home.
+
+    ``take`` cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes are
+    equal on all ranks, it also tells what a shipment from another rank looks like.
+    """
+
+    call: Call
+    take: Callable[[slice], list[Tensor]]
+    pending: list[tuple[Transfer, list[tuple[WorkItem, Packing, Tensor]]]] = field(default_factory=list)
+
+    def ship(self, step: int | None) -> Shipment:
+        """Start sending the rows that others compute in a step, and receiving those computed here."""
+        if step is None:
+            return Shipment(NOTHING, ())
+        ring, plan = self.call.ring, self.call.plan
+        sends, receives, arriving = [], [], []
+        for item in plan.helped(ring.rank, step):
+            tensors = self.take(item.q_slice)
+            sends.append((packing_of(tensors).pack(tensors, self.call.device), ring.ahead(plan.steps[step].shift)))
+        for item in plan.items(ring.rank, step):
+            if item.q_rank != ring.rank:
+                packing = packing_of(self.take(item.q_slice))
+                buffer = packing.buffer(self.call.device)
+                receives.append((buffer, item.q_rank))
+                arriving.append((item, packing, buffer))
+        return Shipment(ring.start(sends, receives), tuple(arriving))
+
+    def send_home(self, step: int, results: Sequence[tuple[WorkItem, Sequence[Tensor]]], like: Callable[[WorkItem], list[Tensor]]) -> None:
+        """Start sending results to the ranks they belong to, and receiving this rank's own.
+
+        ``like`` gives tensors of the shapes and dtypes of an item's results.
+        """
+        ring, plan = self.call.ring, self.call.plan
+        sends = [
+            (packing_of(tensors).pack(tensors, self.call.device), item.out_rank) for item, tensors in results
+        ]
+        expected = []
+        for item in plan.helped(ring.rank, step):
+            packing = packing_of(like(item))
+            expected.append((item, packing, packing.buffer(self.call.device)))
+        helper = ring.ahead(plan.steps[step].shift)
+        transfer = ring.start(sends, [(buffer, helper) for _, _, buffer in expected])
+        self.pending.append((transfer, expected))
+
+    def collect(self, add: Callable[[WorkItem, list[Tensor]], None], *, keep: int = 0) -> None:
+        """Wait for results sent home, all but the ``keep`` latest, and add each to where it belongs."""
+        while len(self.pending) > keep:
+            transfer, expected = self.pending.pop(0)
+            transfer.wait()
+            for item, packing, buffer in expected:
+                add(item, packing.views(buffer))
+
+
+def rows_tensors(rows: Rows) -> list[Tensor]:
+    """What a helper needs of some rows to run the forward."""
+    return [x for x in (rows.q, rows.segments, rows.bias) if x is not None]
+
+
+def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -> Rows:
+    """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
+    rest = iter(tensors)
+    q = next(rest)
+    segments = None if like.segments is None else next(rest)
+    bias = None if like.bias is None else next(rest)
+    index, position, _ = call.positions(item.q_rank)
+    part = item.q_slice
+    return Rows(
+        q, None if index is None else index[part], None if position is None else position[part], segments, bias,
+        like.slopes,
+    )  # fmt: skip
+
+
+def upstream_tensors(upstream: Upstream) -> list[Tensor]:
+    """What a helper needs besides the rows to run the backward."""
+    return list(upstream)

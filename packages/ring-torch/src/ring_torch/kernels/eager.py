@@ -1,0 +1,287 @@
+"""``eager``: blockwise attention in plain torch. Any device, any dtype, every option, exact gradients.
+
+One block of scores lives at a time. The forward keeps a running softmax (Milakov and Gimelshein,
+arXiv 1805.02867) that starts from what was accumulated, so that merging costs nothing; the backward
+recomputes probabilities from the global ``lse`` (Dao et al., arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
+from ring_torch.kernels._api import ColumnGrads, Columns, Params, Result, RowGrads, Rows, Upstream
+from ring_torch.kernels._philox import dropout_keep
+
+BLOCK_Q, BLOCK_K = 256, 512
+
+
+class EagerKernel:
+    """See the module's text."""
+
+    capabilities = Capabilities(
+        name="eager",
+        dtypes=("float64", "float32", "bfloat16", "float16"),
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        bias=True,
+        alibi=True,
+        dropout=True,
+        deterministic=True,
+        lse_grad=True,
+        block_sizes=True,
+    )
+
+    def forward(self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result) -> None:
+        """Attend and merge into ``into``, block row by block row."""
+        sight = Sight(rows, columns, item, params)
+        v_clean = _is_finite(columns.v)
+        for i in _blocks(0, rows.q.shape[1], params.block_q or BLOCK_Q):
+            q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
+            part = into.take(i)
+            acc = _fold(part.out, columns.k.shape[2], into.out.dtype)
+            top = part.lse.reshape(acc.shape[:-1])
+            total = (top > -torch.inf).to(acc.dtype)
+            acc = acc * total.unsqueeze(-1)
+            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
+                scores, _, visible = sight.scores(q, i, j)
+                new_top = torch.maximum(top, scores.amax(dim=-1))
+                safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
+                shrink = (top - safe).exp_()
+                weights = scores.sub_(safe.unsqueeze(-1)).exp_()
+                total = total * shrink + weights.sum(dim=-1)
+                v = _heads_first(columns.v[:, j], acc.dtype)
+                weights = sight.dropped(weights, i, j)
+                acc = acc * shrink.unsqueeze(-1) + _seen_matmul(weights, visible, v, clean=v_clean)
+                top = new_top
+            part.out.copy_(_unfold(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape))
+            part.lse.copy_((top + total.log()).view(part.lse.shape))
+
+    def backward(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        row_grads: RowGrads, column_grads: ColumnGrads,
+    ) -> None:  # fmt: skip
+        """Add the item's gradients to the accumulators, block by block."""
+        sight = Sight(rows, columns, item, params)
+        kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
+        clean = {"q": _is_finite(rows.q), "k": _is_finite(columns.k), "do": _is_finite(upstream.dout)}
+        for i in _blocks(0, rows.q.shape[1], params.block_q or BLOCK_Q):
+            q, do = _fold(rows.q[:, i], kv_heads, dtype), _fold(upstream.dout[:, i], kv_heads, dtype)
+            lse = upstream.lse[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            safe = torch.where(lse == -torch.inf, torch.inf, lse)  # probabilities of such rows are 0
+            delta = upstream.delta[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            dq = torch.zeros_like(q)
+            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
+                k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
+                scores, slope, visible = sight.scores(q, i, j)
+                probs = scores.sub_(safe).exp_()
+                keep = sight.keep(probs, i, j)
+                dscores = do @ v.mT
+                if keep is not None:
+                    dscores = dscores * keep
+                dscores = probs * (dscores - delta)
+                if visible is not None:
+                    dscores = dscores.masked_fill(~visible, 0.0)
+                if row_grads.dbias is not None:
+                    sight.add_bias_grad(row_grads.dbias, dscores, i, j)
+                dscores = dscores.mul_(params.scale)
+                if slope is not None:
+                    dscores = dscores.mul_(slope)
+                    dscores = dscores if visible is None else dscores.masked_fill(~visible, 0.0)
+                dq += _seen_matmul(dscores, visible, k, clean=clean["k"])
+                weights = probs if keep is None else probs * keep
+                seen_by = None if visible is None else visible.mT
+                column_grads.dk[:, j] += _seen_matmul(dscores.mT, seen_by, q, clean=clean["q"]).transpose(1, 2)
+                column_grads.dv[:, j] += _seen_matmul(weights.mT, seen_by, do, clean=clean["do"]).transpose(1, 2)
+            row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What an item's rows see of its columns: which blocks, and each block's scores.
+
+    Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]`` with ``G = H /
+    K`` query heads a K/V head folded into the rows.
+    """
+
+    rows: Rows
+    columns: Columns
+    item: WorkItem
+    params: Params
+
+    def key_blocks(self, i: slice, size: int) -> Iterator[slice]:
+        """The blocks of columns that some of these rows may see."""
+        item, first, last = self.item, i.start, i.stop - 1
+        start = 0 if item.hi is None else max(0, first - item.hi)
+        stop = self.columns.k.shape[1] if item.lo is None else min(self.columns.k.shape[1], last - item.lo + 1)
+        if item.cu_q is not None and item.cu_k is not None:
+            documents = np.searchsorted(item.cu_q, [first, last], side="right")
+            start = max(start, int(item.cu_k[documents[0] - 1]))
+            stop = min(stop, int(item.cu_k[documents[1]]))
+        for j in _blocks(start, stop, size):
+            if item.tiles is None or self._tiles(i, j).any():
+                yield j
+
+    def scores(self, q: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(masked scores, slope of the soft cap, what is visible)`` of a block.
+
+        Where the last two are ``None`` the slope is 1 and all is visible.
+        """
+        rows, params = self.rows, self.params
+        x = (q @ _heads_first(self.columns.k[:, j], q.dtype).mT).mul_(params.scale)
+        slope = None
+        if params.softcap is not None:
+            squashed = torch.tanh(x / params.softcap)
+            x, slope = squashed * params.softcap, 1 - squashed * squashed
+        visible = self._visible(i, j)
+        if rows.bias is None and rows.slopes is None and visible is None:
+            return x, slope, None
+        by_head = self._by_head(x, i)
+        if rows.bias is not None:
+            bias = rows.bias[:, :, i].index_select(-1, _known(self.columns.position)[j]).to(x.dtype)
+            by_head = by_head + bias
+            visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
+        if rows.slopes is not None:
+            distance = (_known(rows.position)[i, None] - _known(self.columns.position)[j]).abs()
+            by_head = by_head - rows.slopes[:, :, None, None].to(x.dtype) * distance.to(x.dtype)
+        if visible is None:
+            return by_head.reshape(x.shape), slope, None
+        visible = visible.expand(by_head.shape)
+        masked = by_head.masked_fill(~visible, -torch.inf)
+        return masked.reshape(x.shape), slope, visible.reshape(x.shape)
+
+    def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
+        """Dropout's factor for a block of scores; ``None`` without dropout."""
+        p = self.params.dropout_p
+        if p == 0:
+            return None
+        batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
+        index, position = _known(self.rows.index)[i], _known(self.columns.position)[j]
+        kept = dropout_keep(p, self.params.dropout_seed, batch, heads, index, position)
+        return kept.to(like.dtype).div_(1 - p).view(like.shape)
+
+    def dropped(self, weights: Tensor, i: slice, j: slice) -> Tensor:
+        """Weights after dropout."""
+        keep = self.keep(weights, i, j)
+        return weights if keep is None else weights * keep
+
+    def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:
+        """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""
+        grad = self._by_head(dscores, i)
+        for dim in (0, 1):
+            if dbias.shape[dim] == 1:
+                grad = grad.sum(dim=dim, keepdim=True)
+        dbias[:, :, i].index_add_(-1, _known(self.columns.position)[j], grad.to(dbias.dtype))
+
+    def _by_head(self, x: Tensor, i: slice) -> Tensor:
+        """``[B, K, G * n, m]`` as ``[B, H, n, m]``."""
+        return x.reshape(x.shape[0], self.rows.q.shape[2], i.stop - i.start, x.shape[-1])
+
+    def _visible(self, i: slice, j: slice) -> Tensor | None:
+        """What a block shows, ``[B or 1, 1, n, m]``; ``None`` if all of it."""
+        item, rows, columns, device = self.item, self.rows, self.columns, self.rows.q.device
+        parts = []
+        if (item.lo is not None and i.start - (j.stop - 1) < item.lo) or (
+            item.hi is not None and i.stop - 1 - j.start > item.hi
+        ):
+            distance = torch.arange(i.start, i.stop, device=device)[:, None] - torch.arange(
+                j.start, j.stop, device=device
+            )
+            parts += [distance >= item.lo] if item.lo is not None else []
+            parts += [distance <= item.hi] if item.hi is not None else []
+        if item.cu_q is not None:
+            q_doc, k_doc = self._documents
+            parts.append(q_doc[i, None] == k_doc[j])
+        if item.tiles is not None and not (self._tiles(i, j) == FULL).all():
+            parts.append(self._rule(i, j))
+        visible = None
+        for part in parts:
+            visible = part if visible is None else visible & part
+        visible = None if visible is None else visible[None, None]
+        if rows.segments is None or columns.segments is None:
+            return visible
+        q_ids, k_ids = rows.segments[:, i, None], columns.segments[:, None, j]
+        same = ((q_ids == k_ids) & (q_ids >= 0))[:, None]
+        return same if visible is None else visible & same
+
+    @cached_property
+    def _documents(self) -> tuple[Tensor, Tensor]:
+        """Which document of the item each row and column belongs to."""
+        device = self.rows.q.device
+        lengths = (self.rows.q.shape[1], self.columns.k.shape[1])
+        cuts = (torch.as_tensor(cu, device=device) for cu in (self.item.cu_q, self.item.cu_k))
+        q_doc, k_doc = (
+            torch.bucketize(torch.arange(n, device=device), cu, right=True) for n, cu in zip(lengths, cuts, strict=True)
+        )
+        return q_doc, k_doc
+
+    def _rule(self, i: slice, j: slice) -> Tensor:
+        """The mask's whole rule on a block, for predicates."""
+        q_pos, k_pos = _known(self.rows.position)[i, None], _known(self.columns.position)[None, j]
+        seen = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
+        visible = seen.expand(q_pos.shape[0], k_pos.shape[1])
+        if self.params.boundaries is not None:
+            cells = (torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos))
+            q_cell, k_cell = cells
+            visible = visible & (q_cell == k_cell)
+        return visible
+
+    def _tiles(self, i: slice, j: slice) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """Kinds of the tiles a block touches; ``EMPTY`` is 0."""
+        assert self.item.tiles is not None and EMPTY == 0
+        rows = slice(i.start // TILE, -(-i.stop // TILE))
+        return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]  # type: ignore[return-value]
+
+
+def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
+    for at in range(start, stop, size):
+        yield slice(at, min(at + size, stop))
+
+
+def _fold(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """``[B, n, H, D]`` as ``[B, K, G * n, D]``: the query heads of a K/V head one below the other."""
+    batch, n, heads, dim = x.shape
+    return x.transpose(1, 2).to(dtype).reshape(batch, kv_heads, heads // kv_heads * n, dim)
+
+
+def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
+    """The reverse of :func:`_fold`, for ``shape = [B, n, H, D]``."""
+    batch, n, heads, dim = shape
+    return x.reshape(batch, heads, n, dim).transpose(1, 2)
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, m, K, D]`` as ``[B, K, m, D]``."""
+    return x.transpose(1, 2).to(dtype)
+
+
+def _seen_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean: bool) -> Tensor:
+    """``weights @ x`` that reads rows of ``x`` only where they are seen (plainly ``0 * nan`` is ``nan``)."""
+    if visible is None or clean:
+        return weights @ x
+    odd = ~torch.isfinite(x).all(dim=-1)
+    result = weights @ x.masked_fill(odd.unsqueeze(-1), 0.0)
+    for j in odd.flatten(0, 1).any(dim=0).nonzero().flatten().tolist():
+        term = weights[..., :, j, None] * x[..., j, None, :]
+        seen = visible[..., :, j, None] & odd[..., j, None, None]
+        result = result + torch.where(seen, term, 0.0)
+    return result
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _known(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x

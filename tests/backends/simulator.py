@@ -1,0 +1,39 @@
+"""The numpy simulator as a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cases import Case
+from mutants import applied
+
+from ring_core import make_plan, reference
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class SimulatorBackend:
+    """Runs the plan rank by rank in this process."""
+
+    dtypes = ("float64", "float32", "bfloat16")  # float16's range is not simulated
+
+    def run(self, case: Case, mutant: str | None = None) -> Arrays:
+        """Run one case."""
+        _ = case.expected  # before anything is broken
+        with applied(mutant):
+            return simulate(case)
+
+
+def simulate(case: Case) -> Arrays:
+    """A case's results from the simulator."""
+    plan = make_plan(
+        case.mask, seq_len=case.seq_len, cp_size=case.cp_size, schedule=case.schedule, kv_seq_len=case.kv_seq_len
+    )
+    x = case.inputs
+    with np.errstate(all="ignore"):
+        result = reference.run(
+            plan, x["q"], x["k"], x["v"], dout=x["dout"], dlse=x.get("dlse"), precision=case.dtype, **case.options
+        )
+    return {name: value for name, value in vars(result).items() if value is not None}

@@ -1,0 +1,112 @@
+"""ring_torch on gloo processes as a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cases import CASES, Case
+from mutants import applied
+
+import ring_torch
+from backends.workers import Pool
+from ring_core import Plan, make_plan
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class TorchBackend:
+    """Runs cases on a pool for each ring size."""
+
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def pool(self, world_size: int) -> Pool:
+        """The ranks of a world size."""
+        if world_size not in self._pools:
+            self._pools[world_size] = Pool(world_size)
+        return self._pools[world_size]
+
+    def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
+        """Run one case on its ring size and put the results together."""
+        if mutant is None:
+            parts = self.pool(case.cp_size).run(run_rank, case.name, kernel)
+            return gather(case, plan_of(case), parts)
+        pool = Pool(case.cp_size, timeout=5)  # a broken backend may leave messages behind
+        try:
+            return gather(case, plan_of(case), pool.run(run_rank, case.name, kernel, mutant))
+        finally:
+            pool.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case."""
+    return make_plan(
+        case.mask, seq_len=case.seq_len, cp_size=case.cp_size, schedule=case.schedule, kv_seq_len=case.kv_seq_len
+    )
+
+
+def run_rank(rank: int, name: str, kernel: str, mutant: str | None = None) -> Arrays:
+    """One rank's part of a case, forward and backward."""
+    with applied(mutant):
+        return _run_rank(rank, CASES[name], kernel)
+
+
+def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
+    plan, x = plan_of(case), case.inputs
+    q_at, k_at = plan.positions(rank), plan.k_positions(rank)
+
+    def tensor(value: npt.NDArray[Any], *, grad: bool = False) -> torch.Tensor:
+        return torch.tensor(value, dtype=getattr(torch, case.dtype)).requires_grad_(grad)
+
+    q = tensor(x["q"][:, q_at], grad=True)
+    k, v = (tensor(x[side][:, k_at], grad=True) for side in "kv")
+    sinks = tensor(x["sinks"], grad=True) if "sinks" in x else None
+    bias = tensor(x["bias"][:, :, q_at], grad=True) if "bias" in x else None
+    slopes = tensor(x["alibi_slopes"]) if "alibi_slopes" in x else None
+    ids = None
+    if case.segments:
+        ids = torch.tensor(x["q_ids"][:, q_at]), torch.tensor(x["k_ids"][:, k_at])
+    options: dict[str, Any] = {
+        "schedule": case.schedule, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
+        "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
+        "dropout_seed": case.dropout_seed, "kernel": kernel,
+    }  # fmt: skip
+    dout = tensor(x["dout"][:, q_at])
+    if case.lse_grad:
+        out, lse = ring_torch.ring_attention(q, k, v, return_lse=True, **options)
+        dlse = torch.tensor(x["dlse"][:, :, q_at], dtype=lse.dtype)
+        torch.autograd.backward([out, lse], [dout, dlse])
+    else:  # kernels without a gradient through lse may run too
+        out = ring_torch.ring_attention(q, k, v, **options)
+        out.backward(dout)
+        with torch.no_grad():
+            _, lse = ring_torch.ring_attention(q, k, v, return_lse=True, **options)
+    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    results |= {"dsinks": sinks.grad} if sinks is not None else {}
+    results |= {"dbias": bias.grad} if bias is not None else {}
+    return {key: value.detach().double().numpy() for key, value in results.items()}
+
+
+def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
+    """Every rank's results as global arrays."""
+    queries, keys = ("out", "dq"), ("dk", "dv")
+    results: Arrays = {}
+    for name in parts[0]:
+        if name == "dsinks":
+            results[name] = np.sum([part[name] for part in parts], axis=0)
+            continue
+        axis = 1 if name in queries + keys else 2
+        at = [plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)]
+        whole = np.concatenate([part[name] for part in parts], axis=axis)
+        results[name] = np.take(whole, np.argsort(np.concatenate(at)), axis=axis)
+    return results

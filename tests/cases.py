@@ -1,0 +1,248 @@
+"""The one table of cases: every backend runs it and is compared with the float64 oracle."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import Mask, reference
+
+Arrays = dict[str, npt.NDArray[Any]]
+Segments = Literal["documents", "pair", "padded"]
+Bias = Literal["full", "shared", "masked"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, forward and backward, on global arrays; ``name`` is its id."""
+
+    name: str
+    mask: Mask
+    schedule: str = "plain"
+    cp_size: int = 1
+    seq_len: int = 48
+    kv_seq_len: int | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (8, 8)
+    dtype: str = "float32"
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    sinks: int | None = None  # how many a head; 0 stands for shape [H]
+    bias: Bias | None = None
+    alibi: Literal[1, 2] | None = None  # dimensions of the slopes
+    dropout_p: float = 0.0
+    segments: Segments | None = None
+    lse_grad: bool = False
+    spread: float = 1.0  # how much larger the keys of the last quarter are
+    poison: bool = False  # NaN and infinity in padding rows
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.seq_len if self.kv_seq_len is None else self.kv_seq_len
+
+    @property
+    def dropout_seed(self) -> int | None:
+        """A seed that uses both of its words."""
+        return 0x1234_5678_9ABC_DEF0 if self.dropout_p else None
+
+    @cached_property
+    def inputs(self) -> Arrays:
+        """Global inputs, rounded to the case's dtype but held in float64."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
+        shapes = {
+            "q": (self.batch, self.seq_len, heads, dim),
+            "k": (self.batch, self.keys, kv_heads, dim),
+            "v": (self.batch, self.keys, kv_heads, v_dim),
+            "dout": (self.batch, self.seq_len, heads, v_dim),
+            "dlse": (self.batch, heads, self.seq_len),
+        }
+        arrays: Arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+        arrays["k"][:, -(self.keys // 4) :] *= self.spread
+        if not self.lse_grad:
+            del arrays["dlse"]
+        if self.sinks is not None:
+            arrays["sinks"] = rng.standard_normal((heads, self.sinks) if self.sinks else (heads,))
+        if self.bias is not None:
+            arrays["bias"] = self._bias(rng)
+        if self.alibi is not None:
+            arrays["alibi_slopes"] = 2.0 ** -rng.integers(1, 5, (self.batch, heads)[-self.alibi :])
+        arrays = {name: round_to(x, self.dtype) for name, x in arrays.items()}
+        if self.segments is not None:
+            arrays.update(self._segments(rng))
+        if self.poison:
+            for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
+                arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
+        return arrays
+
+    def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
+        shared = self.bias == "shared"
+        shape = (1 if shared else self.batch, 1 if shared else self.heads[0], self.seq_len, self.keys)
+        bias = rng.standard_normal(shape)
+        if self.bias == "masked":
+            bias[rng.random(shape) < 0.3] = -np.inf
+            bias[:, :, self.seq_len // 2] = -np.inf
+        return bias
+
+    def _segments(self, rng: np.random.Generator) -> Arrays:
+        q_ids = np.sort(rng.integers(0, 4, (self.batch, self.seq_len)), axis=1).astype(np.int32)
+        if self.segments == "padded":
+            q_ids[:, -(self.seq_len // 4) :] = -1
+            q_ids[:, self.seq_len // 3] = -7
+        k_ids = q_ids
+        if self.segments == "pair":
+            k_ids = rng.integers(0, 5, (self.batch, self.keys)).astype(np.int32)
+        return {"q_ids": q_ids, "k_ids": k_ids}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The oracle's keyword arguments."""
+        arrays = self.inputs
+        given = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
+        ids = (arrays["q_ids"], arrays["k_ids"]) if self.segments else None
+        return {
+            "segment_ids": ids, "softmax_scale": self.softmax_scale, "softcap": self.softcap,
+            "dropout_p": self.dropout_p, "dropout_seed": self.dropout_seed, **given,
+        }  # fmt: skip
+
+    @cached_property
+    def expected(self) -> Arrays:
+        """The oracle's results by name."""
+        x = self.inputs
+        out, lse = reference.attention(x["q"], x["k"], x["v"], mask=self.mask, **self.options)
+        grads = reference.attention_grads(
+            x["dout"], x["q"], x["k"], x["v"], dlse=x.get("dlse"), mask=self.mask, **self.options
+        )
+        results = {"out": out, "lse": lse, **grads._asdict()}
+        return {name: value for name, value in results.items() if value is not None}
+
+
+def round_to(x: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Round to a dtype's nearest number, held in float64."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32).astype(np.float64)
+    return x.astype(dtype).astype(np.float64)
+
+
+def diagonals(q_pos: Any, k_pos: Any) -> Any:
+    """A predicate with empty, partial and full blocks and rows that see little."""
+    return ((q_pos - k_pos) % 7 < 3) & ((q_pos // 16 + k_pos // 16) % 3 != 1)
+
+
+def prefix(q_pos: Any, k_pos: Any) -> Any:
+    """Prefix-LM: everybody sees the first 20 tokens."""
+    return (k_pos < 20) | (k_pos <= q_pos)
+
+
+def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
+    """The masks of the table; windows smaller than, equal to and larger than a shard."""
+    shard, t = seq_len // cp_size, seq_len
+    documents = (0, 1, t // 3, t // 3 + 2, t // 2 + 1, t)
+    return {
+        "full": Mask(),
+        "causal": Mask(causal=True),
+        "window-small": Mask(causal=True, window=(2, None)),
+        "window-shard": Mask(causal=True, window=(shard, 0)),
+        "window-large": Mask(causal=True, window=(shard + 3, 0)),
+        "window-both": Mask(window=(3, 4)),
+        "window-right": Mask(window=(0, shard + 1)),
+        "window-left": Mask(window=(5, None)),
+        "window-self": Mask(window=(0, 0)),
+        "chunks": Mask(causal=True, chunk_size=7),
+        "chunks-full": Mask(chunk_size=max(1, shard)),
+        "documents": Mask(causal=True, cu_seqlens=documents),
+        "documents-full": Mask(cu_seqlens=documents),
+        "documents-window": Mask(causal=True, window=(4, 0), cu_seqlens=documents),
+        "documents-chunks": Mask(causal=True, chunk_size=9, cu_seqlens=(0, t // 2 - 1, t)),
+        "predicate": Mask(causal=True, predicate=diagonals),
+        "predicate-documents": Mask(predicate=prefix, cu_seqlens=(0, t // 2 + 3, t)),
+    }
+
+
+SCHEDULES = ("plain", "zigzag", "striped", "balanced")
+RING_SIZES = (1, 2, 3, 4, 8)
+
+
+def _mask_cases() -> list[Case]:
+    """Every mask under every schedule and ring size."""
+    cases = []
+    for cp_size in RING_SIZES:
+        seq_len = 2 * cp_size * {1: 23, 2: 13, 3: 9, 4: 6, 8: 4}[cp_size]
+        for schedule in SCHEDULES:
+            for name, mask in masks(seq_len, cp_size).items():
+                case = Case(f"{name}-{schedule}-cp{cp_size}", mask, schedule, cp_size, seq_len)
+                cases.append(replace(case, lse_grad=cp_size == 3))
+    return cases
+
+
+def _option_cases() -> list[Case]:
+    """Every option, alone and in company."""
+    causal, window = Mask(causal=True), Mask(causal=True, window=(9, 0))
+    options: dict[str, dict[str, Any]] = {
+        "float64": {"dtype": "float64"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "float16": {"dtype": "float16"},
+        "mha": {"heads": (3, 3)},
+        "gqa": {"heads": (6, 2), "batch": 2},
+        "mqa": {"heads": (8, 1), "batch": 2},
+        "v-dim": {"dims": (8, 4)},
+        "scale": {"softmax_scale": 0.7},
+        "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": 0, "lse_grad": True},
+        "sinks-many": {"sinks": 3, "dtype": "bfloat16"},
+        "bias": {"bias": "full", "batch": 2},
+        "bias-shared": {"bias": "shared", "batch": 2},
+        "bias-masked": {"bias": "masked", "lse_grad": True},
+        "alibi": {"alibi": 1},
+        "alibi-batch": {"alibi": 2, "batch": 2},
+        "dropout": {"dropout_p": 0.3, "batch": 2},
+        "segments": {"segments": "documents", "batch": 2},
+        "segments-padded": {"segments": "padded", "lse_grad": True},
+        "segments-pair": {"segments": "pair"},
+        "poison": {"segments": "padded", "poison": True},
+        "spread": {"spread": 40.0},
+        "batch-0": {"batch": 0},
+        "everything": {
+            "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
+            "softmax_scale": 0.4, "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
+        },
+    }  # fmt: skip
+    cases = []
+    for n, (name, fields) in enumerate(options.items()):
+        for schedule in SCHEDULES:
+            cp_size = (2, 4, 3)[n % 3]
+            mask = window if n % 4 == 3 else causal
+            cases.append(Case(f"{name}-{schedule}", mask, schedule, cp_size, 8 * cp_size * 3, **fields))
+    return cases
+
+
+def _length_cases() -> list[Case]:
+    """Other numbers of keys than queries, and the shortest sequences."""
+    cases = []
+    for schedule in SCHEDULES:
+        for keys in (16, 64, 80):
+            for name, mask in {
+                "causal": Mask(causal=True),
+                "window": Mask(window=(11, 3)),
+                "chunks": Mask(causal=True, chunk_size=13),
+                "predicate": Mask(predicate=diagonals),
+            }.items():
+                case = Case(f"keys{keys}-{name}-{schedule}", mask, schedule, 4, 48, keys)
+                cases.append(replace(case, alibi=1, dropout_p=0.2, bias="full", sinks=0))
+        shortest = 2 if schedule == "zigzag" else 1
+        cases += [
+            Case(f"shortest-{schedule}-cp{cp}", Mask(causal=True), schedule, cp, shortest * cp) for cp in (2, 3, 8)
+        ]
+    return cases
+
+
+CASES = {case.name: case for case in (*_mask_cases(), *_option_cases(), *_length_cases())}

@@ -1,0 +1,70 @@
+"""What runs for which backend; a backend that was asked for and cannot start is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy.typing as npt
+import pytest
+
+FOLDERS = {
+    "core": {"core", "conformance", "meta"},
+    "torch": {"torch", "conformance", "meta"},
+    "jax": {"jax"},
+    "jax-gpu": {"jax_gpu"},
+    "jax-tpu": {"jax_tpu"},
+    "none": {"packaging"},
+}
+HERE = Path(__file__).parent
+
+hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of this suite."""
+    parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
+    parser.addoption("--mutant", default=None, help="break the backend on purpose: the run must fail")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders of other backends, which could not even be imported."""
+    wanted = FOLDERS[config.getoption("--backend")]
+    parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
+    known = set().union(*FOLDERS.values())
+    return True if parts and parts[0] in known - wanted else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is being tested."""
+    backend, mutant = config.getoption("--backend"), config.getoption("--mutant")
+    return f"backend: {backend}" + (f", broken on purpose: {mutant}" if mutant else "")
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The backend under test: an object with ``run(case, mutant=None)``."""
+    name = request.config.getoption("--backend")
+    if name == "core":
+        from backends.simulator import SimulatorBackend
+
+        yield SimulatorBackend()
+    elif name == "torch":
+        from backends.torch_gloo import TorchBackend
+
+        running = TorchBackend()
+        yield running
+        running.close()
+    else:
+        pytest.fail(f"backend {name} runs no cases")
+
+
+@pytest.fixture
+def run(backend: Any, request: pytest.FixtureRequest) -> Callable[..., dict[str, npt.NDArray[Any]]]:
+    """Run a case on the backend under test, with the mutant of the command line, if any."""
+    mutant = request.config.getoption("--mutant")
+    return lambda case: backend.run(case, mutant=mutant)

@@ -1,0 +1,177 @@
+"""The command line, in process and once as a user starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ring_core import Mask, __version__, make_plan
+from ring_core.__main__ import main
+
+SMALL = ("plan", "--seq-len", "64", "--cp", "4")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.removesuffix("\n")
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("ring_core: error: ")
+    return captured.err
+
+
+def test_plan_is_plain_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
+    assert printed(capsys, *SMALL) == plan.describe()
+
+
+def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--schedule", "zigzag")
+    mask = Mask(window=(9, None), chunk_size=20)
+    plan = make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag", kv_seq_len=96)
+    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == plan.describe()
+
+
+def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
+    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
+    assert text == make_plan(mask, seq_len=64, cp_size=4).describe()
+
+
+def test_color(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\x1b[" in printed(capsys, *SMALL, "--color", "always")
+    assert "\x1b[" not in printed(capsys, *SMALL, "--color", "never")
+    assert "\x1b[" not in printed(capsys, *SMALL)  # captured output is no terminal
+
+
+def test_table_of_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, *SMALL, "--schedule", "all").splitlines()
+    # The last of four contiguous ranks computes 16 * 48 + 136 of 2080 pairs; of striped ones, 544.
+    assert [row.split() for row in rows[1:]] == [
+        ["plain", "1.738", "1.738", "4", "of", "4", "0", "3"],
+        ["zigzag", "1.000", "1.000", "4", "of", "4", "0", "3"],
+        ["striped", "1.046", "1.046", "4", "of", "4", "0", "3"],
+        ["balanced", "1.000", "1.000", "3", "of", "4", "2", "2"],
+    ]
+    assert rows[0].split("  ")[0] == "schedule"
+
+
+def test_table_says_which_schedule_cannot_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "plan", "--seq-len", "20", "--cp", "4", "--schedule", "all").splitlines()
+    assert rows[2].startswith("zigzag ")
+    assert rows[2].endswith("pad to 24")
+    assert len(rows) == 5
+
+
+def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "--seq-len", "131072", "--cp", "4", "--advise", "--hardware", "h200-nvlink")
+    text = printed(capsys, *argv, "--heads", "32", "--kv-heads", "8", "--head-dim", "128")
+    lines = text.splitlines()
+    assert "32 query and 8 key/value heads of 128" in lines[0]
+    assert [line.split()[0] for line in lines[2:6]] == ["plain", "zigzag", "striped", "balanced"]
+    # 2 * N^2 * H * D FLOPs causal over 4 ranks at 649 TFLOP/s, and 2.5 times as many at 588.
+    pairs = 131072 * 131073 / 2 / 4
+    seconds = pairs * 4 * 32 * 128 * (1 / 649e12 + 2.5 / 588e12)
+    assert float(lines[3].split()[2]) == pytest.approx(1e3 * seconds, rel=1e-4)
+    assert lines[6] == "least time: zigzag"
+    assert lines[7].startswith("h200-nvlink: measured")
+
+
+def test_advice_beside_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, *SMALL, "--advise", "--schedule", "zigzag")
+    assert text.startswith("seq_len=64 cp_size=4 schedule=zigzag")
+    assert "least time: " in text
+
+
+def test_advice_takes_model_and_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64")
+    text = printed(capsys, *SMALL, "--advise", *model)
+    assert "4 query and 2 key/value heads of 64" in text
+    assert "planning figure" in printed(capsys, *SMALL, "--advise", "--hardware", "tpu-v6e")
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.png"
+    assert "schedule=plain" in printed(capsys, *SMALL, "--png", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--schedule", "zagzig"), "unknown schedule 'zagzig'; known: plain, zigzag"),
+        (("--window", "3"), "--window takes LEFT,RIGHT"),
+        (("--window", "3,wide"), "--window takes integers separated by commas, got 'wide'"),
+        (("--window=-1,0",), "never -1"),
+        (("--cu-seqlens", "0,32"), "must end at the sequence length 64"),
+        (("--cu-seqlens", "0,x"), "--cu-seqlens takes integers"),
+        (("--cu-seqlens", "0,32", "--schedule", "all"), "must end at the sequence length 64"),
+        (("--kv-seq-len", "66"), "66 is not a positive multiple of 4"),
+        (("--kv-seq-len", "66", "--schedule", "all"), "66 is not a positive multiple of 4"),
+        (("--kv-seq-len", "66", "--advise"), "66 is not a positive multiple of 4"),
+        (("--heads", "8"), "--heads means nothing without --advise"),
+        (("--hardware", "tpu-v5e"), "--hardware means nothing without --advise"),
+        (("--advise", "--hardware", "abacus"), "unknown hardware 'abacus'; known: h200-nvlink"),
+        (("--advise", "--heads", "0"), "num_q_heads must be at least 1"),
+        (("--advise", "--heads", "9"), "multiple of num_kv_heads"),
+        (("--schedule", "all", "--png", "plan.png"), "--png draws one plan"),
+        (("--advise", "--png", "plan.png"), "--png draws one plan"),
+        (("--png", "plan.nonsense"), "not supported"),
+    ],
+)
+def test_mistakes_end_in_one_clear_line(
+    options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in error(capsys, *SMALL, *options)
+
+
+def test_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "--seq-len", "8", "--cp", "0")
+    for more in ((), ("--schedule", "all"), ("--advise",)):
+        assert "cp_size must be at least 1" in error(capsys, *argv, *more)
+
+
+@pytest.mark.parametrize("argv", [(), ("plan",), ("plan", "--seq-len", "many", "--cp", "2")])
+def test_usage_errors_exit_with_2(argv: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"ring-core {__version__}\n"
+
+
+def test_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ring_core", *SMALL, "--schedule", "balanced"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced")
+    assert run.stdout == plan.describe() + "\n"
+    wrong = subprocess.run(
+        [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "ring_core: error: sequence length 7 is not a positive multiple of 2, as the contiguous "
+        "layout over 2 ranks needs; pad to 8\n"
+    )

@@ -1,0 +1,196 @@
+"""The cost model against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from ring_core import SCHEDULES, Mask, make_plan
+from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
+
+# B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
+MODEL = Model(num_q_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=6, batch=3)
+# One pair a second in both passes, 24 bytes a second, one second a message.
+SLOW = Hardware("slow", 120e-12, 300e-12, 24e-9, 1e6, "made up")
+
+
+def test_plain_ring_by_hand() -> None:
+    # Four tokens a rank. Pairs: [[10, 10], [0, 16]].
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2)
+    assert plan.work().tolist() == [[10, 10], [0, 16]]
+    # K/V is 3 * 4 * 1 * (4 + 6) * 2 = 240 bytes, out 3 * 4 * 2 * 6 * 4 = 576.
+    forward = estimate(plan, MODEL, SLOW, backward=False)
+    assert asdict(forward) == pytest.approx(
+        {
+            "flops": 26 * 120,
+            "bytes_sent": 240,
+            "messages": 1,
+            "live_steps": 2,
+            "memory_bytes": 2 * 240 + 576,
+            "compute_s": 10 + 16,
+            "exposed_s": 1,
+            "time_s": (1 + 240 / 24) + 16,
+        }
+    )
+    # Backward: dK/dV of 480 bytes go home under the own block; dQ is 3 * 4 * 2 * 4 * 4 = 384.
+    both = estimate(plan, MODEL, SLOW)
+    assert asdict(both) == pytest.approx(
+        {
+            "flops": 26 * 120 * 3.5,
+            "bytes_sent": 240 + 480,
+            "messages": 2,
+            "live_steps": 2,
+            "memory_bytes": 2 * 240 + 384 + 3 * 480,
+            "compute_s": 26 + 26,
+            "exposed_s": 1 + 11,
+            "time_s": 27 + 16 + (1 + 480 / 24),
+        }
+    )
+
+
+def test_balanced_ring_by_hand() -> None:
+    # Rank 0 takes half of the block below the diagonal. Pairs: [[10, 10], [8, 8]].
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, schedule="balanced")
+    assert plan.work().tolist() == [[10, 10], [8, 8]]
+    q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
+    out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
+    shipped = q + dout + 2 * lse
+    # K/V and q travel under the own block; out and lse come home under nothing.
+    forward = (2 + (240 + q) / 24) + 8 + (1 + (out + lse) / 24)
+    # q, dO, lse, delta leave before anything runs; dK/dV and dQ go home under the own block.
+    backward = (1 + shipped / 24) + 8 + (2 + (480 + dq) / 24)
+    assert asdict(estimate(plan, MODEL, SLOW)) == pytest.approx(
+        {
+            "flops": 18 * 120 * 3.5,
+            "bytes_sent": 240 + q + out + lse + shipped + 480 + dq,
+            "messages": 3 + 3,
+            "live_steps": 2,
+            "memory_bytes": 2 * 240 + dq + 3 * 480 + q + dout + dq,
+            "compute_s": 36,
+            "exposed_s": forward + backward - 36,
+            "time_s": forward + backward,
+        }
+    )
+
+
+def test_messages_of_a_longer_ring() -> None:
+    plan = make_plan(Mask(), seq_len=64, cp_size=4)
+    # Forward 3 K/V; backward 2 K/V (the last to arrive is kept) and 3 dK/dV.
+    assert estimate(plan, MODEL, SLOW, backward=False).messages == 3
+    assert estimate(plan, MODEL, SLOW).messages == 3 + 2 + 3
+    kv = 3 * 16 * 1 * 10 * 2
+    assert estimate(plan, MODEL, SLOW).bytes_sent == 5 * kv + 3 * 2 * kv
+
+
+def test_a_single_rank_moves_nothing() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=1)
+    cost = estimate(plan, MODEL, SLOW)
+    assert (cost.bytes_sent, cost.messages, cost.live_steps, cost.exposed_s) == (0, 0, 1, 0)
+    assert cost.time_s == pytest.approx(2 * 36)
+    assert cost.memory_bytes == 3 * 8 * 2 * 4 * 4 + 3 * 8 * 1 * 10 * 4  # dQ and one dK/dV
+
+
+def test_equal_head_dims_cost_four_flops_an_element() -> None:
+    model = Model(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    plan = make_plan(Mask(), seq_len=1024, cp_size=4, schedule="zigzag")
+    forward = estimate(plan, model, hardware("tpu-v5e"), backward=False)
+    assert forward.flops == 4 * 256 * 1024 * 32 * 128
+
+
+def test_a_window_sends_only_what_someone_sees() -> None:
+    model, device = Model(8, 8, 64), hardware("h200-nvlink")
+    window, full = (
+        estimate(make_plan(mask, seq_len=4096, cp_size=8), model, device)
+        for mask in (Mask(window=(100, 0)), Mask())
+    )
+    assert window.live_steps == 2
+    assert window.bytes_sent < full.bytes_sent / 4
+
+
+def test_fewer_key_value_heads_send_less_and_compute_the_same() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, schedule="zigzag")
+    many, few = (estimate(plan, Model(32, heads, 128), hardware("tpu-v5p")) for heads in (32, 8))
+    assert many.bytes_sent == 4 * few.bytes_sent
+    assert many.compute_s == few.compute_s
+
+
+def test_keys_count_by_their_own_length() -> None:
+    plan = make_plan(Mask(), seq_len=8, cp_size=2, kv_seq_len=32)
+    cost = estimate(plan, MODEL, SLOW, backward=False)
+    assert cost.bytes_sent == 3 * 16 * 1 * 10 * 2
+    assert cost.flops == 4 * 32 * 120
+
+
+def test_thousands_of_ranks() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=1 << 20, cp_size=2048, schedule="balanced")
+    cost = estimate(plan, Model(32, 8, 128), hardware("tpu-v5p"))
+    assert cost.live_steps == 1025
+    assert cost.time_s == pytest.approx(cost.compute_s + cost.exposed_s)
+
+
+def test_compare_ranks_schedules() -> None:
+    model, device = Model(32, 8, 128), hardware("h200-nvlink")
+    costs = compare(Mask(causal=True), seq_len=1 << 17, cp_size=4, model=model, hardware=device)
+    assert list(costs) == list(SCHEDULES)
+    plain, zigzag = costs["plain"], costs["zigzag"]
+    assert isinstance(plain, Cost)
+    assert isinstance(zigzag, Cost)
+    # Contiguous causal work takes (2P - 1) / P times as long where communication is hidden.
+    assert plain.time_s / zigzag.time_s == pytest.approx(7 / 4, rel=1e-3)
+    plan = make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, schedule="zigzag")
+    assert zigzag == estimate(plan, model, device)
+
+
+def test_compare_says_which_schedule_cannot_divide() -> None:
+    costs = compare(Mask(), seq_len=20, cp_size=4, model=MODEL, hardware=SLOW)
+    assert "pad to 24" in str(costs["zigzag"])
+    assert isinstance(costs["plain"], Cost)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (Mask(cu_seqlens=(0, 8)), {}, "must end at the sequence length 16"),
+        (Mask(), {"cp_size": 0}, "cp_size must be at least 1"),
+        (Mask(), {"schedules": ("plain", "zagzig")}, "unknown schedule 'zagzig'; known: plain"),
+    ],
+)
+def test_compare_refuses_what_no_schedule_can_do(
+    mask: Mask, options: dict[str, Any], message: str
+) -> None:
+    call: dict[str, Any] = {"seq_len": 16, "cp_size": 4, "model": MODEL, "hardware": SLOW}
+    with pytest.raises(ValueError, match=message):
+        compare(mask, **(call | options))
+
+
+def test_unknown_hardware_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"unknown hardware 'abacus'; known: h200-nvlink.*tpu-v6e"):
+        hardware("abacus")
+
+
+def test_presets_name_their_sources_and_cannot_be_changed() -> None:
+    assert all(hardware(name).name == name and hardware(name).source for name in HARDWARE)
+    for name in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
+        assert "planning figure" in hardware(name).source
+    with pytest.raises(TypeError):
+        HARDWARE["mine"] = SLOW  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((6, 4, 64), "multiple of num_kv"), ((0, 1, 64), "num_q_heads"), ((4, 4, 0), "head_dim")],
+)
+def test_impossible_models_are_refused(sizes: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Model(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [((0, 1, 1, 1), "matmul_tflops"), ((1, 1, -1, 1), "link_gb_s"), ((1, 1, 1, -1), "hop_us")],
+)
+def test_impossible_hardware_is_refused(rates: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hardware("bad", *rates, "made up")

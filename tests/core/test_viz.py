@@ -1,0 +1,307 @@
+"""The pictures show what the plan says, and a wrong plan looks wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from ring_core import EMPTY, FULL, TILE, Layout, Mask, Plan, WorkItem, make_plan, viz
+
+
+def every_third(q_pos: Any, k_pos: Any) -> Any:
+    return (q_pos - k_pos) % 3 == 0
+
+
+PACKED = Mask(causal=True, cu_seqlens=(0, 5, 29, 48))
+PLANS = [
+    make_plan(Mask(), seq_len=8, cp_size=1),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="zigzag"),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="striped"),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="balanced"),
+    make_plan(Mask(causal=True), seq_len=45, cp_size=5, schedule="balanced"),
+    make_plan(Mask(window=(7, 3)), seq_len=40, cp_size=4, schedule="balanced"),
+    make_plan(Mask(window=(5, 2), chunk_size=16), seq_len=32, cp_size=4, kv_seq_len=48),
+    make_plan(PACKED, seq_len=48, cp_size=4, schedule="zigzag"),
+    make_plan(PACKED, seq_len=48, cp_size=4, schedule="balanced"),
+    make_plan(Mask(chunk_size=10), seq_len=48, cp_size=4, schedule="striped"),
+    make_plan(Mask(True, predicate=every_third), seq_len=600, cp_size=2, schedule="balanced"),
+]
+NAMES = [f"{plan.schedule}-{plan.cp_size}-{plan.mask.describe()}" for plan in PLANS]
+
+
+def test_the_picture_is_what_the_ranks_compute(plan: Plan) -> None:
+    q, k = np.arange(plan.seq_len), np.arange(plan.kv_seq_len)
+    np.testing.assert_array_equal(viz.computing_ranks(plan, q, k), computed_by_items(plan))
+
+
+def test_a_right_plan_has_no_cell_in_doubt(plan: Plan) -> None:
+    assert "!" not in viz.describe(plan)
+
+
+@pytest.fixture(params=PLANS, ids=NAMES)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    chosen: Plan = request.param
+    return chosen
+
+
+def computed_by_items(plan: Plan) -> np.ndarray[Any, Any]:
+    """Who computes each pair, ``[T_q, T_kv]``, from the items of every rank one by one."""
+    ranks = np.full((plan.seq_len, plan.kv_seq_len), viz.NOBODY)
+    for rank in range(plan.cp_size):
+        for step in range(plan.num_steps):
+            for item in plan.items(rank, step):
+                q = plan.positions(item.q_rank)[item.q_slice]
+                k = plan.k_positions(item.kv_rank)[item.k_slice]
+                shown = shown_by_item(plan, item)
+                where = np.ix_(q, k)
+                assert not (shown & (ranks[where] != viz.NOBODY)).any()
+                ranks[where] = np.where(shown, rank, ranks[where])
+    return ranks
+
+
+def shown_by_item(plan: Plan, item: WorkItem) -> np.ndarray[Any, Any]:
+    rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
+    i, j = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    shown = np.ones((rows, columns), dtype=bool)
+    shown &= True if item.lo is None else i - j >= item.lo
+    shown &= True if item.hi is None else i - j <= item.hi
+    if item.cu_q is not None and item.cu_k is not None:
+        q_document = np.searchsorted(item.cu_q, i, side="right")
+        shown &= q_document == np.searchsorted(item.cu_k, j, side="right")
+    if item.tiles is not None:
+        kinds = item.tiles.repeat(TILE, axis=0).repeat(TILE, axis=1)[:rows, :columns]
+        q = plan.q_positions(item.q_rank)[item.q_slice]
+        visible = plan.mask.dense(q, plan.k_positions(item.kv_rank)[item.k_slice])
+        shown &= (kinds == FULL) | ((kinds != EMPTY) & visible)
+    return shown
+
+
+BALANCED = """\
+seq_len=8 cp_size=2 schedule=balanced mask: causal
+
+who computes what: queries down, keys across, a cell is 1 x 1; . nobody
+0 . . . . . . .
+0 0 . . . . . .
+0 0 0 . . . . .
+0 0 0 0 . . . .
+1 1 1 1 1 . . .
+1 1 1 1 1 1 . .
+0 0 0 0 1 1 1 .
+0 0 0 0 1 1 1 1
+
+who holds what: contiguous, 2 pieces of 4 tokens
+0000000011111111
+
+who works when: 100 is the mean of all ranks and steps, - is idle
+shift    0   1  total
+    0  111  89    100
+    1  111  89    100
+
+balance  1.000  the busiest rank's pairs over the mean
+critical 1.000  the slowest rank's pairs, summed over steps, over the mean
+live     2 of 2 steps
+K/V      1 messages a rank, forward
+helped   1 steps: queries travel to idle ranks, results travel back"""
+
+
+def test_describe_says_it_all() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, schedule="balanced")
+    assert viz.describe(plan, width=16) == BALANCED
+    assert plan.describe() == viz.describe(plan)
+
+
+def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
+    # Four keys a rank, a window of one: each rank needs one key of the rank before it.
+    plan = make_plan(Mask(window=(1, 0)), seq_len=16, cp_size=4)
+    lines = viz.describe(plan).splitlines()
+    at = lines.index("shift    0   1  total")
+    # 7 pairs of its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
+    assert lines[at + 1 : at + 5] == [
+        "    0  181   -     90",
+        "    1  181  26    103",
+        "    2  181  26    103",
+        "    3  181  26    103",
+    ]
+    assert "live     2 of 4 steps" in lines
+    assert "K/V      1 messages a rank, forward" in lines
+
+
+@pytest.mark.parametrize(
+    ("schedule", "strip"),
+    [
+        ("plain", "0011223344556677"),
+        ("zigzag", "0123456776543210"),
+        ("striped", "0123456701234567"),
+    ],
+)
+def test_layout_strip(schedule: Any, strip: str) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=160, cp_size=8, schedule=schedule)
+    lines = viz.describe(plan, width=16).splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("who holds what"))
+    assert lines[at + 1] == strip
+
+
+@pytest.mark.parametrize("seq_len", [64, 96, 4096, 65536])
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_striped_cells_show_every_rank(seq_len: int, cp_size: int) -> None:
+    plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, schedule="striped")
+    column = {line[0] for line in mask_rows(viz.describe(plan))}
+    assert column == set("01234567"[:cp_size])
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 5, 6, 7])
+def test_cells_lie_in_one_piece_each(cp_size: int) -> None:
+    plan = make_plan(Mask(), seq_len=840 * cp_size, cp_size=cp_size, schedule="zigzag")
+    rows = mask_rows(viz.describe(plan))
+    layout = Layout("zigzag", len(rows), cp_size)
+    for rank in range(cp_size):
+        assert {rows[n][0] for n in layout.positions(rank).tolist()} == {str(rank)}
+
+
+def test_a_thin_band_is_not_lost() -> None:
+    plan = make_plan(Mask(window=(0, 0)), seq_len=1 << 20, cp_size=4)
+    for n, row in enumerate(mask_rows(viz.describe(plan))):
+        assert [at for at, cell in enumerate(row.split()) if cell != "."] == [n]
+
+
+def test_keys_may_be_more_than_queries() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, kv_seq_len=24)
+    text = viz.describe(plan)
+    assert text.startswith("seq_len=8 kv_seq_len=24 cp_size=2")
+    assert "2 pieces of 4 queries and 12 keys" in text
+    rows = mask_rows(text)
+    assert len(rows) == 8
+    assert [row.split().count(".") for row in rows] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_more_ranks_than_fit() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=256, cp_size=128)
+    text = viz.describe(plan)
+    assert "a character stands for 3 ranks" in text
+    assert "  ... 112 more ranks, 112 more steps" in text
+    # The last of 32 queries is near token 252, of rank 126: the 43rd character.
+    assert mask_rows(text)[-1][0] == "G"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_width_bounds_the_pictures() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=16)
+    lines = viz.describe(plan, width=20).splitlines()
+    assert max(len(row) for row in mask_rows("\n".join(lines))) <= 20
+    assert "  ... 11 more steps" in lines
+    with pytest.raises(ValueError, match="width must be at least 8"):
+        viz.describe(plan, width=7)
+
+
+def test_color_changes_nothing_but_color() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced")
+    colored = viz.describe(plan, color=True)
+    assert "\x1b[30;48;5;75m0 \x1b[0m" in colored
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert [line.rstrip() for line in plain.splitlines()] == viz.describe(plan).splitlines()
+    assert "\x1b" not in viz.describe(plan)
+
+
+def wrong_plans() -> dict[str, Plan]:
+    right = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
+    other = make_plan(Mask(causal=True, window=(9, 0)), seq_len=64, cp_size=4)
+    zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    return {
+        "a step dropped": changed(right, steps=right.steps[:-1], _work=right.work()[:-1]),
+        "a step twice": changed(right, steps=(*right.steps, right.steps[1])),
+        "window off by one": changed(other, mask=Mask(causal=True, window=(10, 0))),
+        "bands of another layout": changed(right, geometry=zigzag.geometry),
+        "no help where it is due": changed(
+            make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced"),
+            steps=right.steps[:3],
+        ),
+    }
+
+
+def changed(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, _items={}, **changes)
+
+
+@pytest.mark.parametrize("fault", wrong_plans())
+def test_a_wrong_plan_looks_wrong(fault: str) -> None:
+    text = viz.describe(wrong_plans()[fault])
+    assert "! marks cells where the plan and the mask disagree" in text
+    assert any("!" in row for row in mask_rows(text))
+
+
+def mask_rows(text: str) -> list[str]:
+    """The lines of the mask's picture."""
+    paragraph = text.split("\n\n")[1].splitlines()
+    return [line for line in paragraph if all(len(cell) == 1 for cell in line.split())]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make_plan(Mask(), seq_len=1, cp_size=1),
+        make_plan(Mask(window=(5, 2)), seq_len=32, cp_size=4, kv_seq_len=48, schedule="striped"),
+        make_plan(Mask(causal=True), seq_len=4096, cp_size=32, schedule="balanced"),
+    ],
+    ids=["one token", "striped", "more ranks than a legend takes"],
+)
+def test_plot_writes_a_picture(plan: Plan, tmp_path: Path) -> None:
+    plan.plot(tmp_path / "plan.png")
+    picture = imread(tmp_path / "plan.png")
+    assert picture.shape[:2] == (864, 1584)
+    colors = np.unique((255 * picture[..., :3]).round() @ [1, 256, 65536])
+    assert colors.size > plan.cp_size
+
+
+def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    viz.plot(plan, first)
+    viz.plot(changed(plan), str(second))
+    assert first.read_bytes() == second.read_bytes()
+    assert b"<dc:date>" not in first.read_bytes()
+
+
+def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
+    text = plotted_text(plan, tmp_path)
+    assert "plain, 4 ranks, 4,096 tokens, causal" in text
+    assert "balance 1.750, critical 1.750, 4 of 4 steps live, 3 K/V messages a rank" in text
+    assert "hatched: idle" in text
+    assert "disagree" not in text
+    zigzag = make_plan(Mask(causal=True), seq_len=4096, cp_size=4, schedule="zigzag")
+    assert "hatched: idle" not in plotted_text(zigzag, tmp_path)
+
+
+@pytest.mark.parametrize("fault", wrong_plans())
+def test_a_wrong_plan_is_drawn_wrong(fault: str, tmp_path: Path) -> None:
+    assert "black: plan and mask disagree" in plotted_text(wrong_plans()[fault], tmp_path)
+
+
+def plotted_text(plan: Plan, folder: Path) -> str:
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        viz.plot(plan, folder / "plan.svg")
+    return (folder / "plan.svg").read_text()
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"^plot needs matplotlib: install ring-core\[viz\]$"):
+        viz.plot(PLANS[0], "nowhere.png")
+
+
+def test_plot_needs_no_pyplot_and_leaves_settings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    before = mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]
+    viz.plot(PLANS[1], tmp_path / "plan.pdf")
+    assert (mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]) == before

@@ -1,0 +1,40 @@
+"""The suite is tested too: a backend broken on purpose must fail it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases import CASES
+from mutants import MUTANTS
+from tolerances import assert_close
+
+# A few cases of the table that between them see every mutant.
+WITNESSES = (
+    "causal-plain-cp2",
+    "window-small-plain-cp3",
+    "gqa-plain",
+    "sinks-plain",
+    "causal-balanced-cp4",
+    "full-zigzag-cp4",
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_suite_goes_red(mutant: str, backend: Any) -> None:
+    """At least one case of the table fails."""
+    assert any(_fails(name, mutant, backend) for name in WITNESSES)
+
+
+@pytest.mark.parametrize("name", WITNESSES)
+def test_witnesses_are_green_otherwise(name: str, backend: Any) -> None:
+    """The cases fail because of the mutant alone."""
+    assert not _fails(name, None, backend)
+
+
+def _fails(name: str, mutant: str | None, backend: Any) -> bool:
+    try:
+        assert_close(CASES[name], backend.run(CASES[name], mutant=mutant))
+    except AssertionError:
+        return True
+    return False

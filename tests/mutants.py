@@ -1,0 +1,222 @@
+"""Backends broken on purpose: each of these must turn the suite red."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from ring_core import _band, _block, _geometry, _plan, _simulator
+
+Patches = list[tuple[Any, str, Any]]
+
+
+@contextmanager
+def applied(name: str | None) -> Iterator[None]:
+    """Break the backends in one way while this context lasts."""
+    if name is None:
+        yield
+        return
+    _plan._make_plan.cache_clear()
+    try:
+        with ExitStack() as stack:
+            for target, attribute, replacement in MUTANTS[name]():
+                stack.enter_context(patch.object(target, attribute, replacement))
+            yield
+    finally:
+        _plan._make_plan.cache_clear()
+
+
+def _torch(module: str) -> Any:
+    """A module of ring_torch, or nothing where torch is not installed."""
+    try:
+        return importlib.import_module(f"ring_torch.{module}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "ring_torch"):
+            raise
+        return None
+
+
+def _window_off_by_one() -> Patches:
+    right = _band.local_band
+
+    def wrong(q_start: Any, k_start: Any, stride: int, band: Any) -> Any:
+        left, right_side = band
+        return right(q_start, k_start, stride, (None if left is None else left + 1, right_side))
+
+    return [(_band, "local_band", wrong)]
+
+
+def _last_step_dropped() -> Patches:
+    items = _plan.Plan.items
+
+    def wrong(plan: Any, rank: int, step: int) -> Any:
+        return () if step == plan.num_steps - 1 > 0 else items(plan, rank, step)
+
+    return [(_plan.Plan, "items", wrong)]
+
+
+def _ring_reversed() -> Patches:
+    def rotate(held: Any, hop: int | None) -> Any:
+        return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
+
+    patches: Patches = [(_simulator, "_rotate", rotate)]
+    if comm := _torch("_comm"):
+
+        def start(ring: Any, sends: Any, receives: Any) -> Any:
+            def turned(pairs: Any) -> Any:
+                return [(tensor, (2 * ring.rank - peer) % ring.size) for tensor, peer in pairs]
+
+            return right(ring, turned(sends), turned(receives))
+
+        right = comm.Ring.start
+        patches.append((comm.Ring, "start", start))
+    return patches
+
+
+def _merge_without_rescale() -> Patches:
+    def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+        seen = ~np.isneginf(lse_b)[..., None]
+        return out_a + np.where(seen, out_b, 0), np.logaddexp(lse_a, lse_b)
+
+    patches: Patches = [(_simulator, "merge", merge)]
+    if sdpa := _torch("kernels.sdpa"):
+
+        def merge_into(into: Any, out: Any, lse: Any) -> None:
+            into.out.add_(out)
+            into.lse.copy_(into.lse.logaddexp(lse))
+
+        patches.append((sdpa, "merge_into", merge_into))
+    return patches
+
+
+def _sink_per_step() -> Patches:
+    right = _simulator.finalize
+
+    def wrong(out: Any, lse: Any, sinks: Any = None) -> Any:
+        return right(*right(out, lse, sinks), sinks)
+
+    patches: Patches = [(_simulator, "finalize", wrong)]
+    if autograd := _torch("_autograd"):
+        add = autograd._add_sinks
+        patches.append((autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks)))
+    return patches
+
+
+def _grads_not_sent_home() -> Patches:
+    backward = _simulator._backward
+
+    def wrong(plan: Any, ranks: Any, params: Any, held: Any) -> Any:
+        home = backward(plan, ranks, params, held)
+        for n, grad in enumerate(home):
+            rank = ranks[n]
+            grad.dk[:], grad.dv[:] = 0, 0
+            for item in plan.items(n, 0):
+                fresh = _simulator._zero_grad(rank.own)
+                rank.dq, dq = np.zeros_like(rank.q), rank.dq
+                _simulator._item_backward(rank, rank.own, fresh, item, params)
+                rank.dq = dq
+                grad.dk[:] += fresh.dk
+                grad.dv[:] += fresh.dv
+        return home
+
+    patches: Patches = [(_simulator, "_backward", wrong)]
+    if loop := _torch("_backward"):
+        hop = loop.Moving.hop
+
+        def kept(moving: Any, distance: int | None, *, home: bool) -> None:
+            if home:
+                moving._transfer.wait()
+                moving._arriving = None
+            hop(moving, distance, home=home)
+
+        patches.append((loop.Moving, "hop", kept))
+    return patches
+
+
+def _local_positions() -> Patches:
+    runs = _geometry.BandGeometry._runs
+
+    def wrong(geometry: Any, q_rank: Any, kv_rank: Any) -> Any:
+        q_local, k_local, q_pos, k_pos = runs(geometry, q_rank, kv_rank)
+        return q_local, k_local, np.zeros_like(q_pos) + q_local, np.zeros_like(k_pos) + k_local
+
+    return [(_geometry.BandGeometry, "_runs", wrong)]
+
+
+def _lse_in_base_2() -> Patches:
+    right = _block.forward
+
+    def wrong(*args: Any) -> Any:
+        out, lse = right(*args)
+        return out, lse / math.log(2)
+
+    patches: Patches = [(_block, "forward", wrong)]
+    if sdpa := _torch("kernels.sdpa"):
+        merge = sdpa.merge_into
+        patches.append((sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2))))
+    return patches
+
+
+def _wrong_kv_head() -> Patches:
+    def heads(x: Any, count: int) -> Any:
+        return np.tile(x.swapaxes(1, 2), (1, count // x.shape[2], 1, 1))
+
+    patches: Patches = [(_block, "_heads", heads)]
+    if sdpa := _torch("kernels.sdpa"):
+
+        def groups(q: Any, columns: Any) -> Any:
+            kv_heads = columns.k.shape[2]
+            k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
+            parts = [slice(at, at + kv_heads) for at in range(0, q.shape[2], kv_heads)]
+            return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
+
+        patches.append((sdpa, "_head_groups", groups))
+    return patches
+
+
+def _lse_gradient_dropped() -> Patches:
+    start = _simulator._start_backward
+
+    def wrong(plan: Any, ranks: Any, dout: Any, dlse: Any, precision: Any) -> None:
+        start(plan, ranks, dout, None, precision)
+
+    patches: Patches = [(_simulator, "_start_backward", wrong)]
+    if autograd := _torch("_autograd"):
+        backward = autograd.RingAttention.backward
+
+        def without(ctx: Any, dout: Any, dlse: Any) -> Any:
+            return backward(ctx, dout, dlse * 0)
+
+        patches.append((autograd.RingAttention, "backward", staticmethod(without)))
+    return patches
+
+
+def _help_not_returned() -> Patches:
+    """``balanced``: what helpers computed is lost."""
+    items = _plan.Plan.items
+
+    def wrong(plan: Any, rank: int, step: int) -> Any:
+        return tuple(item for item in items(plan, rank, step) if item.q_rank == rank)
+
+    return [(_plan.Plan, "items", wrong)]
+
+
+MUTANTS: dict[str, Callable[[], Patches]] = {
+    "window-off-by-one": _window_off_by_one,
+    "last-step-dropped": _last_step_dropped,
+    "ring-reversed": _ring_reversed,
+    "merge-without-rescale": _merge_without_rescale,
+    "sink-per-step": _sink_per_step,
+    "grads-not-sent-home": _grads_not_sent_home,
+    "local-positions": _local_positions,
+    "lse-in-base-2": _lse_in_base_2,
+    "wrong-kv-head": _wrong_kv_head,
+    "lse-gradient-dropped": _lse_gradient_dropped,
+    "help-not-returned": _help_not_returned,
+}

@@ -1,0 +1,278 @@
+"""Built packages: what is in them, what they ask for, and what importing them brings."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import PathDistribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    path.parent.name: tomllib.loads(path.read_text())["project"]
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+PLACEHOLDERS = ["ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+FRAMEWORKS = {"torch", "jax", "jaxlib", "triton", "jax-triton"}
+#: torch installs Triton itself, so a package on torch may import it.
+BROUGHT_ALONG = {"torch": {"triton"}, "jax-triton": {"triton"}}
+
+each_package = pytest.mark.parametrize("name", PACKAGES)
+
+
+def module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def sources(name: str) -> Path:
+    return ROOT / "packages" / name / "src" / module(name)
+
+
+def requirements(name: str) -> list[Requirement]:
+    """What a package asks for, without its extras."""
+    return [Requirement(text) for text in PACKAGES[name].get("dependencies", [])]
+
+
+def reachable(name: str) -> set[str]:
+    """The packages and frameworks that installing a package brings."""
+    found = {name} | BROUGHT_ALONG.get(name, set())
+    for requirement in requirements(name) if name in PACKAGES else []:
+        found |= reachable(requirement.name)
+    return found
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def uv(*arguments: str | Path) -> str:
+    program = shutil.which("uv")
+    assert program, "these tests build and install packages with uv, which is not on the path"
+    return run(program, *arguments)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with each package's source distribution and the wheel built out of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    uv("build", "--quiet", "--all-packages", "--out-dir", folder)
+    return folder
+
+
+def wheel(built: Path, name: str) -> Path:
+    (found,) = built.glob(f"{module(name)}-*.whl")
+    return found
+
+
+def metadata(built: Path, name: str) -> PathDistribution:
+    entries = zipfile.Path(wheel(built, name)).iterdir()
+    (folder,) = (entry for entry in entries if entry.name.endswith(".dist-info"))
+    return PathDistribution(folder)
+
+
+def environment(folder: Path, *installs: str | Path) -> Path:
+    """Make an empty environment and install into it; the result is its Python."""
+    uv("venv", "--quiet", "--python", sys.executable, folder)
+    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    uv("pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *installs)
+    return python
+
+
+@pytest.fixture(scope="session")
+def numpy_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with ring-core and the placeholders, and numpy, and nothing else."""
+    wheels = [wheel(built, name) for name in ["ring-core", *PLACEHOLDERS]]
+    return environment(tmp_path_factory.mktemp("numpy") / "venv", "--no-deps", "numpy", *wheels)
+
+
+@pytest.fixture(scope="session")
+def torch_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with ring-torch and all it asks for."""
+    wheels = [wheel(built, name) for name in ["ring-core", "ring-torch"]]
+    return environment(tmp_path_factory.mktemp("torch") / "venv", *wheels)
+
+
+# Prints the top-level names that anything tried to import, found or not. Names with an underscore
+# are the standard library's own, for other platforms.
+WATCH = """
+import json, sys
+
+class Watch:
+    tried = set()
+    def find_spec(self, name, path=None, target=None):
+        self.tried.add(name.partition(".")[0])
+
+sys.meta_path.insert(0, Watch())
+{code}
+tried = {{name for name in Watch.tried if name[0] != "_"}}
+print(json.dumps(sorted(tried - set(sys.stdlib_module_names))))
+"""
+
+# Every way by which torch, or a program that uses it, asks for devices.
+NO_DEVICE = """
+import sys
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("an import asked for a device")
+
+for owner, names in {
+    torch.cuda: "is_available device_count current_device get_device_properties _lazy_init "
+    "get_device_capability get_device_name current_stream mem_get_info init",
+    torch.accelerator: "is_available device_count current_accelerator current_device_index",
+    torch._C: "_cuda_getDeviceCount _cuda_init _cuda_getDevice",
+}.items():
+    for name in names.split():
+        if hasattr(owner, name):
+            setattr(owner, name, refuse)
+
+import ring_torch
+assert not torch.cuda.is_initialized()
+assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
+"""
+
+MODULES_OF = """
+import importlib, pkgutil, {package}
+for found in pkgutil.walk_packages({package}.__path__, "{package}."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+"""
+
+
+def tried_imports(python: Path, code: str) -> set[str]:
+    return set(json.loads(run(python, "-I", "-W", "error", "-c", WATCH.format(code=code))))
+
+
+@each_package
+def test_wheel_holds_all_sources_types_and_licence(built: Path, name: str) -> None:
+    with zipfile.ZipFile(wheel(built, name)) as archive:
+        names = set(archive.namelist())
+        (licence,) = (entry for entry in names if entry.endswith("dist-info/licenses/LICENSE"))
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+    expected = {
+        path.relative_to(sources(name).parent).as_posix() for path in sources(name).rglob("*.py")
+    }
+    assert expected | {f"{module(name)}/py.typed"} == {
+        entry for entry in names if ".dist-info/" not in entry and not entry.endswith("/")
+    }
+
+
+@each_package
+def test_source_distribution_holds_licence_and_readme(built: Path, name: str) -> None:
+    (path,) = built.glob(f"{module(name)}-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {entry.partition("/")[2] for entry in archive.getnames()}
+    assert {"LICENSE", "README.md", f"src/{module(name)}/py.typed"} <= names
+
+
+@each_package
+def test_versions_agree(built: Path, name: str) -> None:
+    version = PACKAGES["ring-core"]["version"]
+    text = (sources(name) / "__init__.py").read_text()
+    assert metadata(built, name).version == version
+    assert re.findall(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE) == [version]
+    assert PACKAGES[name]["requires-python"] == PACKAGES["ring-core"]["requires-python"]
+
+
+@each_package
+def test_siblings_are_pinned_to_this_minor_version(built: Path, name: str) -> None:
+    major, minor, _ = PACKAGES[name]["version"].split(".")
+    wanted = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
+    asked = [Requirement(text) for text in metadata(built, name).requires or []]
+    siblings = {r.name: r for r in asked if r.name in PACKAGES}
+    assert (name == "ring-core") == (not siblings)
+    for requirement in siblings.values():
+        assert requirement.specifier == wanted
+        assert requirement.url is None
+
+
+@each_package
+def test_metadata_asks_for_no_other_framework(built: Path, name: str) -> None:
+    asked = {Requirement(text).name for text in metadata(built, name).requires or []}
+    assert not asked & (FRAMEWORKS | set(PACKAGES)) - reachable(name)
+
+
+def test_frameworks_of_each_package() -> None:
+    framework = {name: reachable(name) & FRAMEWORKS for name in PACKAGES}
+    assert framework == {
+        "ring-core": set(),
+        "ring-torch": {"torch", "triton"},
+        "ring-jax": {"jax", "jaxlib"},
+        "ring-jax-gpu": {"jax", "jaxlib", "jax-triton", "triton"},
+        "ring-jax-tpu": {"jax", "jaxlib"},
+    }
+
+
+@each_package
+def test_sources_import_no_other_framework_or_backend(name: str) -> None:
+    """Imports at any depth, those inside functions too."""
+    foreign = {module(n) for n in (FRAMEWORKS | set(PACKAGES)) - reachable(name)}
+    found = []
+    for path in sources(name).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported = [node.module]
+            else:
+                continue
+            found += [f"{path.name}: {i}" for i in imported if i.partition(".")[0] in foreign]
+    assert not found
+
+
+def test_every_module_of_core_needs_numpy_only(numpy_only: Path) -> None:
+    code = MODULES_OF.format(package="ring_core")
+    assert tried_imports(numpy_only, code) <= {"ring_core", "numpy"}
+
+
+@pytest.mark.parametrize("name", PLACEHOLDERS)
+def test_placeholder_imports_and_brings_nothing(numpy_only: Path, name: str) -> None:
+    code = MODULES_OF.format(package=module(name))
+    assert tried_imports(numpy_only, code) == {module(name)}
+
+
+def test_torch_installs_without_jax(torch_only: Path) -> None:
+    listed = uv("pip", "list", "--quiet", "--python", torch_only, "--format", "json")
+    installed = {entry["name"] for entry in json.loads(listed)}
+    assert {"ring-core", "ring-torch", "torch"} <= installed
+    assert not installed & {"jax", "jaxlib", "jax-triton", "matplotlib", *PLACEHOLDERS}
+
+
+def test_importing_torch_backend_asks_for_no_device(torch_only: Path) -> None:
+    run(torch_only, "-I", "-c", NO_DEVICE)
+
+
+def test_constraints_pin_every_requirement_and_nothing_local() -> None:
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    pinned = {name: version for name, _, version in (line.partition("==") for line in lines)}
+    assert not [line for line in lines if not re.match(r"^[a-z0-9-]+==[0-9][^/@]*$", line)]
+
+    groups: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
+        "dependency-groups"
+    ]
+    asked = [text for group in groups.values() for text in group]
+    projects: list[dict[str, Any]] = list(PACKAGES.values())
+    for project in projects:
+        asked += project.get("dependencies", [])
+        asked += [
+            text for extra in project.get("optional-dependencies", {}).values() for text in extra
+        ]
+    names = {Requirement(text).name for text in asked} - set(PACKAGES)
+    assert names <= set(pinned)

@@ -1,0 +1,139 @@
+"""How close is close enough: at most twice the error of a plain implementation in the same dtype.
+
+The plain implementation writes the formula down once more, densely, and rounds where a framework
+would round: inputs, probabilities and results to the dtype, sums in float32 (float64 for float64).
+Like every backward that keeps only ``lse``, its backward computes the scores once more, in another
+order of operations: with scores of some hundreds the two differ by their rounding, and what is left
+of ``exp(scores - lse)`` is not better than that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cases import Case, round_to
+
+from ring_core import reference
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+# A few units in the last place of the largest result, for sums that come out exact by luck.
+ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+FEW = 4
+
+
+def plain(case: Case) -> Arrays:
+    """The formula in the case's dtype, by name like :attr:`Case.expected`."""
+    wide = np.float64 if case.dtype == "float64" else np.float32
+    x = {name: array.astype(wide) if array.dtype.kind == "f" else array for name, array in case.inputs.items()}
+    q, k, v, dout = (x[name].swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
+    group = case.heads[0] // case.heads[1]
+    k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
+    visible, keep, shift = _masks(case, x, wide)
+    scale = wide(case.softmax_scale if case.softmax_scale is not None else case.dims[0] ** -0.5)
+    with np.errstate(all="ignore"):
+        s, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, shift)
+        sinks = x["sinks"].reshape(case.heads[0], -1) if "sinks" in x else np.zeros((case.heads[0], 0), wide)
+        logits = np.concatenate([s, np.broadcast_to(sinks[None, :, None], (*s.shape[:3], sinks.shape[1]))], axis=-1)
+        top = logits.max(axis=-1, keepdims=True)
+        top = np.where(np.isneginf(top), 0, top)
+        lse = (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))[..., 0]
+        safe = np.where(np.isneginf(lse), 0, lse)[..., None]
+        p = np.where(visible, np.exp(s - safe), 0).astype(wide)
+        out = reference.seen_matmul(_rounded(p * keep, case, wide), visible, v)
+        again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, shift)
+        p = np.where(visible, np.exp(again - safe), 0).astype(wide)
+        kept = _rounded(p * keep, case, wide)
+        dp = (dout @ v.swapaxes(-1, -2)) * keep
+        delta = (dout * out).sum(-1) - x.get("dlse", wide(0))
+        ds = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
+        dx = _rounded(np.where(visible, ds * slope * scale, 0), case, wide)
+        dq = reference.seen_matmul(dx, visible, k)
+        dk = reference.seen_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
+        dv = reference.seen_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
+    fold = (case.batch, case.heads[1], group)
+    results = {
+        "out": out.swapaxes(1, 2), "dq": dq.swapaxes(1, 2),
+        "dk": dk.reshape(*fold, *dk.shape[2:]).sum(2).swapaxes(1, 2),
+        "dv": dv.reshape(*fold, *dv.shape[2:]).sum(2).swapaxes(1, 2),
+    }  # fmt: skip
+    results = {name: round_to(value, case.dtype) for name, value in results.items()} | {"lse": lse}
+    if "sinks" in x:
+        share = np.exp(sinks[None, :, None, :] - safe)
+        results["dsinks"] = -(share * delta[..., None]).sum((0, 2)).reshape(x["sinks"].shape)
+    if "bias" in x:
+        axes = tuple(n for n in (0, 1) if x["bias"].shape[n] == 1)
+        results["dbias"] = ds.sum(axis=axes, keepdims=True)
+    return {name: round_to(a, case.dtype) if name in ("dsinks", "dbias") else a for name, a in results.items()}
+
+
+def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
+    """``(visible, dropout factor, what is added to the logits)``, ``[B, H, T_q, T_kv]``."""
+    q_pos, k_pos = np.arange(case.seq_len) + case.keys - case.seq_len, np.arange(case.keys)
+    shape = (case.batch, case.heads[0], case.seq_len, case.keys)
+    visible = np.broadcast_to(case.mask.dense(q_pos, k_pos), shape).copy()
+    shift = np.zeros((), wide)
+    if case.segments:
+        visible &= ((x["q_ids"][:, :, None] == x["k_ids"][:, None]) & (x["q_ids"] >= 0)[:, :, None])[:, None]
+    if "bias" in x:
+        visible &= ~np.isneginf(x["bias"])
+        shift = shift + x["bias"]
+    if case.alibi is not None:
+        slopes = np.atleast_2d(x["alibi_slopes"])[:, :, None, None]
+        shift = shift - slopes * np.abs(q_pos[:, None] - k_pos).astype(wide)
+    keep: Any = wide(1)
+    if case.dropout_seed is not None:
+        keep = reference.dropout_keep(
+            case.dropout_p, case.dropout_seed, batch=np.arange(case.batch), heads=np.arange(case.heads[0]),
+            queries=np.arange(case.seq_len), keys=k_pos,
+        ).astype(wide) / wide(1 - case.dropout_p)  # fmt: skip
+    return visible, keep, shift
+
+
+def _scores(s: Any, case: Case, visible: Any, shift: Any) -> tuple[Any, Any]:
+    """``(masked scores, slope of the soft cap)`` from scaled products."""
+    slope = s.dtype.type(1)
+    if case.softcap is not None:
+        cap = s.dtype.type(case.softcap)
+        squashed = np.tanh(s / cap)
+        s, slope = cap * squashed, 1 - squashed**2
+    return np.where(visible, s + shift, -np.inf).astype(s.dtype), slope
+
+
+def _rounded(x: Any, case: Case, wide: Any) -> Any:
+    return round_to(x, case.dtype).astype(wide) if case.dtype in ("bfloat16", "float16") else x
+
+
+def assert_close(case: Case, results: Arrays) -> None:
+    """Compare a backend's results with the oracle's, all of them, under the rule above."""
+    baseline = plain(case)
+    failures = []
+    for name, expected in case.expected.items():
+        got = results[name]
+        if got.shape != expected.shape:
+            failures.append(f"{name}: shape {got.shape}, expected {expected.shape}")
+            continue
+        dtype = "float32" if name == "lse" and case.dtype != "float64" else case.dtype
+        bad, error, bound = compare(got, expected, baseline[name], dtype)
+        if bad or error > bound:
+            failures.append(f"{name}: {bad} entries not finite where they should be or the reverse; error {error:.3e}, allowed {bound:.3e}")
+    missing = set(results) - set(case.expected)
+    failures += [f"unexpected results {sorted(missing)}"] if missing else []
+    assert not failures, f"{case.name}: " + "; ".join(failures)
+
+
+def compare(got: Any, expected: Any, baseline: Any, dtype: str) -> tuple[int, float, float]:
+    """``(entries that are special in one only, largest error, largest error allowed)``."""
+    finite = np.isfinite(expected)
+    special = np.where(np.isnan(expected), np.isnan(got), got == expected)
+    bad = int(np.count_nonzero(~np.where(finite, np.isfinite(got), special)))
+    usable = finite & np.isfinite(got) & np.isfinite(baseline)
+    if not usable.any():
+        return bad, 0.0, 0.0
+    got, expected, baseline = got[usable], expected[usable], baseline[usable]
+    error = float(np.abs(got - expected).max())
+    plain_error = float(np.abs(baseline - expected).max())
+    size = float(np.abs(expected).max())
+    return bad, error, 2 * plain_error + FEW * ULPS[dtype] * size
