@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import Mask, reference
+from ring_core import SCHEDULES, Mask, ScheduleName, reference
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded"]
@@ -23,7 +23,7 @@ class Case:
 
     name: str
     mask: Mask
-    schedule: str = "plain"
+    schedule: ScheduleName = "plain"
     cp_size: int = 1
     seq_len: int = 48
     kv_seq_len: int | None = None
@@ -84,7 +84,12 @@ class Case:
 
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
         shared = self.bias == "shared"
-        shape = (1 if shared else self.batch, 1 if shared else self.heads[0], self.seq_len, self.keys)
+        shape = (
+            1 if shared else self.batch,
+            1 if shared else self.heads[0],
+            self.seq_len,
+            self.keys,
+        )
         bias = rng.standard_normal(shape)
         if self.bias == "masked":
             bias[rng.random(shape) < 0.3] = -np.inf
@@ -168,7 +173,6 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
     }
 
 
-SCHEDULES = ("plain", "zigzag", "striped", "balanced")
 RING_SIZES = (1, 2, 3, 4, 8)
 
 
@@ -221,7 +225,9 @@ def _option_cases() -> list[Case]:
         for schedule in SCHEDULES:
             cp_size = (2, 4, 3)[n % 3]
             mask = window if n % 4 == 3 else causal
-            cases.append(Case(f"{name}-{schedule}", mask, schedule, cp_size, 8 * cp_size * 3, **fields))
+            cases.append(
+                Case(f"{name}-{schedule}", mask, schedule, cp_size, 8 * cp_size * 3, **fields)
+            )
     return cases
 
 
@@ -240,7 +246,8 @@ def _length_cases() -> list[Case]:
                 cases.append(replace(case, alibi=1, dropout_p=0.2, bias="full", sinks=0))
         shortest = 2 if schedule == "zigzag" else 1
         cases += [
-            Case(f"shortest-{schedule}-cp{cp}", Mask(causal=True), schedule, cp, shortest * cp) for cp in (2, 3, 8)
+            Case(f"shortest-{schedule}-cp{cp}", Mask(causal=True), schedule, cp, shortest * cp)
+            for cp in (2, 3, 8)
         ]
     return cases
 

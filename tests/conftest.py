@@ -28,7 +28,9 @@ hypothesis.settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
-    parser.addoption("--mutant", default=None, help="break the backend on purpose: the run must fail")
+    parser.addoption(
+        "--mutant", default=None, help="break the backend on purpose: the run must fail"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

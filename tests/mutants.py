@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ring_core import _band, _block, _geometry, _plan, _simulator
+from ring_core import _band, _block, _geometry, _plan, _simulator, finalize
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -96,7 +96,7 @@ def _merge_without_rescale() -> Patches:
 
 
 def _sink_per_step() -> Patches:
-    right = _simulator.finalize
+    right = finalize
 
     def wrong(out: Any, lse: Any, sinks: Any = None) -> Any:
         return right(*right(out, lse, sinks), sinks)
@@ -104,7 +104,9 @@ def _sink_per_step() -> Patches:
     patches: Patches = [(_simulator, "finalize", wrong)]
     if autograd := _torch("_autograd"):
         add = autograd._add_sinks
-        patches.append((autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks)))
+        patches.append(
+            (autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks))
+        )
     return patches
 
 
@@ -159,7 +161,9 @@ def _lse_in_base_2() -> Patches:
     patches: Patches = [(_block, "forward", wrong)]
     if sdpa := _torch("kernels.sdpa"):
         merge = sdpa.merge_into
-        patches.append((sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2))))
+        patches.append(
+            (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
+        )
     return patches
 
 
@@ -183,7 +187,8 @@ def _wrong_kv_head() -> Patches:
 def _lse_gradient_dropped() -> Patches:
     start = _simulator._start_backward
 
-    def wrong(plan: Any, ranks: Any, dout: Any, dlse: Any, precision: Any) -> None:
+    def wrong(*args: Any) -> None:
+        plan, ranks, dout, _, precision = args
         start(plan, ranks, dout, None, precision)
 
     patches: Patches = [(_simulator, "_start_backward", wrong)]

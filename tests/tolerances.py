@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from cases import Case, round_to
 
-from ring_core import reference
+from ring_core import philox, reference
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -27,7 +27,11 @@ FEW = 4
 def plain(case: Case) -> Arrays:
     """The formula in the case's dtype, by name like :attr:`Case.expected`."""
     wide = np.float64 if case.dtype == "float64" else np.float32
-    x = {name: array.astype(wide) if array.dtype.kind == "f" else array for name, array in case.inputs.items()}
+    x: dict[str, Any] = {
+        name: array.astype(wide) if array.dtype.kind == "f" else array
+        for name, array in case.inputs.items()
+    }
+    results: dict[str, Any]
     q, k, v, dout = (x[name].swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
     group = case.heads[0] // case.heads[1]
     k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
@@ -35,8 +39,14 @@ def plain(case: Case) -> Arrays:
     scale = wide(case.softmax_scale if case.softmax_scale is not None else case.dims[0] ** -0.5)
     with np.errstate(all="ignore"):
         s, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, shift)
-        sinks = x["sinks"].reshape(case.heads[0], -1) if "sinks" in x else np.zeros((case.heads[0], 0), wide)
-        logits = np.concatenate([s, np.broadcast_to(sinks[None, :, None], (*s.shape[:3], sinks.shape[1]))], axis=-1)
+        sinks = (
+            x["sinks"].reshape(case.heads[0], -1)
+            if "sinks" in x
+            else np.zeros((case.heads[0], 0), wide)
+        )
+        logits = np.concatenate(
+            [s, np.broadcast_to(sinks[None, :, None], (*s.shape[:3], sinks.shape[1]))], axis=-1
+        )
         top = logits.max(axis=-1, keepdims=True)
         top = np.where(np.isneginf(top), 0, top)
         lse = (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))[..., 0]
@@ -48,7 +58,7 @@ def plain(case: Case) -> Arrays:
         kept = _rounded(p * keep, case, wide)
         dp = (dout @ v.swapaxes(-1, -2)) * keep
         delta = (dout * out).sum(-1) - x.get("dlse", wide(0))
-        ds = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
+        ds: Any = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
         dx = _rounded(np.where(visible, ds * slope * scale, 0), case, wide)
         dq = reference.seen_matmul(dx, visible, k)
         dk = reference.seen_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
@@ -64,9 +74,13 @@ def plain(case: Case) -> Arrays:
         share = np.exp(sinks[None, :, None, :] - safe)
         results["dsinks"] = -(share * delta[..., None]).sum((0, 2)).reshape(x["sinks"].shape)
     if "bias" in x:
-        axes = tuple(n for n in (0, 1) if x["bias"].shape[n] == 1)
-        results["dbias"] = ds.sum(axis=axes, keepdims=True)
-    return {name: round_to(a, case.dtype) if name in ("dsinks", "dbias") else a for name, a in results.items()}
+        for axis in (0, 1):
+            ds = ds.sum(axis=axis, keepdims=True) if x["bias"].shape[axis] == 1 else ds
+        results["dbias"] = ds
+    return {
+        name: round_to(a, case.dtype) if name in ("dsinks", "dbias") else a
+        for name, a in results.items()
+    }
 
 
 def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
@@ -76,7 +90,9 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
     visible = np.broadcast_to(case.mask.dense(q_pos, k_pos), shape).copy()
     shift = np.zeros((), wide)
     if case.segments:
-        visible &= ((x["q_ids"][:, :, None] == x["k_ids"][:, None]) & (x["q_ids"] >= 0)[:, :, None])[:, None]
+        visible &= (
+            (x["q_ids"][:, :, None] == x["k_ids"][:, None]) & (x["q_ids"] >= 0)[:, :, None]
+        )[:, None]
     if "bias" in x:
         visible &= ~np.isneginf(x["bias"])
         shift = shift + x["bias"]
@@ -85,7 +101,7 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
         shift = shift - slopes * np.abs(q_pos[:, None] - k_pos).astype(wide)
     keep: Any = wide(1)
     if case.dropout_seed is not None:
-        keep = reference.dropout_keep(
+        keep = philox.dropout_keep(
             case.dropout_p, case.dropout_seed, batch=np.arange(case.batch), heads=np.arange(case.heads[0]),
             queries=np.arange(case.seq_len), keys=k_pos,
         ).astype(wide) / wide(1 - case.dropout_p)  # fmt: skip
@@ -118,7 +134,9 @@ def assert_close(case: Case, results: Arrays) -> None:
         dtype = "float32" if name == "lse" and case.dtype != "float64" else case.dtype
         bad, error, bound = compare(got, expected, baseline[name], dtype)
         if bad or error > bound:
-            failures.append(f"{name}: {bad} entries not finite where they should be or the reverse; error {error:.3e}, allowed {bound:.3e}")
+            failures.append(
+                f"{name}: {bad} entries not finite where they should be or the reverse; error {error:.3e}, allowed {bound:.3e}"
+            )
     missing = set(results) - set(case.expected)
     failures += [f"unexpected results {sorted(missing)}"] if missing else []
     assert not failures, f"{case.name}: " + "; ".join(failures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ from cases import Case
 from mutants import applied
 
 from ring_core import make_plan, reference
+from ring_core._block import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -29,11 +30,22 @@ class SimulatorBackend:
 def simulate(case: Case) -> Arrays:
     """A case's results from the simulator."""
     plan = make_plan(
-        case.mask, seq_len=case.seq_len, cp_size=case.cp_size, schedule=case.schedule, kv_seq_len=case.kv_seq_len
+        case.mask,
+        seq_len=case.seq_len,
+        cp_size=case.cp_size,
+        schedule=case.schedule,
+        kv_seq_len=case.kv_seq_len,
     )
     x = case.inputs
     with np.errstate(all="ignore"):
         result = reference.run(
-            plan, x["q"], x["k"], x["v"], dout=x["dout"], dlse=x.get("dlse"), precision=case.dtype, **case.options
+            plan,
+            x["q"],
+            x["k"],
+            x["v"],
+            dout=x["dout"],
+            dlse=x.get("dlse"),
+            precision=cast("Precision", case.dtype),
+            **case.options,
         )
     return {name: value for name, value in vars(result).items() if value is not None}

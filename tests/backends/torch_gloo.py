@@ -51,7 +51,11 @@ class TorchBackend:
 def plan_of(case: Case) -> Plan:
     """The plan of a case."""
     return make_plan(
-        case.mask, seq_len=case.seq_len, cp_size=case.cp_size, schedule=case.schedule, kv_seq_len=case.kv_seq_len
+        case.mask,
+        seq_len=case.seq_len,
+        cp_size=case.cp_size,
+        schedule=case.schedule,
+        kv_seq_len=case.kv_seq_len,
     )
 
 
@@ -91,7 +95,7 @@ def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
         out.backward(dout)
         with torch.no_grad():
             _, lse = ring_torch.ring_attention(q, k, v, return_lse=True, **options)
-    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    results: dict[str, Any] = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     results |= {"dsinks": sinks.grad} if sinks is not None else {}
     results |= {"dbias": bias.grad} if bias is not None else {}
     return {key: value.detach().double().numpy() for key, value in results.items()}
@@ -106,7 +110,9 @@ def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
             results[name] = np.sum([part[name] for part in parts], axis=0)
             continue
         axis = 1 if name in queries + keys else 2
-        at = [plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)]
+        at = [
+            plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)
+        ]
         whole = np.concatenate([part[name] for part in parts], axis=axis)
         results[name] = np.take(whole, np.argsort(np.concatenate(at)), axis=axis)
     return results

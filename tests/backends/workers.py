@@ -31,7 +31,9 @@ class Pool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, store, timeout), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, store, timeout), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -82,7 +84,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout: fl
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     while True:

@@ -26,11 +26,17 @@ def test_case(case: Case, run: Any, backend: Any) -> None:
 def test_options_are_those_of_the_oracle() -> None:
     """The table exercises every option the oracle has."""
     options = set(inspect.signature(reference.attention).parameters) - {"q", "k", "v"}
-    used = {name for case in CASES.values() for name, value in case.options.items() if value is not None}
+    used = {
+        name for case in CASES.values() for name, value in case.options.items() if value is not None
+    }
     used |= {"mask"}
     for case in CASES.values():
         used |= {"causal"} if case.mask.causal else set()
-        used |= {name for name in ("window", "chunk_size", "cu_seqlens") if getattr(case.mask, name) is not None}
+        used |= {
+            name
+            for name in ("window", "chunk_size", "cu_seqlens")
+            if getattr(case.mask, name) is not None
+        }
     assert options == used
 
 

@@ -1,11 +1,9 @@
 """Exact attention over sequences longer than one device holds: the part without a framework.
 
-A ring-attention call is a :class:`Plan`: for every rank and step, which slice of Q meets which slice
-of K/V under which band. Backends execute it.
+A ring-attention call is a :class:`Plan`: for every rank and step, which slice of Q meets which
+slice of K/V under which band. Backends execute it.
 """
 
-from ring_core import _checks as checks
-from ring_core import _philox as philox
 from ring_core._blocks import EMPTY as EMPTY
 from ring_core._blocks import FULL as FULL
 from ring_core._blocks import PARTIAL as PARTIAL
@@ -30,6 +28,7 @@ from ring_core._plan import WorkItem as WorkItem
 from ring_core._plan import make_plan as make_plan
 from ring_core._program import Stage as Stage
 from ring_core._schedule import SCHEDULES as SCHEDULES
+from ring_core._schedule import ScheduleName as ScheduleName
 from ring_core._schedule import Step as Step
 from ring_core._schedule import layout_of as layout_of
 

@@ -8,7 +8,7 @@ needs no cases.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,9 @@ class Rectangles(NamedTuple):
         return self.q_stop > self.q_start
 
 
-def local_band(q_start: IntLike, k_start: IntLike, stride: int, band: tuple[int | None, int | None]) -> tuple[Ints, Ints]:
+def local_band(
+    q_start: IntLike, k_start: IntLike, stride: int, band: tuple[int | None, int | None]
+) -> tuple[Ints, Ints]:
     """The global rule ``-right <= q - k <= left`` between two runs, as a local band.
 
     Row ``i`` stands for position ``q_start + stride * i``, column ``j`` for ``k_start + stride *
@@ -61,24 +63,29 @@ def trim(rect: Rectangles) -> Rectangles:
     k0, k1 = np.maximum(-rect.hi, 0), np.minimum(q_len - rect.lo, k_len)
     live = (q0 < q1) & (k0 < k1) & (rect.lo <= rect.hi)
     lo, hi = rect.lo - q0 + k0, rect.hi - q0 + k0
+    corners = rect.q_start + q0, rect.q_start + q1, rect.k_start + k0, rect.k_start + k1
     lo = np.where(lo <= -(k1 - k0 - 1), -UNBOUNDED, lo)
     hi = np.where(hi >= q1 - q0 - 1, UNBOUNDED, hi)
-    starts = rect.q_start + q0, rect.q_start + q1, rect.k_start + k0, rect.k_start + k1
-    return Rectangles(*(np.where(live, x, 0) for x in (*starts, lo, hi)))
+    parts: tuple[Any, ...] = (*corners, lo, hi)
+    return Rectangles(*(np.where(live, part, 0) for part in parts))
 
 
-def clip(rect: Rectangles, q_start: IntLike, q_stop: IntLike, k_start: IntLike, k_stop: IntLike) -> Rectangles:
+def clip(
+    rect: Rectangles, q_start: IntLike, q_stop: IntLike, k_start: IntLike, k_stop: IntLike
+) -> Rectangles:
     """The part of each rectangle inside other bounds, its band moved along, trimmed."""
     q0, k0 = np.maximum(rect.q_start, q_start), np.maximum(rect.k_start, k_start)
     q1 = np.maximum(np.minimum(rect.q_stop, q_stop), q0)
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
-    moved = (k0 - rect.k_start) - (q0 - rect.q_start)
+    moved: Ints = (k0 - rect.k_start) - (q0 - rect.q_start)
     return trim(Rectangles(q0, q1, k0, k1, rect.lo + moved, rect.hi + moved))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:
     """How many cells a band shows: closed form, exact."""
-    shown = _at_least(q_len, k_len, lo) - _at_least(q_len, k_len, np.asarray(hi, dtype=np.int64) + 1)
+    shown: Ints = _at_least(q_len, k_len, lo) - _at_least(
+        q_len, k_len, np.asarray(hi, dtype=np.int64) + 1
+    )
     return np.maximum(shown, 0)
 
 
@@ -86,7 +93,12 @@ def _at_least(q_len: IntLike, k_len: IntLike, lo: IntLike) -> Ints:
     """Cells with ``i - j >= lo``: a triangle, less what sticks out of the rectangle."""
     # Outside [-k_len, q_len] nothing changes, and squares of UNBOUNDED would overflow.
     lo = np.clip(lo, -np.asarray(k_len, dtype=np.int64), q_len)
-    return _triangle(q_len - lo) - _triangle(q_len - lo - k_len) - _triangle(-lo) + _triangle(-lo - k_len)
+    return (
+        _triangle(q_len - lo)
+        - _triangle(q_len - lo - k_len)
+        - _triangle(-lo)
+        + _triangle(-lo - k_len)
+    )
 
 
 def _triangle(n: Ints) -> Ints:

@@ -1,7 +1,7 @@
-"""One work item in numpy: the kernel of the simulator, and the plainest statement of a kernel's job.
+"""One work item in numpy: the simulator's kernel, and the plainest statement of a kernel's job.
 
-Shapes: ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` are an item's slices; ``out [B, n, H,
-Dv]``, ``lse [B, H, n]``.
+Shapes: ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` are an item's slices; ``out [B,
+n, H, Dv]``, ``lse [B, H, n]``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core._mask import Mask
-from ring_core._philox import dropout_keep
 from ring_core._plan import WorkItem
+from ring_core.philox import dropout_keep
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
@@ -37,14 +37,14 @@ class Params:
 class Side(NamedTuple):
     """Where an item's rows or columns stand, and to which segments they belong."""
 
-    index: Ints  # global index of each token
+    indices: Ints  # global index of each token
     position: Ints  # where it stands in the mask's coordinates
     segments: npt.NDArray[np.int32] | None  # [B, n]
 
     def take(self, part: slice) -> Side:
         """The same for a slice of the tokens."""
         segments = None if self.segments is None else self.segments[:, part]
-        return Side(self.index[part], self.position[part], segments)
+        return Side(self.indices[part], self.position[part], segments)
 
 
 class Rows(NamedTuple):
@@ -56,7 +56,9 @@ class Rows(NamedTuple):
 
     def take(self, part: slice) -> Rows:
         """The same for a slice of the rows."""
-        return Rows(self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes)
+        return Rows(
+            self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes
+        )
 
 
 class Logits(NamedTuple):
@@ -79,7 +81,9 @@ def round_to(x: Floats, precision: Precision) -> Floats:
     return np.where(np.isnan(single), single, rounded.view(np.float32))
 
 
-def forward(q: Floats, k: Floats, v: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params) -> tuple[Floats, Floats]:
+def forward(
+    q: Floats, k: Floats, v: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+) -> tuple[Floats, Floats]:
     """``(out, lse)`` of one item."""
     logits = _logits(q, k, rows, columns, item, params)
     top = logits.x.max(axis=-1, initial=-np.inf)
@@ -117,16 +121,20 @@ def backward(
     return dq.swapaxes(1, 2), dk, dv, dlogits
 
 
-def _logits(q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params) -> Logits:
+def _logits(
+    q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+) -> Logits:
     visible = _visible(rows.side, columns, item, params.mask)
     with np.errstate(invalid="ignore", over="ignore"):
-        x = np.asarray(params.scale, q.dtype) * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
-        slope = np.ones((), q.dtype)
+        x: Floats = np.asarray(params.scale, q.dtype) * (
+            q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2)
+        )
+        slope: Floats = np.ones((), q.dtype)
         if params.softcap is not None:
             squashed = np.tanh(x / np.asarray(params.softcap, q.dtype))
             x, slope = np.asarray(params.softcap, q.dtype) * squashed, 1 - squashed**2
         if rows.bias is not None:
-            bias = rows.bias[..., columns.index]
+            bias = rows.bias[..., columns.indices]
             x, visible = x + bias, visible & ~np.isneginf(bias)
         if rows.slopes is not None:
             distance = np.abs(rows.side.position[:, None] - columns.position)
@@ -137,7 +145,7 @@ def _logits(q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, par
 
 def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     """What the item shows, ``[B or 1, 1, n, m]``."""
-    n, m = rows.index.size, columns.index.size
+    n, m = rows.indices.size, columns.indices.size
     distance = np.arange(n)[:, None] - np.arange(m)
     visible = np.ones((n, m), dtype=bool)
     if item.lo is not None:
@@ -153,7 +161,8 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     if rows.segments is None or columns.segments is None:
         return visible[None, None]
     same = rows.segments[:, :, None] == columns.segments[:, None, :]
-    return (visible & same & (rows.segments >= 0)[:, :, None])[:, None]
+    both: Bools = visible & same & (rows.segments >= 0)[:, :, None]
+    return both[:, None]
 
 
 def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats:
@@ -162,7 +171,7 @@ def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats:
         return np.ones((), q.dtype)
     kept = dropout_keep(
         params.dropout_p, params.dropout_seed, batch=np.arange(q.shape[0]), heads=np.arange(q.shape[2]),
-        queries=rows.side.index, keys=columns.index,
+        queries=rows.side.indices, keys=columns.indices,
     )  # fmt: skip
     return kept.astype(q.dtype) / np.asarray(1 - params.dropout_p, q.dtype)
 
@@ -179,7 +188,7 @@ def _grouped(x: Floats, kv_heads: int) -> Floats:
 
 
 def _seen_matmul(weights: Floats, visible: Bools, x: Floats) -> Floats:
-    """``weights @ x`` that reads rows of ``x`` only where they are seen (plainly ``0 * nan`` is ``nan``)."""
+    """``weights @ x``, reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``."""
     odd = ~np.isfinite(x).all(axis=-1)
     result = weights @ np.where(odd[..., None], 0, x)
     for j in np.flatnonzero(odd.any(axis=(0, 1))):

@@ -53,7 +53,9 @@ class BlockGeometry:
                 f"or cu_seqlens, which need no classification, or a shorter sequence"
             )
         store = object.__setattr__  # the dataclass is frozen
-        store(self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len))
+        store(
+            self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
+        )
         kinds, pairs = self._classified()
         store(self, "kinds", kinds)
         store(self, "pairs", pairs)
@@ -86,9 +88,9 @@ class BlockGeometry:
     def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
         """Partial tiles without repeats, and which tile is which.
 
-        ``(bits, index)``: ``bits[n]`` is a tile ``[TILE, TILE // 8]`` packed along its columns, first
-        column in the lowest bit; ``index`` has the shape of ``kinds`` and holds ``n`` for partial
-        tiles, -1 for others. ``None`` when they take more than ``MAX_TILE_BYTES``.
+        ``(bits, index)``: ``bits[n]`` is a tile ``[TILE, TILE // 8]`` packed along its columns,
+        first column in the lowest bit; ``index`` has the shape of ``kinds`` and holds ``n`` for
+        partial tiles, -1 for others. ``None`` when they take more than ``MAX_TILE_BYTES``.
         """
         seen: dict[bytes, int] = {}
         index = np.full(self.kinds.shape, -1, dtype=np.int32)
@@ -105,10 +107,12 @@ class BlockGeometry:
         store = np.frombuffer(b"".join(seen), dtype=np.uint8)
         return store.reshape(len(seen), TILE, TILE // 8), index
 
-    def _tiles(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None) -> npt.NDArray[np.int32]:
+    def _tiles(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
+    ) -> npt.NDArray[np.int32]:
         """Visible pairs of each tile, ``[..., a, b]``; zero outside the half that was asked for."""
         q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
-        pairs = self.pairs[q_rank, kv_rank]
+        pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
             return pairs
         upto = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
@@ -132,7 +136,9 @@ class BlockGeometry:
                     seen = self.mask.dense(q, self.k_layout.positions(kv_rank))
                     seen_columns = np.add.reduceat(seen, k_edges, axis=1, dtype=np.int32)
                     a = start // TILE
-                    pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(seen_columns, q_edges, axis=0)
+                    pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(
+                        seen_columns, q_edges, axis=0
+                    )
         q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
         k_sizes = np.diff(np.append(k_edges, k_len))
         full = pairs == q_sizes[:, None] * k_sizes
@@ -144,4 +150,5 @@ def _first(flags: npt.NDArray[np.bool_]) -> Ints:
 
 
 def _last(flags: npt.NDArray[np.bool_]) -> Ints:
-    return flags.shape[-1] - 1 - flags[..., ::-1].argmax(axis=-1)[..., None]
+    last: Ints = flags.shape[-1] - 1 - flags[..., ::-1].argmax(axis=-1)[..., None]
+    return last

@@ -84,7 +84,9 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size is not None and (
+                not isinstance(size, int) or isinstance(size, bool) or size < 1
+            ):
                 raise ValueError(f"{name} must be an integer >= 1 or None, got {size!r}")
 
 
@@ -151,7 +153,9 @@ def _mask_refusals(can: Capabilities, plan: Plan) -> list[str]:
     if traits.several_documents and not can.documents:
         reasons.append("has no blocks of several documents or chunks")
     if can.bands == "full" and traits.causal + traits.banded:
-        reasons.append(f"takes full blocks only, and this plan has {traits.causal + traits.banded} others")
+        reasons.append(
+            f"takes full blocks only, and this plan has {traits.causal + traits.banded} others"
+        )
     if can.bands == "causal" and traits.banded:
         reasons.append(
             f"takes full and square causal blocks only, and this plan has {traits.banded} with windows"
@@ -159,7 +163,9 @@ def _mask_refusals(can: Capabilities, plan: Plan) -> list[str]:
     return reasons
 
 
-def require(capabilities: Capabilities, request: Request, plan: Plan, *, others: Sequence[Capabilities]) -> None:
+def require(
+    capabilities: Capabilities, request: Request, plan: Plan, *, others: Sequence[Capabilities]
+) -> None:
     """Raise unless a kernel can do a call.
 
     Raises:
@@ -169,8 +175,14 @@ def require(capabilities: Capabilities, request: Request, plan: Plan, *, others:
     if not reasons:
         return
     able = [other.name for other in others if not refusals(other, request, plan)]
-    instead = f"use kernel={_either([repr(name) for name in able])} or 'auto'" if able else "no kernel here can do this call"
-    raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {instead}")
+    instead = (
+        f"use kernel={_either([repr(name) for name in able])} or 'auto'"
+        if able
+        else "no kernel here can do this call"
+    )
+    raise UnsupportedError(
+        f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {instead}"
+    )
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:
@@ -179,12 +191,12 @@ def support_matrix(kernels: Sequence[Capabilities]) -> str:
     lines.append("|---|" + "---|" * len(kernels))
     for row in fields(Capabilities):
         if row.name != "name":
-            cells = [_cell(getattr(kernel, row.name), row.name) for kernel in kernels]
+            cells = [_cell(getattr(kernel, row.name)) for kernel in kernels]
             lines.append(f"| {row.name.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(value: object, name: str) -> str:
+def _cell(value: object) -> str:
     if value is None or value == ():
         return "any"
     if isinstance(value, tuple):

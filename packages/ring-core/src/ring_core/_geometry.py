@@ -1,4 +1,4 @@
-"""What one rank's queries see of another rank's keys: rectangles under bands, for many pairs at once.
+"""What one rank's queries see of another rank's keys, for many pairs of ranks at once.
 
 Between two runs of tokens the mask is a band over a rectangle (see ``_band``); chunk and document
 borders clip the rectangle first. All functions take arrays of ranks and work on all pairs together,
@@ -39,11 +39,18 @@ class Rows(NamedTuple):
 class Geometry(Protocol):
     """Rectangles and counts of visible pairs; ``half`` 0 or 1 asks for half of the query rows."""
 
-    boundaries: Ints | None
+    @property
+    def boundaries(self) -> Ints | None:
+        """Ascending positions of chunk and document borders, if there are any."""
+        ...
 
-    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows: ...
+    def rows(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
+    ) -> Rows: ...
 
-    def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints: ...
+    def count(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
+    ) -> Ints: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ class BandGeometry:
         k_pos = self.k_layout.run_positions(kv_rank)
         q_pos, k_pos = np.broadcast_arrays(q_pos[..., :, None], k_pos[..., None, :])
         flat = (*q_pos.shape[:-2], -1)
-        q_local, k_local = np.meshgrid(self.q_layout.run_starts, self.k_layout.run_starts, indexing="ij")
+        q_local, k_local = np.meshgrid(
+            self.q_layout.run_starts, self.k_layout.run_starts, indexing="ij"
+        )
         return q_local.reshape(-1), k_local.reshape(-1), q_pos.reshape(flat), k_pos.reshape(flat)
 
     def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> Rows:
@@ -181,7 +190,9 @@ class BandGeometry:
         for begin in range(0, total.size, max(1, _CELLS_AT_ONCE // cells)):
             part = slice(begin, begin + max(1, _CELLS_AT_ONCE // cells))
             rect = Rectangles(*(x[part] for x in flat))
-            total[part] = self._count_cell(rect, np.arange(cells), q_flat[part], k_flat[part]).sum(axis=1)
+            total[part] = self._count_cell(rect, np.arange(cells), q_flat[part], k_flat[part]).sum(
+                axis=1
+            )
         return total.reshape(rows.doc_stop.shape)
 
     @cached_property
@@ -193,7 +204,7 @@ class BandGeometry:
         return np.concatenate([[0], np.cumsum(_band.count(length, length, lo, hi))])
 
     def _half(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, half: int) -> Rows:
-        """Half of the query rows by visible pairs: find the row that halves the count, cut there."""
+        """Half of the query rows by visible pairs: cut at the row that halves the count."""
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
         q_start, q_stop = below, above
@@ -205,7 +216,9 @@ class BandGeometry:
         bounds = (q_start, above) if half == 0 else (above, q_stop)
         return self._cut(q_rank, kv_rank, rows, *bounds)
 
-    def _cut(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, start: Ints, stop: Ints) -> Rows:
+    def _cut(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, start: Ints, stop: Ints
+    ) -> Rows:
         rect = _band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
         if self.boundaries is None:
             return Rows(rect, rows.doc_start, rows.doc_stop)
@@ -226,8 +239,15 @@ class BandGeometry:
         k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
         q1, k1 = rect.q_stop.max(axis=-1, keepdims=True), rect.k_stop.max(axis=-1, keepdims=True)
         q_local, k_local, _, _ = self._runs(q_rank, kv_rank)
-        runs = q_local, q_local + self.q_layout.run_length, k_local, k_local + self.k_layout.run_length
-        plain = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(axis=-1, keepdims=True)
+        runs = (
+            q_local,
+            q_local + self.q_layout.run_length,
+            k_local,
+            k_local + self.k_layout.run_length,
+        )
+        plain = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(
+            axis=-1, keepdims=True
+        )
         done = np.zeros_like(plain)
         out = rect
         for piece in range(-1, live.shape[-1]):
@@ -241,7 +261,9 @@ class BandGeometry:
             same = [a == b for a, b in zip(_band.clip(box, *runs), rect, strict=True)]
             take = plain & ~done & np.logical_and.reduce(same).all(axis=-1, keepdims=True)
             first = np.arange(live.shape[-1]) == 0
-            out = Rectangles(*(np.where(take, np.where(first, b, 0), a) for a, b in zip(out, box, strict=True)))
+            out = Rectangles(
+                *(np.where(take, np.where(first, b, 0), a) for a, b in zip(out, box, strict=True))
+            )
             done |= take
         return self._packed(Rows(out, rows.doc_start, rows.doc_stop))
 

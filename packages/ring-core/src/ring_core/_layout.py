@@ -36,7 +36,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.name not in get_args(LayoutName):
-            raise ValueError(f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}")
+            raise ValueError(
+                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}"
+            )
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
             raise ValueError(

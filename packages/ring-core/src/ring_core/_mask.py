@@ -54,7 +54,9 @@ class Mask:
         if not isinstance(self.causal, bool | np.bool_):
             raise ValueError(f"causal must be a bool, got {self.causal!r}")
         if self.predicate is not None and not callable(self.predicate):
-            raise ValueError(f"predicate must be callable as (q_pos, k_pos), got {self.predicate!r}")
+            raise ValueError(
+                f"predicate must be callable as (q_pos, k_pos), got {self.predicate!r}"
+            )
         store = object.__setattr__  # the dataclass is frozen
         store(self, "causal", bool(self.causal))
         store(self, "window", _checked_window(self.window))

@@ -1,8 +1,8 @@
 """Merging partial attention results: the specification that backends fuse and are tested against.
 
-Attention over a set of keys is the pair ``(out, lse)`` with ``lse = log sum exp(logits)`` and ``out``
-the softmax-weighted mean of the values. Two disjoint sets merge into the pair of their union (Rabe
-and Staats, arXiv 2112.05682; Milakov and Gimelshein, arXiv 1805.02867)::
+Attention over a set of keys is the pair ``(out, lse)`` with ``lse = log sum exp(logits)`` and
+``out`` the softmax-weighted mean of the values. Two disjoint sets merge into the pair of their
+union (Rabe and Staats, arXiv 2112.05682; Milakov and Gimelshein, arXiv 1805.02867)::
 
     lse = log(exp(lse_a) + exp(lse_b))
     out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
@@ -61,6 +61,8 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
     folded = sinks if sinks.ndim == 1 else np.logaddexp.reduce(sinks, axis=-1)
     with_sink = np.logaddexp(lse, folded[:, None])
     nothing = np.isneginf(lse)
-    weight = np.where(nothing, 0, np.exp(np.where(nothing, 0, lse) - np.where(nothing, 0, with_sink)))
+    weight = np.where(
+        nothing, 0, np.exp(np.where(nothing, 0, lse) - np.where(nothing, 0, with_sink))
+    )
     weight = np.swapaxes(weight, 1, 2)[..., None]
     return np.where(weight == 0, 0, weight * out), with_sink

@@ -184,7 +184,7 @@ class Plan:
         return tuple(item for item in self.items(helper, step) if item.q_rank == rank)
 
     def table(self, step: int) -> npt.NDArray[np.int32]:
-        """``int32[cp_size, R, len(TABLE_COLUMNS)]``: the items of every rank, padded with empty rows.
+        """Items of all ranks, ``int32[cp_size, R, len(TABLE_COLUMNS)]``, padded with empty rows.
 
         Unbounded sides hold ``-TABLE_UNBOUNDED`` and ``TABLE_UNBOUNDED``, so that ``lo <= i - j <=
         hi`` needs no case; ``doc_start:doc_stop`` are the cells of ``boundaries`` the row spans
@@ -227,13 +227,19 @@ class Plan:
             live, square = q_stop > q_start, q_stop - q_start == k_stop - k_start
             no_hi = hi == TABLE_UNBOUNDED
             full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & square & (lo == 0)
-            counts += [x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)]
+            counts += [
+                x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
+            ]
         return Traits(*counts.tolist())
 
     @cached_property
     def digest(self) -> bytes:
         """8 bytes that differ between plans that differ: what ranks compare."""
-        parts = [str((self.seq_len, self.kv_seq_len, self.cp_size, self.schedule, self.mask.band)).encode()]
+        parts = [
+            str(
+                (self.seq_len, self.kv_seq_len, self.cp_size, self.schedule, self.mask.band)
+            ).encode()
+        ]
         if self.boundaries is not None:
             parts.append(self.boundaries.tobytes())
         if self.blocks is not None:
@@ -278,9 +284,9 @@ class Plan:
         if doc_stop > doc_start:
             assert self.boundaries is not None
             cuts = self.boundaries[doc_start : doc_stop + 1]
-            q_first = self.q_positions(q_rank)[q_start : q_stop]
+            q_first = self.q_positions(q_rank)[q_start:q_stop]
             extra["cu_q"] = np.searchsorted(q_first, cuts)
-            extra["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start : k_stop], cuts)
+            extra["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
         if self.blocks is not None:
             q_tiles = slice(q_start // TILE, -(-q_stop // TILE))
             k_tiles = slice(k_start // TILE, -(-k_stop // TILE))
@@ -319,9 +325,13 @@ def make_plan(
 
 
 @lru_cache(maxsize=128)
-def _make_plan(mask: Mask, seq_len: int, cp_size: int, schedule: ScheduleName, kv_seq_len: int | None) -> Plan:
+def _make_plan(
+    mask: Mask, seq_len: int, cp_size: int, schedule: ScheduleName, kv_seq_len: int | None
+) -> Plan:
     if schedule not in get_args(ScheduleName):
-        raise ValueError(f"unknown schedule {schedule!r}; known: {', '.join(get_args(ScheduleName))}")
+        raise ValueError(
+            f"unknown schedule {schedule!r}; known: {', '.join(get_args(ScheduleName))}"
+        )
     if cp_size < 1:
         raise ValueError(f"cp_size must be at least 1, got {cp_size}")
     keys = seq_len if kv_seq_len is None else kv_seq_len
@@ -334,7 +344,9 @@ def _make_plan(mask: Mask, seq_len: int, cp_size: int, schedule: ScheduleName, k
                 f"use segment_ids as a pair (queries', keys')"
             )
         if mask.cu_seqlens[-1] != seq_len:
-            raise ValueError(f"cu_seqlens must end at the sequence length {seq_len}, got {mask.cu_seqlens[-1]}")
+            raise ValueError(
+                f"cu_seqlens must end at the sequence length {seq_len}, got {mask.cu_seqlens[-1]}"
+            )
     kind = BandGeometry if mask.predicate is None else BlockGeometry
     geometry = kind(mask, q_layout, k_layout, keys - seq_len)
     steps, work = live_steps(schedule, geometry, cp_size)

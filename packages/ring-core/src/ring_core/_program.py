@@ -1,7 +1,7 @@
 """The step program: what to move, compute and send home, in which order.
 
-Executors differ (streams, barriers, a loop over ranks in one process); the order does not, and it is
-decided here. Forward, K/V of the next stage travel while a stage computes::
+Executors differ (streams, barriers, a loop over ranks in one process); the order does not, and it
+is decided here. Forward, K/V of the next stage travel while a stage computes::
 
     step 0 (own block) | step 1 | ... | step n      K/V arrive from ever further behind
 

@@ -16,13 +16,19 @@ Ints = npt.NDArray[np.int64]
 ScheduleName = Literal["plain", "zigzag", "striped", "balanced"]
 Help = Literal["none", "mirror", "half"]
 
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _PAIRS_AT_ONCE = 1 << 15
 
 
 def layout_of(schedule: ScheduleName) -> LayoutName:
     """The layout the tokens of a schedule are in."""
-    return "contiguous" if schedule in ("plain", "balanced") else schedule
+    layouts: dict[ScheduleName, LayoutName] = {
+        "plain": "contiguous",
+        "zigzag": "zigzag",
+        "striped": "striped",
+        "balanced": "contiguous",
+    }
+    return layouts[schedule]
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Step:
     helps: Help = "none"
 
 
-def live_steps(schedule: ScheduleName, geometry: Geometry, cp_size: int) -> tuple[tuple[Step, ...], Ints]:
+def live_steps(
+    schedule: ScheduleName, geometry: Geometry, cp_size: int
+) -> tuple[tuple[Step, ...], Ints]:
     """The steps some rank needs, and the visible pairs ``[step, rank]`` each rank computes in them.
 
     Step 0, the rank's own block, is always there.
@@ -63,7 +71,9 @@ def live_steps(schedule: ScheduleName, geometry: Geometry, cp_size: int) -> tupl
     return tuple(steps[n] for n in order), np.stack([work[n] for n in order])
 
 
-def step_rows(helps: Help, geometry: Geometry, ranks: Ints, behind: Ints) -> tuple[Rows, Rows | None]:
+def step_rows(
+    helps: Help, geometry: Geometry, ranks: Ints, behind: Ints
+) -> tuple[Rows, Rows | None]:
     """What ``ranks`` compute in steps that help alike: for their own queries, and for others'.
 
     ``behind`` are the ranks their K/V, or the queries they help, come from.
@@ -82,7 +92,9 @@ def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, In
         own, mirrored = geometry.count(ranks, behind), geometry.count(behind, ranks)
         for n, shift in enumerate(shifts.tolist()):
             if 2 * shift == cp_size:
-                split = geometry.count(ranks, behind[n], half=0) + geometry.count(behind[n], ranks, half=1)
+                split = geometry.count(ranks, behind[n], half=0) + geometry.count(
+                    behind[n], ranks, half=1
+                )
                 folds = split.max() < own[n].max()
                 yield Step(shift, "half" if folds else "none"), split if folds else own[n]
             elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():

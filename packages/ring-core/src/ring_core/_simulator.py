@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import _block, _checks
+from ring_core import _block, checks
 from ring_core._block import Params, Precision, Rows, Side
 from ring_core._merge import finalize, merge
 from ring_core._plan import Plan, WorkItem
@@ -103,8 +103,8 @@ def simulate(
             float32.
 
     Returns:
-        ``(out, lse)``, or ``(out, lse, dq, dk, dv)`` when ``dout`` is given. :func:`run` returns the
-        gradients of sinks and bias too.
+        ``(out, lse)``, or ``(out, lse, dq, dk, dv)`` when ``dout`` is given. :func:`run` returns
+        the gradients of sinks and bias too.
     """
     result = run(
         plan, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale, softcap=softcap,
@@ -136,17 +136,23 @@ def run(
     precision: Precision = "float64",
 ) -> Simulation:
     """:func:`simulate` with every result by name."""
-    sizes = _checks.check_qkv(*(_checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
+    sizes = checks.check_qkv(*(checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
     if (sizes.q_len, sizes.k_len) != (plan.seq_len, plan.kv_seq_len):
         raise ValueError(
             f"the plan is for {plan.seq_len} queries and {plan.kv_seq_len} keys, got {sizes.q_len} and {sizes.k_len}"
         )
-    _checks.check_choice("precision", precision, get_args(Precision))
-    _checks.check_dropout(dropout_p, dropout_seed)
-    scale = _checks.check_scale(softmax_scale, sizes.head_dim)
-    params = Params(plan.mask, scale, _checks.check_softcap(softcap), dropout_p, dropout_seed, precision)
-    ids = (None, None) if segment_ids is None else _checks.check_pair(segment_ids, sizes)
-    slopes = None if alibi_slopes is None else np.atleast_2d(_block.round_to(np.asarray(alibi_slopes), precision))
+    checks.check_choice("precision", precision, get_args(Precision))
+    checks.check_dropout(dropout_p, dropout_seed)
+    scale = checks.check_scale(softmax_scale, sizes.head_dim)
+    params = Params(
+        plan.mask, scale, checks.check_softcap(softcap), dropout_p, dropout_seed, precision
+    )
+    ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
+    slopes = (
+        None
+        if alibi_slopes is None
+        else np.atleast_2d(_block.round_to(np.asarray(alibi_slopes), precision))
+    )
     ranks = _deal(plan, q, k, v, ids, bias, slopes, precision)
     folded = None if sinks is None else _block.round_to(np.asarray(sinks), precision)
 
@@ -161,10 +167,12 @@ def run(
     _start_backward(plan, ranks, dout, dlse, precision)
     home = _backward(plan, ranks, params, last)
     dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
-    dk, dv = (_gather_keys(plan, [grad[n] for grad in home]) for n in (1, 2))
+    dk = _gather_keys(plan, [grad.dk for grad in home])
+    dv = _gather_keys(plan, [grad.dv for grad in home])
     dbias = None if bias is None else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
-    grads = [_block.round_to(x, precision) for x in (dq, dk, dv)]
-    return Simulation(out, lse, *grads, None if folded is None else _sink_grads(ranks, folded), dbias)
+    dq, dk, dv = (_block.round_to(x, precision) for x in (dq, dk, dv))
+    dsinks = None if folded is None else _sink_grads(ranks, folded)
+    return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
 
 
 def _forward(plan: Plan, ranks: list[Rank], params: Params) -> list[Message]:
@@ -178,7 +186,9 @@ def _forward(plan: Plan, ranks: list[Rank], params: Params) -> list[Message]:
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
                 columns = kv.side.take(item.k_slice)
-                part = _block.forward(q, kv.k[:, item.k_slice], kv.v[:, item.k_slice], rows, columns, item, params)
+                part = _block.forward(
+                    q, kv.k[:, item.k_slice], kv.v[:, item.k_slice], rows, columns, item, params
+                )
                 _merge_into(ranks[item.out_rank], item.q_slice, *part)
         held = arriving
     return held
@@ -218,7 +228,7 @@ def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: 
     grad.dv[:, item.k_slice] += dv
     if rank.dbias is not None:
         axes = tuple(axis for axis in (0, 1) if rank.dbias.shape[axis] == 1)
-        rank.dbias[:, :, item.q_slice, columns.index] += dlogits.sum(axis=axes, keepdims=True)
+        rank.dbias[:, :, item.q_slice, columns.indices] += dlogits.sum(axis=axes, keepdims=True)
 
 
 def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
@@ -254,7 +264,13 @@ def _deal(
     return ranks
 
 
-def _start_backward(plan: Plan, ranks: list[Rank], dout: npt.ArrayLike, dlse: npt.ArrayLike | None, precision: Precision) -> None:
+def _start_backward(
+    plan: Plan,
+    ranks: list[Rank],
+    dout: npt.ArrayLike,
+    dlse: npt.ArrayLike | None,
+    precision: Precision,
+) -> None:
     """``delta = rowsum(dout * out) - dlse``, once, from the finished output."""
     for r, rank in enumerate(ranks):
         at = plan.positions(r)

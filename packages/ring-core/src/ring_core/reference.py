@@ -1,7 +1,7 @@
 """The oracle: dense attention in float64, slow and obvious; and the plan run rank by rank.
 
-Every backend is compared with these. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K, D]``,
-``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean everywhere else.
+Every backend is compared with these. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K,
+D]``, ``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean everywhere else.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import _checks
+from ring_core import checks
 from ring_core._mask import Mask, Window
-from ring_core._philox import dropout_keep
 from ring_core._simulator import Simulation as Simulation
 from ring_core._simulator import run as run
 from ring_core._simulator import simulate as simulate
+from ring_core.philox import dropout_keep
 
 Floats = npt.NDArray[np.floating[Any]]
-Float64 = npt.NDArray[np.float64]
 SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Grads(NamedTuple):
     """Gradients, each of its argument's shape; ``None`` for arguments that were not given."""
 
-    dq: Float64
-    dk: Float64
-    dv: Float64
-    dsinks: Float64 | None
-    dbias: Float64 | None
+    dq: Floats
+    dk: Floats
+    dv: Floats
+    dsinks: Floats | None
+    dbias: Floats | None
 
 
 def attention(
@@ -53,7 +52,7 @@ def attention(
     alibi_slopes: npt.ArrayLike | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-) -> tuple[Float64, Float64]:
+) -> tuple[Floats, Floats]:
     """Dense attention in float64: ``softmax(softmax_scale * q @ k.T + ...) @ v``.
 
     Returns:
@@ -63,9 +62,22 @@ def attention(
     Raises:
         ValueError: An argument is malformed, as in the backends.
     """
-    rule = _checks.check_mask(mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed
+        q,
+        k,
+        v,
+        rule,
+        segment_ids,
+        softmax_scale,
+        softcap,
+        sinks,
+        bias,
+        alibi_slopes,
+        dropout_p,
+        dropout_seed,
     )
     return dense.out, dense.lse
 
@@ -92,29 +104,44 @@ def attention_grads(
     dropout_seed: int | None = None,
 ) -> Grads:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64."""
-    rule = _checks.check_mask(mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
-    dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
-    return _backward(dense, np.asarray(dout, np.float64), None if dlse is None else np.asarray(dlse, np.float64))
+    dense = _dense(
+        q,
+        k,
+        v,
+        rule,
+        segment_ids,
+        softmax_scale,
+        softcap,
+        sinks,
+        bias,
+        alibi_slopes,
+        dropout_p,
+        dropout_seed,
+    )
+    return _backward(
+        dense, np.asarray(dout, np.float64), None if dlse is None else np.asarray(dlse, np.float64)
+    )
 
 
 @dataclass(frozen=True)
 class _Dense:
     """The forward pass with everything the backward needs; heads first: ``[B, H, T, D]``."""
 
-    q: Float64
-    k: Float64  # repeated to H heads
-    v: Float64
+    q: Floats
+    k: Floats  # repeated to H heads
+    v: Floats
     visible: npt.NDArray[np.bool_]  # [B, H, T_q, T_kv]
-    slope: Float64  # derivative of the soft cap
-    probs: Float64  # softmax, sinks included in its sum
-    keep: Float64  # dropout's factor: 0 or 1 / (1 - p)
-    lse: Float64
-    out: Float64  # [B, T_q, H, Dv]
+    slope: Floats  # derivative of the soft cap
+    probs: Floats  # softmax, sinks included in its sum
+    keep: Floats  # dropout's factor: 0 or 1 / (1 - p)
+    lse: Floats
+    out: Floats  # [B, T_q, H, Dv]
     scale: float
     kv_heads: int
-    sinks: Float64 | None
+    sinks: Floats | None
     bias_shape: tuple[int, ...] | None
 
 
@@ -123,19 +150,21 @@ def _dense(
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None, bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
-    sizes = _checks.check_qkv(*(_checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
-    _checks.check_dropout(dropout_p, dropout_seed)
-    scale = _checks.check_scale(softmax_scale, sizes.head_dim)
-    softcap = _checks.check_softcap(softcap)
+    sizes = checks.check_qkv(*(checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
+    checks.check_dropout(dropout_p, dropout_seed)
+    scale = checks.check_scale(softmax_scale, sizes.head_dim)
+    softcap = checks.check_softcap(softcap)
     group = sizes.q_heads // sizes.kv_heads
     qh = np.asarray(q, np.float64).transpose(0, 2, 1, 3)
     kh, vh = (np.asarray(x, np.float64).transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (k, v))
 
     q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
     k_pos = np.arange(sizes.k_len)
-    visible = np.broadcast_to(mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)).copy()
+    visible = np.broadcast_to(
+        mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
+    ).copy()
     if segment_ids is not None:
-        q_ids, k_ids = (np.asarray(ids) for ids in _checks.check_pair(segment_ids, sizes))
+        q_ids, k_ids = (np.asarray(ids) for ids in checks.check_pair(segment_ids, sizes))
         same = (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
         visible &= same[:, None]
 
@@ -163,10 +192,12 @@ def _dense(
     out = seen_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
     bias_shape = None if bias is None else np.shape(bias)
     given = None if sinks is None else np.asarray(sinks, np.float64)
-    return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, sizes.kv_heads, given, bias_shape)
+    return _Dense(
+        qh, kh, vh, visible, slope, probs, keep, lse, out, scale, sizes.kv_heads, given, bias_shape
+    )
 
 
-def _softmax(logits: Float64, sinks: Float64 | None) -> tuple[Float64, Float64]:
+def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
     """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
     top = logits.max(axis=-1, initial=-np.inf)
     if sinks is not None:
@@ -195,7 +226,7 @@ def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> F
     return result
 
 
-def _backward(dense: _Dense, dout: Float64, dlse: Float64 | None) -> Grads:
+def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     do = dout.transpose(0, 2, 1, 3)
     with np.errstate(invalid="ignore", over="ignore"):
         dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
@@ -208,16 +239,21 @@ def _backward(dense: _Dense, dout: Float64, dlse: Float64 | None) -> Grads:
     dk = seen_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
     dv = seen_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
     group = dk.shape[1] // dense.kv_heads
-    dk, dv = (x.reshape(x.shape[0], dense.kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    dk, dv = (
+        x.reshape(x.shape[0], dense.kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv)
+    )
     dsinks = None
     if dense.sinks is not None:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
-        share = np.exp(dense.sinks.reshape(len(dense.sinks), -1)[None, :, None, :] - safe[..., None])
+        share = np.exp(
+            dense.sinks.reshape(len(dense.sinks), -1)[None, :, None, :] - safe[..., None]
+        )
         dsinks = (share * -delta).sum(axis=(0, 2)).reshape(dense.sinks.shape)
     dbias = None if dense.bias_shape is None else _sum_to(dlogits, dense.bias_shape)
-    return Grads(*(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)), dsinks, dbias)
+    dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
+    return Grads(dq, dk, dv, dsinks, dbias)
 
 
-def _sum_to(x: Float64, shape: tuple[int, ...]) -> Float64:
+def _sum_to(x: Floats, shape: tuple[int, ...]) -> Floats:
     axes = tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1)
     return x.sum(axis=axes, keepdims=True) if axes else x

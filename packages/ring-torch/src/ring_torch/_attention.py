@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import KernelConfig, Mask
 from ring_torch._autograd import RingAttention
-from ring_torch._call import check_call
+from ring_torch._call import Call, Inputs, check_call
 from ring_torch._comm import ring_of
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -66,46 +66,49 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose shards lie on the ranks of a group.
 
-    Every rank calls it with its own shards, in the order the ``schedule`` lays tokens out (``plain`` and
-    ``balanced``: contiguous), and gets its own slice of the answer of dense attention,
-    ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
+    Every rank calls it with its own shards, in the order the ``schedule`` lays tokens out
+    (``plain`` and ``balanced``: contiguous), and gets its own slice of the answer of dense
+    attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
 
     Args:
         q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
-        k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H // K)``.
+        k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H
+            // K)``.
         v: ``[B, T_kv_local, K, Dv]``.
-        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or this
-            process alone where none is initialised.
-        schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data is in
-            that order), ``balanced`` (causal work is even; data is in natural order).
-        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than queries,
-            positions are ``i + T_kv - T_q``.
-        window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side unbounded.
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised.
+        schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data
+            is in that order), ``balanced`` (causal work is even; data is in natural order).
+        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
+            queries, positions are ``i + T_kv - T_q``.
+        window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
+            unbounded.
         chunk_size: Sees keys of its own chunk of this many positions only.
         cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves only.
-        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids see
-            each other, negative ones see nothing and are not seen.
+        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids
+            see each other, negative ones see nothing and are not seen.
         mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
         softmax_scale: Default ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
-        sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their gradient
-            here is this rank's part: sum it over ranks with the other replicated parameters.
-        bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order, columns for
-            all keys in natural order; has a gradient; ``-inf`` masks.
+        sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their
+            gradient here is this rank's part: sum it over ranks with the other replicated
+            parameters.
+        bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
+            columns for all keys in natural order; has a gradient; ``-inf`` masks.
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
         dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
             global indices alone, not on ring size, schedule or kernel.
         dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
         deterministic: Only use kernels whose backward repeats bit for bit.
         return_lse: Return ``lse`` too.
-        kernel: ``auto``, ``sdpa``, ``eager`` or a :class:`KernelConfig`. A kernel that is named never
-            falls back.
+        kernel: ``auto``, ``sdpa``, ``eager`` or a :class:`KernelConfig`. A kernel that is named
+            never falls back.
         transport: ``auto`` or ``p2p`` (point-to-point messages of ``torch.distributed``).
 
     Returns:
-        ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H, T_local]``,
-        natural log, float32 (float64 for float64 inputs), differentiable, ``-inf`` where a row sees
-        nothing (its ``out`` is 0).
+        ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
+        T_local]``, natural log, float32 (float64 for float64 inputs), differentiable, ``-inf``
+        where a row sees nothing (its ``out`` is 0).
 
     Raises:
         ValueError: An argument is malformed; nothing was sent.
@@ -122,5 +125,10 @@ def ring_attention(
         sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
         deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
     )  # fmt: skip
-    out, lse = RingAttention.apply(call, *inputs)  # type: ignore[no-untyped-call]
+    return attend(call, inputs, return_lse=return_lse)
+
+
+def attend(call: Call, inputs: Inputs, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a checked call."""
+    out, lse = RingAttention.apply(call, *inputs)
     return (out, lse) if return_lse else out

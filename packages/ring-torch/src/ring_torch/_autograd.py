@@ -15,7 +15,10 @@ from ring_torch.kernels._api import Upstream
 
 
 class RingAttention(torch.autograd.Function):
-    """``(out, lse)`` of a call. Saved for the backward: the inputs, ``out``, ``lse`` and the K/V that arrived last."""
+    """``(out, lse)`` of a call.
+
+    Saved for the backward: the inputs, ``out``, ``lse`` and the K/V that arrived last.
+    """
 
     @staticmethod
     def forward(
@@ -34,7 +37,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward loop."""
         call: Call = ctx.call
@@ -45,7 +48,11 @@ class RingAttention(torch.autograd.Function):
             grads = run_backward(call, inputs, Upstream(dout, out, lse, delta), last)
             dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, lse, delta)
         dq, dk, dv = (grad.to(call.dtype) for grad in grads[:3])
-        dbias = None if grads.dbias is None or inputs.bias is None else grads.dbias.to(inputs.bias.dtype)
+        dbias = (
+            None
+            if grads.dbias is None or inputs.bias is None
+            else grads.dbias.to(inputs.bias.dtype)
+        )
         return None, dq, dk, dv, None, None, dsinks, dbias, None
 
 

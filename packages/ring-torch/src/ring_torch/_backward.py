@@ -28,8 +28,8 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
     """Gradients of this rank's shards.
 
     The stages start from the K/V that arrived last. dK/dV travel with the K/V they belong to, one
-    stage late: while a stage computes its own, those of the ranks before are still arriving. The own
-    block, run last, hides the last hop.
+    stage late: while a stage computes its own, those of the ranks before are still arriving. The
+    own block, run last, hides the last hop.
 
     Args:
         call: The call.
@@ -46,7 +46,9 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(held))
     row_grads = _zero_row_grads(call, rows)
     moving = Moving(call, packing_of(keys[:2], call.wide))
-    errands = Errands(call, lambda part: [*rows_tensors(rows.take(part)), *upstream_tensors(upstream.take(part))])
+    errands = Errands(
+        call, lambda part: [*rows_tensors(rows.take(part)), *upstream_tensors(upstream.take(part))]
+    )
     first = plan.backward[0].step
     shipment = errands.ship(first if plan.steps[first].helps != "none" else None)
     shipment.transfer.wait()
@@ -62,7 +64,9 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         if stage.kv_hop is not None:
             assert held is not None
             arriving = packing.buffer(call.device)
-            transfer = ring.start([(held, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))])
+            transfer = ring.start(
+                [(held, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
+            )
         next_shipment = errands.ship(stage.ship)
         _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, moving)
         if stage.results:
@@ -73,7 +77,9 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
                 grads = _zero_row_grads(call, theirs)
                 _help(call, item, theirs, own, Upstream(*tensors[-4:]), grads, moving)
                 results.append((item, _row_grad_tensors(grads)))
-            errands.send_home(stage.step, results, lambda item: _row_grad_tensors(row_grads.take(item.q_slice)))
+            errands.send_home(
+                stage.step, results, lambda item: _row_grad_tensors(row_grads.take(item.q_slice))
+            )
         errands.collect(add, keep=1 if stage.results else 0)
         moving.hop(stage.grad_hop, home=plan.steps[stage.step].shift == 0)
         transfer.wait()
@@ -81,7 +87,9 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         shipment, held = next_shipment, arriving
         if stage.kv_hop is not None:
             assert held is not None
-            columns = call.columns(ring.behind(plan.steps[stage.step - 1].shift), packing.views(held))
+            columns = call.columns(
+                ring.behind(plan.steps[stage.step - 1].shift), packing.views(held)
+            )
     errands.collect(add)
     home = moving.grads(home=True)
     return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
@@ -131,7 +139,9 @@ class Moving:
         leaving = self._packing.buffer(self._call.device).zero_() if total is None else total
         ring = self._call.ring
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = ring.start([(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))])
+        self._transfer = ring.start(
+            [(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))]
+        )
 
 
 def _differentiate(
@@ -145,21 +155,35 @@ def _differentiate(
             keys = own if is_own else columns
             part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
             column_grads = moving.grads(home=is_own).take(item.k_slice)
-            call.kernel.backward(*part, item, call.params, row_grads.take(item.q_slice), column_grads)
+            call.kernel.backward(
+                *part, item, call.params, row_grads.take(item.q_slice), column_grads
+            )
 
 
 def _help(
-    call: Call, item: WorkItem, rows: Rows, own: Columns, upstream: Upstream, row_grads: RowGrads, moving: Moving
+    call: Call,
+    item: WorkItem,
+    rows: Rows,
+    own: Columns,
+    upstream: Upstream,
+    row_grads: RowGrads,
+    moving: Moving,
 ) -> None:
     """Run an item for another rank's queries, over this rank's own keys."""
     if rows.q.shape[0] > 0:
         column_grads = moving.grads(home=True).take(item.k_slice)
-        call.kernel.backward(rows, own.take(item.k_slice), upstream, item, call.params, row_grads, column_grads)
+        call.kernel.backward(
+            rows, own.take(item.k_slice), upstream, item, call.params, row_grads, column_grads
+        )
 
 
 def _zero_row_grads(call: Call, rows: Rows) -> RowGrads:
     dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
-    dbias = None if rows.bias is None else torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
+    dbias = (
+        None
+        if rows.bias is None
+        else torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
+    )
     return RowGrads(dq, dbias)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import Mask, Plan, Request, checks, make_plan
 from ring_core import KernelConfig as KernelConfig
+from ring_core import Mask, Plan, Request, checks, make_plan
 from ring_torch._comm import Packing, Ring
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
 from ring_torch.kernels._api import Columns, Kernel, Params, Rows
@@ -47,10 +47,14 @@ class Call:
     facts: dict[str, Any]  # what must be equal on all ranks
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """``(query indices, query positions, key positions)`` of a rank, where an option needs them."""
+        """Query indices, query positions, key positions of a rank, where an option needs them."""
         if not self.needs_index:
             return None, None, None
-        arrays = (self.plan.positions(rank), self.plan.q_positions(rank), self.plan.k_positions(rank))
+        arrays = (
+            self.plan.positions(rank),
+            self.plan.q_positions(rank),
+            self.plan.k_positions(rank),
+        )
         index, q_pos, k_pos = (torch.as_tensor(x, device=self.device) for x in arrays)
         return index, q_pos, k_pos
 
@@ -111,7 +115,9 @@ def check_call(
     described = [_described(x, name) for name, x in tensors.items()]
     sizes = checks.check_qkv(*described)
     device = described[0].device
-    rule = checks.check_mask(mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
     plan = make_plan(
         rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,  # type: ignore[arg-type]
         kv_seq_len=sizes.k_len * ring.size,
@@ -126,7 +132,9 @@ def check_call(
     checks.check_bias(_optional(bias, "bias"), sizes, plan.kv_seq_len, device)
     checks.check_alibi_slopes(_optional(alibi_slopes, "alibi_slopes"), sizes, device)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one")
+        raise ValueError(
+            "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
+        )
     q_ids, k_ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
     for side, ids in (("queries", q_ids), ("keys", k_ids)):
         if ids is not None:
@@ -137,7 +145,9 @@ def check_call(
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
 
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, bias))
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sinks, bias)
+    )
     request = Request(
         device=q.device.type, dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
@@ -158,9 +168,13 @@ def check_call(
         **{name: None if x is None else [*x.shape, str(x.dtype)] for name, x in optional.items()},
     }  # fmt: skip
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    needs_index = bias is not None or alibi_slopes is not None or dropout_p > 0 or rule.predicate is not None
+    needs_index = (
+        bias is not None or alibi_slopes is not None or dropout_p > 0 or rule.predicate is not None
+    )
     return (
-        Call(ring, plan, params, choice.kernel, choice, q.dtype, wide, q.device, needs_index, facts),
+        Call(
+            ring, plan, params, choice.kernel, choice, q.dtype, wide, q.device, needs_index, facts
+        ),
         inputs,
     )
 

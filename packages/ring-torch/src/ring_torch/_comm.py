@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank's place among the ranks that hold one sequence; ``group`` is ``None`` for one rank alone."""
+    """This rank's place among those that hold one sequence; without a group it is alone."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -36,8 +36,10 @@ class Ring:
         """The rank this far ahead."""
         return (self.rank + distance) % self.size
 
-    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
-        """Start moving contiguous tensors to and from ranks of the group; neither may be touched until done."""
+    def start(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Transfer:
+        """Start moving contiguous tensors, which may not be touched until that is done."""
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
@@ -88,22 +90,26 @@ def ring_of(group: Any) -> Ring:
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
         is_other = group == dist.GroupMember.NON_GROUP_MEMBER
-        problem = "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
+        problem = (
+            "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
+        )
         raise ValueError(
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {problem}"
         )
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError("group must be a process group that this rank belongs to; this rank is not in it")
+        raise ValueError(
+            "group must be a process group that this rank belongs to; this rank is not in it"
+        )
     return Ring(group, rank, dist.get_world_size(group))
 
 
 def agree(ring: Ring, facts: dict[str, Any], device: torch.device) -> None:
     """Check that the rank behind makes the same call, before any of its data is used.
 
-    Everybody sends a header of fixed size ahead: a digest of what it is about to do, and the facts in
-    words, so that a difference can be named. Messages of unequal size would crash gloo, and of equal size
-    but other shapes would pass unnoticed.
+    Everybody sends a header of fixed size ahead: a digest of what it is about to do, and the facts
+    in words, so that a difference can be named. Messages of unequal size would crash gloo, and of
+    equal size but other shapes would pass unnoticed.
 
     Args:
         ring: The ranks.
@@ -137,8 +143,12 @@ def _difference(mine: dict[str, Any], received: bytes) -> str:
     except ValueError:
         return f"the other call is {received[:200]!r}, mine is {json.dumps(mine, sort_keys=True)[:200]!r}"
     mine = json.loads(json.dumps(mine))
-    names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-    return "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
+    names = sorted(
+        name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
+    )
+    return "; ".join(
+        f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
-from ring_torch._attention import Group, Schedule, Window, ring_attention
+from ring_torch._attention import Group, Schedule, Window, attend
 from ring_torch._call import check_call
 from ring_torch._comm import Ring, ring_of
 
@@ -20,9 +20,10 @@ class ContextParallel:
     """Sequences split over the ranks of a group.
 
     Args:
-        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or this
-            process alone where none is initialised.
-        schedule: ``zigzag`` (default), ``striped``, ``plain`` or ``balanced``; it decides the layout.
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised.
+        schedule: ``zigzag`` (default), ``striped``, ``plain`` or ``balanced``; it decides the
+            layout.
 
     Example::
 
@@ -52,14 +53,17 @@ class ContextParallel:
         """Which rank holds which of ``seq_len`` tokens.
 
         Raises:
-            ValueError: The schedule cannot divide this length; the message names the length to pad to.
+            ValueError: The schedule cannot divide this length; the message names the length to pad
+                to.
         """
         return Layout(layout_of(self.schedule), seq_len, self.cp_size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """This rank's slice of a whole tensor that every rank holds, tokens along ``dim``; contiguous."""
+        """This rank's slice, contiguous, of a whole tensor that every rank holds."""
         pieces = [
-            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[_every(x.ndim, dim, run.stride)]
+            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
+                _every(x.ndim, dim, run.stride)
+            ]
             for run in self.layout(x.shape[dim]).runs(self.cp_rank)
         ]
         return torch.cat(pieces, dim=dim).contiguous()
@@ -67,17 +71,37 @@ class ContextParallel:
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank, from every rank's slice.
 
-        Its gradient is taken to be the same on every rank, as when each computes the same loss from it:
-        each rank keeps its own slice of it.
+        Its gradient is taken to be the same on every rank, as when each computes the same loss from
+        it: each rank keeps its own slice of it.
         """
         layout = self.layout(x.shape[dim] * self.cp_size)
-        whole: Tensor = _Unshard.apply(x, dim, layout, self._ring)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Unshard.apply(x, dim, layout, self._ring)
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
         return torch.as_tensor(self.layout(seq_len).positions(self.cp_rank), device=device)
 
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
+        kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+        kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def attention(
         self,
         q: Tensor,
@@ -101,14 +125,16 @@ class ContextParallel:
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
         transport: str = "auto",
-    ) -> Any:
-        """Attention of this rank's shards: :func:`ring_attention` with this object's group and schedule."""
-        return ring_attention(
-            q, k, v, group=self.group, schedule=self.schedule, causal=causal, window=window, chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
-            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,  # type: ignore[call-overload]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
+        call, inputs = check_call(
+            self._ring, self.schedule, q, k, v, causal=causal, window=window,
+            chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
+            softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
         )  # fmt: skip
+        return attend(call, inputs, return_lse=return_lse)
 
     def explain(
         self,
@@ -134,7 +160,7 @@ class ContextParallel:
         kernel: str | KernelConfig = "auto",
         transport: str = "auto",
     ) -> str:
-        """What :meth:`attention` would do with these arguments, in words; sends and computes nothing.
+        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
 
         The kernel it would choose, why not the faster ones, and the plan.
         """
@@ -165,10 +191,15 @@ class _Unshard(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """This rank's slice of the gradient."""
-        return grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)), None, None, None
+        return (
+            grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)),
+            None,
+            None,
+            None,
+        )
 
 
 def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:

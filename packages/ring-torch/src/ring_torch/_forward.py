@@ -15,7 +15,8 @@ from ring_torch.kernels._api import Columns, Result, Rows, merge_into
 def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of this rank's queries over all keys, sinks not yet included.
 
-    K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the other.
+    K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the
+    other.
 
     Returns:
         ``out [B, T_local, H, Dv]`` and ``lse [B, H, T_local]`` in the accumulators' dtype, and the
@@ -41,12 +42,23 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
         transfer = NOTHING
         if stage.kv_hop is not None:
             assert held is not None and spare is not None
-            transfer = ring.start([(held, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))])
+            transfer = ring.start(
+                [(held, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
+            )
         next_shipment = errands.ship(stage.ship)
         _attend(call, rows, columns, own, stage.step, into)
         if stage.results:
             results = [
-                (item, _help(call, item, helped_rows(call, item, rows, message.views(buffer)), own, inputs))
+                (
+                    item,
+                    _help(
+                        call,
+                        item,
+                        helped_rows(call, item, rows, message.views(buffer)),
+                        own,
+                        inputs,
+                    ),
+                )
                 for item, message, buffer in shipment.arriving
             ]
             errands.send_home(stage.step, results, lambda item: list(into.take(item.q_slice)))
@@ -57,12 +69,16 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
         if stage.kv_hop is not None:
             assert held is not None and spare is not None
             held, spare = spare, held
-            columns = call.columns(ring.behind(plan.steps[stage.step + 1].shift), packing.views(held))
+            columns = call.columns(
+                ring.behind(plan.steps[stage.step + 1].shift), packing.views(held)
+            )
     errands.collect(add)
     return into.out, into.lse, held
 
 
-def _attend(call: Call, rows: Rows, columns: Columns, own: Columns, step: int, into: Result) -> None:
+def _attend(
+    call: Call, rows: Rows, columns: Columns, own: Columns, step: int, into: Result
+) -> None:
     """Run a step's items for this rank's own queries."""
     for item in call.plan.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:

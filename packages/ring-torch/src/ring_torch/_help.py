@@ -25,23 +25,30 @@ class Shipment(NamedTuple):
 class Errands:
     """Ships what a call's rows need to their helpers, and brings results home.
 
-    ``take`` cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes are
-    equal on all ranks, it also tells what a shipment from another rank looks like.
+    ``take`` cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
+    are equal on all ranks, it also tells what a shipment from another rank looks like.
     """
 
     call: Call
     take: Callable[[slice], list[Tensor]]
-    pending: list[tuple[Transfer, list[tuple[WorkItem, Packing, Tensor]]]] = field(default_factory=list)
+    pending: list[tuple[Transfer, list[tuple[WorkItem, Packing, Tensor]]]] = field(
+        default_factory=list
+    )
 
     def ship(self, step: int | None) -> Shipment:
-        """Start sending the rows that others compute in a step, and receiving those computed here."""
+        """Start sending rows that others compute in a step, and receiving those computed here."""
         if step is None:
             return Shipment(NOTHING, ())
         ring, plan = self.call.ring, self.call.plan
         sends, receives, arriving = [], [], []
         for item in plan.helped(ring.rank, step):
             tensors = self.take(item.q_slice)
-            sends.append((packing_of(tensors).pack(tensors, self.call.device), ring.ahead(plan.steps[step].shift)))
+            sends.append(
+                (
+                    packing_of(tensors).pack(tensors, self.call.device),
+                    ring.ahead(plan.steps[step].shift),
+                )
+            )
         for item in plan.items(ring.rank, step):
             if item.q_rank != ring.rank:
                 packing = packing_of(self.take(item.q_slice))
@@ -50,14 +57,20 @@ class Errands:
                 arriving.append((item, packing, buffer))
         return Shipment(ring.start(sends, receives), tuple(arriving))
 
-    def send_home(self, step: int, results: Sequence[tuple[WorkItem, Sequence[Tensor]]], like: Callable[[WorkItem], list[Tensor]]) -> None:
+    def send_home(
+        self,
+        step: int,
+        results: Sequence[tuple[WorkItem, Sequence[Tensor]]],
+        like: Callable[[WorkItem], list[Tensor]],
+    ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own.
 
         ``like`` gives tensors of the shapes and dtypes of an item's results.
         """
         ring, plan = self.call.ring, self.call.plan
         sends = [
-            (packing_of(tensors).pack(tensors, self.call.device), item.out_rank) for item, tensors in results
+            (packing_of(tensors).pack(tensors, self.call.device), item.out_rank)
+            for item, tensors in results
         ]
         expected = []
         for item in plan.helped(ring.rank, step):
@@ -68,7 +81,7 @@ class Errands:
         self.pending.append((transfer, expected))
 
     def collect(self, add: Callable[[WorkItem, list[Tensor]], None], *, keep: int = 0) -> None:
-        """Wait for results sent home, all but the ``keep`` latest, and add each to where it belongs."""
+        """Wait for results sent home, all but the ``keep`` latest, and add each in its place."""
         while len(self.pending) > keep:
             transfer, expected = self.pending.pop(0)
             transfer.wait()

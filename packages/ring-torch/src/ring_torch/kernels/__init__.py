@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require, support_matrix
+from ring_core import (
+    Capabilities,
+    KernelConfig,
+    Plan,
+    Request,
+    UnsupportedError,
+    refusals,
+    require,
+    support_matrix,
+)
 from ring_torch.kernels._api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.sdpa import CpuFlashKernel, CudaFlashKernel
 
 KERNELS: tuple[Kernel, ...] = (CudaFlashKernel(), CpuFlashKernel(), EagerKernel())
-KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS))
+KERNEL_NAMES: tuple[str, ...] = (
+    "auto",
+    *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS),
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
         kernel = (fitting or named)[0]
         require(kernel.capabilities, request, plan, others=every)
         return Choice(kernel, ())
-    passed_over = []
+    passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in KERNELS:
         reasons = refusals(kernel.capabilities, request, plan)
         if not reasons:

@@ -1,7 +1,7 @@
 """What a kernel is: one work item, no rank, no group, no step in sight.
 
-Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B,
-m, K, Dv]``, ``out [B, n, H, Dv]``, ``lse`` and ``delta [B, H, n]``.
+Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, ``k [B, m, K, D]``,
+``v [B, m, K, Dv]``, ``out [B, n, H, Dv]``, ``lse`` and ``delta [B, H, n]``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     """Queries and all that belongs to them."""
 
     q: Tensor
-    index: Tensor | None  # [n] global index of each query, where an option needs it
+    indices: Tensor | None  # [n] global index of each query, where an option needs it
     position: Tensor | None  # [n] where it stands among the keys, where an option needs it
     segments: Tensor | None  # [B, n] int32
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
@@ -43,7 +43,14 @@ class Rows(NamedTuple):
         """The same for a slice of the queries."""
         segments = None if self.segments is None else self.segments[:, part]
         bias = None if self.bias is None else self.bias[:, :, part]
-        return Rows(self.q[:, part], _part(self.index, part), _part(self.position, part), segments, bias, self.slopes)
+        return Rows(
+            self.q[:, part],
+            _part(self.indices, part),
+            _part(self.position, part),
+            segments,
+            bias,
+            self.slopes,
+        )
 
 
 class Columns(NamedTuple):
@@ -81,7 +88,9 @@ class Upstream(NamedTuple):
 
     def take(self, part: slice) -> Upstream:
         """The same for a slice of the rows."""
-        return Upstream(self.dout[:, part], self.out[:, part], self.lse[:, :, part], self.delta[:, :, part])
+        return Upstream(
+            self.dout[:, part], self.out[:, part], self.lse[:, :, part], self.delta[:, :, part]
+        )
 
 
 class RowGrads(NamedTuple):
@@ -114,8 +123,10 @@ class Kernel(Protocol):
         """What it can do; it is only ever given calls that fit."""
         ...
 
-    def forward(self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result) -> None:
-        """Attend and merge into ``into``, whose ``lse`` is ``-inf`` where nothing was seen so far."""
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
+        """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
         ...
 
     def backward(

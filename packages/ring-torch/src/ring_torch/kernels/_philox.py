@@ -10,7 +10,9 @@ from ring_core import philox
 _LOW = 0xFFFFFFFF
 
 
-def dropout_keep(p: float, seed: int, batch: int, heads: int, index: Tensor, position: Tensor) -> Tensor:
+def dropout_keep(
+    p: float, seed: int, batch: int, heads: int, index: Tensor, position: Tensor
+) -> Tensor:
     """Which elements survive: boolean ``[batch, heads, len(index), len(position)]``.
 
     Args:
@@ -29,7 +31,9 @@ def dropout_keep(p: float, seed: int, batch: int, heads: int, index: Tensor, pos
     return words.flatten(-2)[..., chosen] >= philox.dropout_threshold(p)
 
 
-def _words(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def _words(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, ...]:
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(philox.ROUNDS):

@@ -1,4 +1,4 @@
-"""``eager``: blockwise attention in plain torch. Any device, any dtype, every option, exact gradients.
+"""``eager``: blockwise attention in plain torch, for any device and dtype and with every option.
 
 One block of scores lives at a time. The forward keeps a running softmax (Milakov and Gimelshein,
 arXiv 1805.02867) that starts from what was accumulated, so that merging costs nothing; the backward
@@ -42,7 +42,9 @@ class EagerKernel:
         block_sizes=True,
     )
 
-    def forward(self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result) -> None:
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
         """Attend and merge into ``into``, block row by block row."""
         sight = Sight(rows, columns, item, params)
         v_clean = _is_finite(columns.v)
@@ -64,7 +66,9 @@ class EagerKernel:
                 weights = sight.dropped(weights, i, j)
                 acc = acc * shrink.unsqueeze(-1) + _seen_matmul(weights, visible, v, clean=v_clean)
                 top = new_top
-            part.out.copy_(_unfold(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape))
+            part.out.copy_(
+                _unfold(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
+            )
             part.lse.copy_((top + total.log()).view(part.lse.shape))
 
     def backward(
@@ -74,11 +78,20 @@ class EagerKernel:
         """Add the item's gradients to the accumulators, block by block."""
         sight = Sight(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
-        clean = {"q": _is_finite(rows.q), "k": _is_finite(columns.k), "do": _is_finite(upstream.dout)}
+        clean = {
+            "q": _is_finite(rows.q),
+            "k": _is_finite(columns.k),
+            "do": _is_finite(upstream.dout),
+        }
         for i in _blocks(0, rows.q.shape[1], params.block_q or BLOCK_Q):
-            q, do = _fold(rows.q[:, i], kv_heads, dtype), _fold(upstream.dout[:, i], kv_heads, dtype)
+            q, do = (
+                _fold(rows.q[:, i], kv_heads, dtype),
+                _fold(upstream.dout[:, i], kv_heads, dtype),
+            )
             lse = upstream.lse[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
-            safe = torch.where(lse == -torch.inf, torch.inf, lse)  # probabilities of such rows are 0
+            safe = torch.where(
+                lse == -torch.inf, torch.inf, lse
+            )  # probabilities of such rows are 0
             delta = upstream.delta[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             dq = torch.zeros_like(q)
             for j in sight.key_blocks(i, params.block_k or BLOCK_K):
@@ -101,8 +114,12 @@ class EagerKernel:
                 dq += _seen_matmul(dscores, visible, k, clean=clean["k"])
                 weights = probs if keep is None else probs * keep
                 seen_by = None if visible is None else visible.mT
-                column_grads.dk[:, j] += _seen_matmul(dscores.mT, seen_by, q, clean=clean["q"]).transpose(1, 2)
-                column_grads.dv[:, j] += _seen_matmul(weights.mT, seen_by, do, clean=clean["do"]).transpose(1, 2)
+                column_grads.dk[:, j] += _seen_matmul(
+                    dscores.mT, seen_by, q, clean=clean["q"]
+                ).transpose(1, 2)
+                column_grads.dv[:, j] += _seen_matmul(
+                    weights.mT, seen_by, do, clean=clean["do"]
+                ).transpose(1, 2)
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
 
 
@@ -110,8 +127,8 @@ class EagerKernel:
 class Sight:
     """What an item's rows see of its columns: which blocks, and each block's scores.
 
-    Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]`` with ``G = H /
-    K`` query heads a K/V head folded into the rows.
+    Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]`` with ``G =
+    H / K`` query heads a K/V head folded into the rows.
     """
 
     rows: Rows
@@ -123,7 +140,11 @@ class Sight:
         """The blocks of columns that some of these rows may see."""
         item, first, last = self.item, i.start, i.stop - 1
         start = 0 if item.hi is None else max(0, first - item.hi)
-        stop = self.columns.k.shape[1] if item.lo is None else min(self.columns.k.shape[1], last - item.lo + 1)
+        stop = (
+            self.columns.k.shape[1]
+            if item.lo is None
+            else min(self.columns.k.shape[1], last - item.lo + 1)
+        )
         if item.cu_q is not None and item.cu_k is not None:
             documents = np.searchsorted(item.cu_q, [first, last], side="right")
             start = max(start, int(item.cu_k[documents[0] - 1]))
@@ -166,7 +187,7 @@ class Sight:
         if p == 0:
             return None
         batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
-        index, position = _known(self.rows.index)[i], _known(self.columns.position)[j]
+        index, position = _known(self.rows.indices)[i], _known(self.columns.position)[j]
         kept = dropout_keep(p, self.params.dropout_seed, batch, heads, index, position)
         return kept.to(like.dtype).div_(1 - p).view(like.shape)
 
@@ -221,7 +242,8 @@ class Sight:
         lengths = (self.rows.q.shape[1], self.columns.k.shape[1])
         cuts = (torch.as_tensor(cu, device=device) for cu in (self.item.cu_q, self.item.cu_k))
         q_doc, k_doc = (
-            torch.bucketize(torch.arange(n, device=device), cu, right=True) for n, cu in zip(lengths, cuts, strict=True)
+            torch.bucketize(torch.arange(n, device=device), cu, right=True)
+            for n, cu in zip(lengths, cuts, strict=True)
         )
         return q_doc, k_doc
 
@@ -240,7 +262,7 @@ class Sight:
         """Kinds of the tiles a block touches; ``EMPTY`` is 0."""
         assert self.item.tiles is not None and EMPTY == 0
         rows = slice(i.start // TILE, -(-i.stop // TILE))
-        return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]  # type: ignore[return-value]
+        return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]
 
 
 def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
@@ -249,7 +271,7 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _fold(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """``[B, n, H, D]`` as ``[B, K, G * n, D]``: the query heads of a K/V head one below the other."""
+    """``[B, n, H, D]`` as ``[B, K, G * n, D]``: query heads of a K/V head one below the other."""
     batch, n, heads, dim = x.shape
     return x.transpose(1, 2).to(dtype).reshape(batch, kv_heads, heads // kv_heads * n, dim)
 
@@ -266,7 +288,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _seen_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean: bool) -> Tensor:
-    """``weights @ x`` that reads rows of ``x`` only where they are seen (plainly ``0 * nan`` is ``nan``)."""
+    """``weights @ x``, reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``."""
     if visible is None or clean:
         return weights @ x
     odd = ~torch.isfinite(x).all(dim=-1)

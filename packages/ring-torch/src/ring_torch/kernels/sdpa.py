@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
-from ring_torch.kernels._api import ColumnGrads, Columns, Params, Result, RowGrads, Rows, Upstream, merge_into
+from ring_torch.kernels._api import (
+    ColumnGrads,
+    Columns,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    merge_into,
+)
 
 aten = torch.ops.aten
 
@@ -18,13 +27,17 @@ aten = torch.ops.aten
 class CpuFlashKernel:
     """Flash attention on the CPU; takes whole and square causal blocks.
 
-    In half precision it uses an approximate exponential that costs ``lse`` 5e-5, more than the inputs'
-    rounding does, so those dtypes are left to ``eager``.
+    In half precision it uses an approximate exponential that costs ``lse`` 5e-5, more than the
+    inputs' rounding does, so those dtypes are left to ``eager``.
     """
 
-    capabilities = Capabilities(name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal")
+    capabilities = Capabilities(
+        name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
+    )
 
-    def forward(self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result) -> None:
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -40,7 +53,15 @@ class CpuFlashKernel:
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, upstream.lse[:, heads], 0.0, item.lo is not None, scale=params.scale
+                dout,
+                q,
+                k,
+                v,
+                out,
+                upstream.lse[:, heads],
+                0.0,
+                item.lo is not None,
+                scale=params.scale,
             )
             row_grads.dq[:, :, heads] += dq.transpose(1, 2)
             column_grads.dk.add_(dk.transpose(1, 2))
@@ -55,7 +76,9 @@ class CudaFlashKernel:
         bands="any",
     )  # fmt: skip
 
-    def forward(self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result) -> None:
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
         """One launch; K/V heads are shared in the kernel."""
         left, right = _sides(item)
         out, lse, *_ = aten._flash_attention_forward(
@@ -82,13 +105,13 @@ class CudaFlashKernel:
 
 
 def _sides(item: WorkItem) -> tuple[int, int]:
-    """FlashAttention-2's window; there -1 is unbounded, and trimming made all others non-negative."""
+    """FlashAttention-2's window, where -1 is unbounded; trimming made all others non-negative."""
     left, right = item.window
     return -1 if left is None else left, -1 if right is None else right
 
 
 def _head_groups(q: Tensor, columns: Columns) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
-    """Query heads that each use another K/V head: slices of heads, with ``[B, heads, T, D]`` views."""
+    """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
     slices = [slice(start, None, group) for start in range(group)]

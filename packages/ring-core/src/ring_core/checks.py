@@ -42,16 +42,26 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     """Check that Q, K and V fit together, and name their sizes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {x.shape}")
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {x.shape}"
+            )
         if x.dtype not in FLOATS:
-            raise ValueError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}")
+            raise ValueError(
+                f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}"
+            )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise ValueError(f"q, k and v must share a dtype, got {q.dtype} for q and {x.dtype} for {name}")
+            raise ValueError(
+                f"q, k and v must share a dtype, got {q.dtype} for q and {x.dtype} for {name}"
+            )
         if x.device != q.device:
-            raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
+            raise ValueError(
+                f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}"
+            )
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"q, k and v must share a batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}")
+            raise ValueError(
+                f"q, k and v must share a batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}"
+            )
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"k and v must have the same sequence length and heads, got {k.shape[1:3]} and {v.shape[1:3]}"
@@ -65,7 +75,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
             f"serves an equal group of query heads)"
         )
     if q.shape[3] < 1 or v.shape[3] < 1:
-        raise ValueError(f"head dims must be at least 1, got {q.shape[3]} for q and {v.shape[3]} for v")
+        raise ValueError(
+            f"head dims must be at least 1, got {q.shape[3]} for q and {v.shape[3]} for v"
+        )
     return Sizes(q.shape[0], q.shape[1], k.shape[1], heads, kv_heads, q.shape[3], v.shape[3])
 
 
@@ -82,10 +94,17 @@ def check_mask(
         return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a ring_core.Mask, got {type(mask).__name__}")
-    options = {"causal": causal or None, "window": window, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    options = {
+        "causal": causal or None,
+        "window": window,
+        "chunk_size": chunk_size,
+        "cu_seqlens": cu_seqlens,
+    }
     given = [name for name, value in options.items() if value is not None]
     if given:
-        raise ValueError(f"mask was given together with {', '.join(given)}; put them into the Mask instead")
+        raise ValueError(
+            f"mask was given together with {', '.join(given)}; put them into the Mask instead"
+        )
     return mask
 
 
@@ -122,7 +141,11 @@ def check_seed(dropout_seed: int | None) -> None:
     """A seed known on the host is an unsigned 64-bit integer."""
     if dropout_seed is None:
         return
-    if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool) or not 0 <= dropout_seed < 2**64:
+    if (
+        not isinstance(dropout_seed, int)
+        or isinstance(dropout_seed, bool)
+        or not 0 <= dropout_seed < 2**64
+    ):
         raise ValueError(f"dropout_seed must be an integer in [0, 2**64), got {dropout_seed!r}")
 
 
@@ -132,7 +155,9 @@ def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
         return
     _check_float("sinks", sinks, device)
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != sizes.q_heads or 0 in sinks.shape:
-        raise ValueError(f"sinks must have shape [{sizes.q_heads}] or [{sizes.q_heads}, n], one row a query head, got {sinks.shape}")
+        raise ValueError(
+            f"sinks must have shape [{sizes.q_heads}] or [{sizes.q_heads}, n], one row a query head, got {sinks.shape}"
+        )
 
 
 def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) -> None:
@@ -141,7 +166,9 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
         return
     _check_float("bias", bias, device)
     wanted = ((1, sizes.batch), (1, sizes.q_heads), (sizes.q_len,), (kv_seq_len,))
-    if len(bias.shape) != 4 or any(size not in ok for size, ok in zip(bias.shape, wanted, strict=True)):
+    if len(bias.shape) != 4 or any(
+        size not in ok for size, ok in zip(bias.shape, wanted, strict=True)
+    ):
         raise ValueError(
             f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
             f"this rank's queries in layout order; columns: all keys in natural order), got {bias.shape}"
@@ -154,7 +181,9 @@ def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None
         return
     _check_float("alibi_slopes", slopes, device)
     if slopes.shape not in ((sizes.q_heads,), (sizes.batch, sizes.q_heads)):
-        raise ValueError(f"alibi_slopes must have shape [{sizes.q_heads}] or [{sizes.batch}, {sizes.q_heads}], got {slopes.shape}")
+        raise ValueError(
+            f"alibi_slopes must have shape [{sizes.q_heads}] or [{sizes.batch}, {sizes.q_heads}], got {slopes.shape}"
+        )
 
 
 def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None:
@@ -163,7 +192,9 @@ def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None
     if ids.dtype != "int32":
         raise ValueError(f"segment_ids must be int32, got {ids.dtype} for the {side}")
     if ids.shape != (sizes.batch, length):
-        raise ValueError(f"segment_ids of the {side} must have shape [{sizes.batch}, {length}], got {ids.shape}")
+        raise ValueError(
+            f"segment_ids of the {side} must have shape [{sizes.batch}, {length}], got {ids.shape}"
+        )
     if ids.device != device:
         raise ValueError(f"segment_ids must be on {device} like q, got {ids.device}")
 
@@ -172,7 +203,9 @@ def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
     """Segment ids as (queries', keys')."""
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
-            raise ValueError(f"segment_ids must be one array or a pair (queries', keys'), got {len(segment_ids)} arrays")
+            raise ValueError(
+                f"segment_ids must be one array or a pair (queries', keys'), got {len(segment_ids)} arrays"
+            )
         return segment_ids[0], segment_ids[1]
     if sizes.q_len != sizes.k_len:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Dropout's random numbers: Philox-4x32-10, keyed by global indices.
 
 Philox (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a
-128-bit counter and a 64-bit key to four 32-bit words, with no state: every kernel of every framework
-can draw the word of one matrix element on its own, so the same elements drop at every ring size.
+128-bit counter and a 64-bit key to four 32-bit words, with no state: every kernel of every
+framework can draw the word of one matrix element on its own, so the same elements drop at every
+ring size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(
+    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
     """Four words of each counter ``(c0, c1, c2, c3)``, arrays that broadcast, all 32 bits wide."""
     wide = [np.asarray(word).astype(np.uint64) for word in counter]
     c0, c1, c2, c3 = np.broadcast_arrays(*wide)
@@ -26,13 +29,24 @@ def philox(counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.Array
     half = np.uint64(32)
     for _ in range(ROUNDS):
         a, b = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c1, c2, c3 = (b >> half) ^ c1 ^ np.uint64(k0), b & low, (a >> half) ^ c3 ^ np.uint64(k1), a & low
+        c0, c1, c2, c3 = (
+            (b >> half) ^ c1 ^ np.uint64(k0),
+            b & low,
+            (a >> half) ^ c3 ^ np.uint64(k1),
+            a & low,
+        )
         k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
     return tuple(word.astype(np.uint32) for word in (c0, c1, c2, c3))  # type: ignore[return-value]
 
 
 def dropout_keep(
-    p: float, seed: int, *, batch: npt.ArrayLike, heads: npt.ArrayLike, queries: npt.ArrayLike, keys: npt.ArrayLike
+    p: float,
+    seed: int,
+    *,
+    batch: npt.ArrayLike,
+    heads: npt.ArrayLike,
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
 ) -> npt.NDArray[np.bool_]:
     """Which elements of the softmax survive: ``[len(batch), len(heads), len(queries), len(keys)]``.
 
@@ -43,7 +57,8 @@ def dropout_keep(
     counter = (j >> 2, i[:, None], h[:, None, None], b[:, None, None, None])
     words = np.stack(philox(counter, seed_key(seed)))
     word = np.take_along_axis(words, np.broadcast_to((j & 3), words.shape[1:])[None], axis=0)[0]
-    return word.astype(np.uint64) >= np.uint64(dropout_threshold(p))
+    kept: npt.NDArray[np.bool_] = word.astype(np.uint64) >= np.uint64(dropout_threshold(p))
+    return kept
 
 
 def seed_key(seed: int) -> tuple[int, int]:

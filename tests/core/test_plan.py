@@ -1,0 +1,269 @@
+"""The plan computes every visible pair once, whatever the mask, lengths, ranks and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cases import diagonals, prefix
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring_core import (
+    SCHEDULES,
+    TABLE_COLUMNS,
+    TABLE_UNBOUNDED,
+    TILE,
+    Mask,
+    Plan,
+    WorkItem,
+    make_plan,
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan: all rules combined, odd sizes, keys unlike queries."""
+    cp_size, schedule = draw(st.integers(1, 9)), draw(st.sampled_from(SCHEDULES))
+    unit = 2 * cp_size if schedule == "zigzag" else cp_size
+    seq_len = unit * draw(st.integers(1, 9))
+    side = st.none() | st.integers(0, seq_len + 2)
+    cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=8))
+    kv_seq_len = unit * draw(st.integers(1, 9)) if cuts is None and draw(st.booleans()) else None
+    mask = Mask(
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(side, side)),
+        chunk_size=draw(st.none() | st.integers(1, seq_len + 2)),
+        cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
+        predicate=draw(st.none() | st.sampled_from([diagonals, prefix])),
+    )
+    return make_plan(
+        mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
+    )
+
+
+def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:
+    """The cells an item shows, from its own fields."""
+    rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
+    distance = np.arange(rows)[:, None] - np.arange(columns)
+    cells = np.ones((rows, columns), dtype=bool)
+    if item.lo is not None:
+        cells &= distance >= item.lo
+    if item.hi is not None:
+        cells &= distance <= item.hi
+    if item.cu_q is not None and item.cu_k is not None:
+        q_doc, k_doc = np.zeros(rows, int), np.zeros(columns, int)
+        for n in range(len(item.cu_q) - 1):
+            q_doc[item.cu_q[n] : item.cu_q[n + 1]] = n
+            k_doc[item.cu_k[n] : item.cu_k[n + 1]] = n
+        cells &= q_doc[:, None] == k_doc
+    if item.tiles is not None:
+        positions = plan.q_positions(item.q_rank)[item.q_slice]
+        cells &= plan.mask.dense(positions, plan.k_positions(item.kv_rank)[item.k_slice])
+    return cells
+
+
+@given(plans())
+def test_every_visible_pair_once(plan: Plan) -> None:
+    cover = np.zeros((plan.seq_len, plan.kv_seq_len), dtype=int)
+    for rank in range(plan.cp_size):
+        for step in range(plan.num_steps):
+            pairs = 0
+            for item in plan.items(rank, step):
+                cells = shown(plan, item)
+                assert cells.any(), "an item shows something"
+                queries = plan.positions(item.q_rank)[item.q_slice]
+                cover[np.ix_(queries, plan.k_positions(item.kv_rank)[item.k_slice])] += cells
+                pairs += int(cells.sum())
+            assert pairs == plan.work()[step, rank]
+    everything = plan.mask.dense(
+        np.arange(plan.seq_len) + plan.q_offset, np.arange(plan.kv_seq_len)
+    )
+    np.testing.assert_array_equal(cover, everything)
+
+
+@given(plans())
+def test_items_are_kernel_shaped(plan: Plan) -> None:
+    """Trimmed: every row and column sees something, and windows are flash-attention's."""
+    for rank in range(plan.cp_size):
+        for step in range(plan.num_steps):
+            for item in plan.items(rank, step):
+                assert item.out_rank == item.q_rank
+                assert rank in (item.q_rank, item.kv_rank)
+                if item.cu_q is not None or item.tiles is not None:
+                    continue
+                cells = shown(plan, item)
+                assert cells.any(axis=0).all()
+                assert cells.any(axis=1).all()
+                assert item.is_full == bool(cells.all())
+                left, right = item.window
+                assert (left is None or left >= 0) and (right is None or right >= 0)
+                rows, columns = cells.shape
+                aligned = np.arange(columns) - (np.arange(rows)[:, None] + columns - rows)
+                window = np.ones_like(cells)
+                window &= aligned <= right if right is not None else True
+                window &= -aligned <= left if left is not None else True
+                np.testing.assert_array_equal(window, cells)
+
+
+@given(plans())
+def test_table_shows_the_same_items(plan: Plan) -> None:
+    for step in range(plan.num_steps):
+        table = plan.table(step)
+        assert table.shape[0] == plan.cp_size and table.dtype == np.int32
+        for rank in range(plan.cp_size):
+            rows = [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in table[rank].tolist()]
+            live = [row for row in rows if row["q_stop"] > row["q_start"]]
+            assert all(not any(row.values()) for row in rows if row not in live)
+            items = plan.items(rank, step)
+            assert len(live) == len(items)
+            for row, item in zip(live, items, strict=True):
+                names = ("q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop")
+                assert all(row[name] == getattr(item, name) for name in names)
+                assert row["lo"] == (-TABLE_UNBOUNDED if item.lo is None else item.lo)
+                assert row["hi"] == (TABLE_UNBOUNDED if item.hi is None else item.hi)
+                assert (row["doc_stop"] > 0) == (item.cu_q is not None)
+
+
+@given(plans())
+def test_steps_are_live_and_in_order(plan: Plan) -> None:
+    work = plan.work()
+    assert [step.shift for step in plan.steps] == sorted({step.shift for step in plan.steps})
+    assert plan.steps[0].shift == 0
+    assert all(work[step].any() for step in range(1, plan.num_steps))
+
+
+@given(plans())
+def test_programs_carry_everything_where_it_belongs(plan: Plan) -> None:
+    """Hops add up to the shifts; dK/dV end at home; the last step sends nothing."""
+    shift = 0
+    for stage in plan.forward:
+        assert shift == plan.steps[stage.step].shift
+        shift += stage.kv_hop or 0
+    assert plan.forward[-1].kv_hop is None and plan.forward[-1].ship is None
+    shift = plan.steps[-1].shift
+    for n, stage in enumerate(plan.backward):
+        expected = plan.steps[stage.step].shift
+        assert (shift if stage.step else 0) == expected
+        if stage.step:
+            assert stage.grad_hop is not None
+            assert expected + stage.grad_hop == plan.steps[stage.step - 1].shift
+        shift += stage.kv_hop or 0
+        assert n + stage.step == plan.num_steps - 1
+    assert plan.backward[-1].grad_hop is None and plan.backward[-1].kv_hop is None
+
+
+@given(plans())
+def test_traits_count_the_items(plan: Plan) -> None:
+    items = [
+        item
+        for rank in range(plan.cp_size)
+        for step in range(plan.num_steps)
+        for item in plan.items(rank, step)
+    ]
+    square = [i for i in items if i.q_stop - i.q_start == i.k_stop - i.k_start]
+    causal = [i for i in square if i.lo == 0 and i.hi is None]
+    banded = [i for i in items if (i.lo is not None or i.hi is not None) and i not in causal]
+    assert plan.traits.causal == len(causal)
+    assert plan.traits.banded == len(banded)
+    assert plan.traits.full == len(items) - len(causal) - len(banded)
+    assert plan.traits.several_documents == sum(item.cu_q is not None for item in items)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "balance"),
+    [("plain", 8, 1.87), ("zigzag", 8, 1.01), ("striped", 8, 1.01), ("balanced", 5, 1.01)],
+)
+def test_causal_balance_of_eight_ranks(schedule: Any, steps: int, balance: float) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=8 * 4096, cp_size=8, schedule=schedule)
+    assert plan.num_steps == steps
+    assert plan.balance <= balance + 0.005
+    assert plan.critical == pytest.approx(plan.balance, abs=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "balanced"])
+def test_causal_takes_one_launch_a_step(schedule: Any) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, schedule=schedule)
+    for rank in range(8):
+        assert all(len(plan.items(rank, step)) <= 1 for step in range(plan.num_steps))
+    assert make_plan(Mask(), seq_len=4096, cp_size=8, schedule="zigzag").traits.full == 64
+
+
+def test_window_hops_over_dead_steps() -> None:
+    plan = make_plan(Mask(causal=True, window=(512, 0)), seq_len=65536, cp_size=8)
+    assert [step.shift for step in plan.steps] == [0, 1]
+    zigzag = make_plan(
+        Mask(causal=True, window=(256, 0)), seq_len=8 * 4096, cp_size=8, schedule="zigzag"
+    )
+    assert [step.shift for step in zigzag.steps] == [0, 1, 7]
+    assert [stage.kv_hop for stage in zigzag.forward] == [1, 6, None]
+    right = make_plan(Mask(window=(0, 3)), seq_len=64, cp_size=8)
+    assert [step.shift for step in right.steps] == [0, 7]
+
+
+def test_documents_inside_shards_need_no_step() -> None:
+    mask = Mask(causal=True, cu_seqlens=(0, 16, 20, 32, 48, 64))
+    assert make_plan(mask, seq_len=64, cp_size=4).num_steps == 1
+
+
+def test_balanced_equals_plain_where_no_rank_idles() -> None:
+    for mask in (Mask(), Mask(causal=True, window=(9, 0)), Mask(window=(3, 3))):
+        plain, balanced = (
+            make_plan(mask, seq_len=48, cp_size=6, schedule=schedule)
+            for schedule in ("plain", "balanced")
+        )
+        assert plain.steps == balanced.steps
+        np.testing.assert_array_equal(plain.work(), balanced.work())
+
+
+def test_predicate_tiles() -> None:
+    seq_len, cp_size = 4 * TILE, 2
+    plan = make_plan(Mask(causal=True, predicate=prefix), seq_len=seq_len, cp_size=cp_size)
+    blocks = plan.blocks
+    assert blocks is not None and blocks.tiles is not None
+    bits, index = blocks.tiles
+    for q_rank in range(cp_size):
+        for kv_rank in range(cp_size):
+            q, k = plan.positions(q_rank), plan.k_positions(kv_rank)
+            dense = plan.mask.dense(q, k)
+            for a in range(2):
+                for b in range(2):
+                    tile = dense[a * TILE : (a + 1) * TILE, b * TILE : (b + 1) * TILE]
+                    kind = blocks.kinds[q_rank, kv_rank, a, b]
+                    assert kind == (2 if tile.all() else 1 if tile.any() else 0)
+                    if kind == 1:
+                        packed = bits[index[q_rank, kv_rank, a, b]]
+                        kept = np.unpackbits(packed, axis=1, bitorder="little").astype(bool)
+                        np.testing.assert_array_equal(kept, tile)
+    assert len(bits) == 1, "all diagonal tiles of a causal mask are one tile"
+
+
+def test_plans_are_cached_and_refused() -> None:
+    mask = Mask(causal=True)
+    assert make_plan(mask, seq_len=64, cp_size=4) is make_plan(mask, seq_len=64, cp_size=4)
+    with pytest.raises(ValueError, match="pad to 64"):
+        make_plan(mask, seq_len=63, cp_size=4, schedule="zigzag")
+    with pytest.raises(ValueError, match="plain, zigzag, striped, balanced"):
+        make_plan(mask, seq_len=64, cp_size=4, schedule="zigzak")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
+        make_plan(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4)
+    with pytest.raises(ValueError, match="segment_ids"):
+        make_plan(Mask(cu_seqlens=(0, 64)), seq_len=64, cp_size=4, kv_seq_len=128)
+    with pytest.raises(ValueError, match="pairs to classify"):
+        make_plan(Mask(predicate=prefix), seq_len=1 << 18, cp_size=4)
+    with pytest.raises(ValueError, match="cp_size"):
+        make_plan(mask, seq_len=64, cp_size=0)
+    with pytest.raises(ValueError, match=r"rank must be in 0\.\.3"):
+        make_plan(mask, seq_len=64, cp_size=4).items(4, 0)
+
+
+@given(plans(), plans())
+def test_digests_differ_where_plans_do(one: Plan, other: Plan) -> None:
+    """Equal digests mean equal sizes and equal masks, however the mask was written."""
+    if one.digest == other.digest:
+        sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.schedule) for p in (one, other)]
+        assert sizes[0] == sizes[1]
+        at = np.arange(one.seq_len) + one.q_offset, np.arange(one.kv_seq_len)
+        np.testing.assert_array_equal(one.mask.dense(*at), other.mask.dense(*at))

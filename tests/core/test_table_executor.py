@@ -1,0 +1,40 @@
+"""A program that reads tables alone, as a traced one must, equals the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from backends.table_executor import execute
+from cases import CASES, Case
+
+from ring_core import make_plan, reference
+
+PLAIN = [
+    case
+    for case in CASES.values()
+    if not any(
+        value is not None
+        for name, value in case.options.items()
+        if name not in ("dropout_p", "softmax_scale")
+    )
+    and case.batch > 0
+]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=[case.name for case in PLAIN])
+def test_equals_the_simulator(case: Case) -> None:
+    plan = make_plan(
+        case.mask,
+        seq_len=case.seq_len,
+        cp_size=case.cp_size,
+        schedule=case.schedule,
+        kv_seq_len=case.kv_seq_len,
+    )
+    x = case.inputs
+    scale = case.softmax_scale or case.dims[0] ** -0.5
+    simulated = reference.simulate(
+        plan, x["q"], x["k"], x["v"], dout=x["dout"], softmax_scale=scale
+    )
+    executed = execute(plan, x["q"], x["k"], x["v"], x["dout"], scale)
+    for got, expected in zip(executed, simulated, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-11)
