@@ -8,7 +8,7 @@ needs no cases.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,12 +62,11 @@ def trim(rect: Rectangles) -> Rectangles:
     q0, q1 = np.maximum(rect.lo, 0), np.minimum(k_len + rect.hi, q_len)
     k0, k1 = np.maximum(-rect.hi, 0), np.minimum(q_len - rect.lo, k_len)
     live = (q0 < q1) & (k0 < k1) & (rect.lo <= rect.hi)
-    lo, hi = rect.lo - q0 + k0, rect.hi - q0 + k0
     corners = rect.q_start + q0, rect.q_start + q1, rect.k_start + k0, rect.k_start + k1
-    lo = np.where(lo <= -(k1 - k0 - 1), -UNBOUNDED, lo)
-    hi = np.where(hi >= q1 - q0 - 1, UNBOUNDED, hi)
-    parts: tuple[Any, ...] = (*corners, lo, hi)
-    return Rectangles(*(np.where(live, part, 0) for part in parts))
+    moved_lo, moved_hi = rect.lo - q0 + k0, rect.hi - q0 + k0
+    lo: Ints = np.where(moved_lo <= -(k1 - k0 - 1), -UNBOUNDED, moved_lo)
+    hi: Ints = np.where(moved_hi >= q1 - q0 - 1, UNBOUNDED, moved_hi)
+    return Rectangles(*(np.where(live, part, 0) for part in (*corners, lo, hi)))
 
 
 def clip(
@@ -77,8 +76,10 @@ def clip(
     q0, k0 = np.maximum(rect.q_start, q_start), np.maximum(rect.k_start, k_start)
     q1 = np.maximum(np.minimum(rect.q_stop, q_stop), q0)
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
-    moved: Ints = (k0 - rect.k_start) - (q0 - rect.q_start)
-    return trim(Rectangles(q0, q1, k0, k1, rect.lo + moved, rect.hi + moved))
+    down, right = q0 - rect.q_start, k0 - rect.k_start
+    lo: Ints = rect.lo - down + right
+    hi: Ints = rect.hi - down + right
+    return trim(Rectangles(q0, q1, k0, k1, lo, hi))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:

@@ -117,9 +117,9 @@ OPTION_WORDS = {
     "alibi": "alibi_slopes",
     "dropout": "dropout_p",
     "deterministic": "deterministic=True",
-    "lse_grad": "a gradient through lse",
-    "block_sizes": "a choice of block_q and block_k",
-    "fused_backward": "a choice of fused_backward",
+    "lse_grad": "gradient through lse",
+    "block_sizes": "choice of block_q and block_k",
+    "fused_backward": "choice of fused_backward",
 }
 
 

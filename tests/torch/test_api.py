@@ -1,0 +1,284 @@
+"""ContextParallel and ring_attention: groups, layouts, autograd, what travels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backends.workers import Pool
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import SCHEDULES, Mask, reference
+from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch._comm import Ring
+from ring_torch.kernels.eager import EagerKernel
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Four ranks."""
+    ranks = Pool(4)
+    yield ranks
+    ranks.close()
+
+
+def whole(*shape: int, seed: int = 0) -> Tensor:
+    """The same global tensor on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def qkv(length: int = 48) -> list[Tensor]:
+    return [whole(1, length, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2))]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.tensor(reference.attention(q.numpy(), k.numpy(), v.numpy(), **options)[0])
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def _round_trip(rank: int, schedule: Any) -> None:
+    cp = ContextParallel(schedule=schedule)
+    assert (cp.cp_rank, cp.cp_size) == (rank, 4)
+    q, k, v = qkv()
+    for dim, x in ((1, q), (-3, q), (0, q[0])):
+        shard = cp.shard(x, dim=dim)
+        assert shard.is_contiguous()
+        same(shard, x.index_select(dim, cp.positions(x.shape[dim])))
+        same(cp.unshard(shard, dim=dim), x)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*(cp.shard(x) for x in leaves), causal=True, window=(13, 0))
+    full = cp.unshard(out, dim=1)
+    same(full, dense(q, k, v, causal=True, window=(13, 0)))
+    weight = whole(*full.shape, seed=3)
+    (full * weight).sum().backward()
+    grads = reference.attention_grads(
+        weight.numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True, window=(13, 0)
+    )
+    for leaf, grad in zip(leaves, grads, strict=False):
+        mine = cp.positions(leaf.shape[1])
+        same(leaf.grad[:, mine], torch.tensor(grad)[:, mine])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shard_attend_unshard(pool: Pool, schedule: str) -> None:
+    pool.run(_round_trip, schedule)
+
+
+def _subgroups(rank: int) -> None:
+    """Two rings at once, one with its ranks in another order, and a rank outside."""
+    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    turned: Any = dist.new_group([3, 1, 0])
+    q, k, v = qkv()
+    cp = ContextParallel(pairs[rank // 2])
+    assert cp.cp_size == 2
+    scale = 1.0 + rank // 2  # the two rings work on different data
+    out = cp.unshard(cp.attention(*(cp.shard(x * scale) for x in (q, k, v)), causal=True))
+    same(out, dense(q * scale, k * scale, v * scale, causal=True))
+    if rank == 2:
+        for call in (
+            lambda: ContextParallel(turned),
+            lambda: ring_attention(q, k, v, group=turned),
+        ):
+            with pytest.raises(ValueError, match="not in"):
+                call()
+        with pytest.raises(ValueError, match="group must be a process group"):
+            ring_attention(q, k, v, group="cp")  # type: ignore[call-overload]
+        return
+    cp = ContextParallel(turned, "plain")
+    same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
+
+
+def test_subgroups(pool: Pool) -> None:
+    pool.run(_subgroups)
+
+
+def _mesh(rank: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"mesh\['cp'\]"):
+        ContextParallel(mesh)
+    cp, (q, k, v) = ContextParallel(mesh["cp"]), qkv()
+    assert (cp.cp_size, cp.cp_rank) == (2, rank % 2)
+    same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
+
+
+def test_device_mesh(pool: Pool) -> None:
+    pool.run(_mesh)
+
+
+def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
+    """What a rank does, in order, forward and backward."""
+    events: list[str] = []
+    start, forward, backward = Ring.start, EagerKernel.forward, EagerKernel.backward
+
+    def start_(ring: Ring, sends: Any, receives: Any) -> Any:
+        moved = [tensor.numel() for tensor, _ in sends]
+        events.extend(f"send {n}" for n in moved if n != 2048)
+        return start(ring, sends, receives)
+
+    def forward_(self: Any, *args: Any) -> None:
+        events.append("kernel")
+        forward(self, *args)
+
+    def backward_(self: Any, *args: Any) -> None:
+        events.append("kernel")
+        backward(self, *args)
+
+    cp, (q, k, v) = ContextParallel(schedule=schedule), qkv()
+    local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Ring, "start", start_)
+    patch.setattr(EagerKernel, "forward", forward_)
+    patch.setattr(EagerKernel, "backward", backward_)
+    try:
+        out = cp.attention(*local, mask=mask, kernel="eager")
+        first = events.copy()
+        events.clear()
+        out.sum().backward()
+    finally:
+        patch.undo()
+    return first, events
+
+
+def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: Pool) -> None:
+    size = 12 * 2 * (8 + 8) * 8  # bytes of a rank's K and V
+    for forward, backward in pool.run(_recorded, "zigzag", Mask(causal=True)):
+        assert forward == [f"send {size}", "kernel"] * 3 + ["kernel"]
+        # The first stage has no gradients to send yet when its K/V leave; the last sends nothing.
+        assert backward == [f"send {size}", "kernel", f"send {size}"] * 2 + [
+            "kernel",
+            f"send {size}",
+            "kernel",
+        ]
+
+
+def test_dead_steps_cost_nothing(pool: Pool) -> None:
+    for forward, backward in pool.run(_recorded, "plain", Mask(causal=True, window=(3, 0))):
+        assert sum(event.startswith("send") for event in forward) == 1
+        assert sum(event.startswith("send") for event in backward) == 1
+    for forward, backward in pool.run(_recorded, "plain", Mask(cu_seqlens=(0, 12, 24, 36, 48))):
+        assert forward == backward == ["kernel"]
+
+
+def test_one_process_needs_no_group() -> None:
+    assert not dist.is_initialized()
+    q, k, v = qkv()
+    out, lse = ring_attention(q, k, v, causal=True, return_lse=True)
+    same(out, dense(q, k, v, causal=True))
+    assert lse.shape == (1, 4, 48) and lse.dtype == torch.float64
+    cp = ContextParallel()
+    assert cp.cp_size == 1
+    same(
+        cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True)),
+        dense(q, k, v, causal=True),
+    )
+
+
+def test_inputs_may_be_strided_expanded_or_frozen() -> None:
+    q, k, v = qkv()
+    expected = dense(q, k, v, causal=True)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for kernel in ("sdpa", "eager"):
+        same(ring_attention(*strided, causal=True, kernel=kernel), expected)
+        one = k[:, :, :1].expand(-1, -1, 4, -1)
+        same(ring_attention(q, one, one, kernel=kernel), dense(q, one, one))
+    q.requires_grad_()
+    ring_attention(q, k, v).sum().backward()
+    assert q.grad is not None and k.grad is None
+    with torch.no_grad():
+        assert not ring_attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        same(ring_attention(q, k, v, causal=True), expected)
+
+
+def test_autograd_meets_checkpoint_autocast_and_double_backward() -> None:
+    q, k, v = (x.float() for x in qkv())
+    q.requires_grad_()
+    plain = ring_attention(q, k, v, causal=True)
+    (grad,) = torch.autograd.grad(plain.sum(), q)
+    again = checkpoint(ring_attention, q, k, v, causal=True, use_reentrant=False)
+    (through,) = torch.autograd.grad(again.sum(), q)
+    torch.testing.assert_close(through, grad, rtol=0, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ring_attention(q, k, v, causal=True, kernel="eager")
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, plain)
+    (once,) = torch.autograd.grad(ring_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.sum().backward()
+
+
+def test_lse_is_differentiable() -> None:
+    q, k, v = qkv(6)
+    q.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda q: ring_attention(q, k, v, causal=True, return_lse=True, softcap=2.0), (q,)
+    )
+
+
+def test_deterministic_repeats_bit_for_bit() -> None:
+    grads = []
+    for _ in range(2):
+        q, k, v = (x.float().requires_grad_() for x in qkv())
+        ring_attention(q, k, v, causal=True, deterministic=True).sum().backward()
+        grads.append([x.grad for x in (q, k, v)])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_blocks_are_a_choice() -> None:
+    q, k, v = qkv()
+    config = KernelConfig("eager", block_q=7, block_k=5)
+    ids = torch.arange(48, dtype=torch.int32)[None] // 10
+    for options in (
+        {"causal": True, "window": (9, 0)},
+        {"segment_ids": ids},
+        {"cu_seqlens": (0, 11, 30, 48)},
+    ):
+        given = {n: x.numpy() if isinstance(x, Tensor) else x for n, x in options.items()}
+        same(ring_attention(q, k, v, kernel=config, **options), dense(q, k, v, **given))
+    same(ring_attention(q, k, v, kernel=KernelConfig(block_q=16)), dense(q, k, v))
+
+
+def test_explain_says_what_would_run() -> None:
+    q, k, v = (x.float() for x in qkv())
+    cp = ContextParallel(schedule="zigzag")
+    text = cp.explain(q, k, v, causal=True)
+    assert "kernel sdpa" in text and "zigzag" in text
+    text = cp.explain(q, k, v, causal=True, softcap=3.0)
+    assert "kernel eager" in text and "has no softcap" in text
+
+
+def test_one_call_in_both_forms() -> None:
+    """Attention, explain and ring_attention take the same options in the same order."""
+    options = list(inspect.signature(ring_attention).parameters)
+    assert options[:5] == ["q", "k", "v", "group", "schedule"]
+    for method in (ContextParallel.attention, ContextParallel.explain):
+        assert list(inspect.signature(method).parameters)[1:] == options[:3] + options[5:]
+    oracle = list(inspect.signature(reference.attention).parameters)
+    assert options[5 : 5 + len(oracle) - 3] == oracle[3:]
+
+
+def test_matches_torch_on_plain_attention() -> None:
+    """An independent witness of the convention of scale and heads."""
+    q, k, v = qkv()
+    heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, is_causal=True, enable_gqa=True
+    )
+    same(ring_attention(q, k, v, causal=True), expected.transpose(1, 2))
+
+
+def test_dropout_is_the_oracles() -> None:
+    q, k, v = qkv()
+    seed = 2**63 + 11
+    out = ring_attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
+    same(out, dense(q, k, v, dropout_p=0.4, dropout_seed=seed))

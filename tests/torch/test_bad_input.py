@@ -1,0 +1,142 @@
+"""Bad input gets a clear error that names the argument, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends.workers import Pool
+
+from ring_core import Mask, UnsupportedError
+from ring_torch import ContextParallel, KernelConfig, ring_attention
+
+Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
+
+
+def tensors(**replaced: Any) -> dict[str, Any]:
+    """Good arguments, some replaced."""
+    good = {"q": torch.zeros(Q), "k": torch.zeros(KV), "v": torch.zeros(KV)}
+    return good | replaced
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "3 dimensions": ({"q": torch.zeros(8, 4, 16)}, r"q must have 4 dimensions .* got shape \(8, 4, 16\)"),
+    "not a tensor": ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+    "heads": ({"q": torch.zeros(2, 8, 3, 16)}, "3 heads of q must be a multiple of the 2 heads"),
+    "dtypes": ({"v": torch.zeros(KV, dtype=torch.bfloat16)}, "share a dtype, got float32 for q and bfloat16 for v"),
+    "device": ({"k": torch.zeros(KV, device="meta")}, "on one device, got cpu for q and meta for k"),
+    "batch": ({"k": torch.zeros(1, 8, 2, 16)}, "share a batch size, got 2 for q and 1 for k"),
+    "lengths": ({"v": torch.zeros(2, 9, 2, 16)}, "same sequence length and heads"),
+    "head dims": ({"k": torch.zeros(2, 8, 2, 8)}, "same head dim, got 16 and 8"),
+    "complex": ({"q": torch.zeros(Q, dtype=torch.complex64)}, "q must be float16, .* got complex64"),
+    "integer": ({"q": torch.zeros(Q, dtype=torch.int32)}, "q must be float16, .* got int32"),
+    "empty sequence": ({n: torch.zeros(2, 0, 2, 16) for n in "qkv"}, "sequence length 0"),
+    "schedule": ({"schedule": "zigzak"}, "unknown schedule 'zigzak'; known: plain, zigzag, striped, balanced"),
+    "negative window": ({"window": (-1, 0)}, "window="),
+    "window as int": ({"window": 4}, r"window must be a pair .* window=\(W - 1, 0\)"),
+    "chunk": ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
+    "causal": ({"causal": "yes"}, "causal must be a bool"),
+    "cu_seqlens end": ({"cu_seqlens": (0, 7)}, "cu_seqlens must end at the sequence length 8, got 7"),
+    "cu_seqlens start": ({"cu_seqlens": (1, 8)}, "cu_seqlens must start at 0"),
+    "cu_seqlens order": ({"cu_seqlens": (0, 5, 3, 8)}, "cu_seqlens must be ascending"),
+    "cu_seqlens on a device": ({"cu_seqlens": torch.zeros(3, device="meta", dtype=torch.int32)}, "known on the host"),
+    "mask twice": ({"mask": Mask(), "causal": True}, "mask was given together with causal"),
+    "mask type": ({"mask": torch.ones(8, 8)}, "mask must be a ring_core.Mask"),
+    "ids dtype": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int64)}, "segment_ids must be int32, got int64"),
+    "ids shape": ({"segment_ids": torch.zeros(2, 9, dtype=torch.int32)}, r"shape \[2, 8\], got \(2, 9\)"),
+    "ids triple": ({"segment_ids": (torch.zeros(2, 8, dtype=torch.int32),) * 3}, "pair"),
+    "ids type": ({"segment_ids": 3}, "segment_ids must be a torch.Tensor"),
+    "sinks": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\] or \[4, n\]"),
+    "sinks integer": ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks must be floating point"),
+    "bias": ({"bias": torch.zeros(2, 4, 8, 9)}, r"bias must have shape \[2 or 1, 4 or 1, 8, 8\]"),
+    "slopes": ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes must have shape \[4\] or \[2, 4\]"),
+    "slopes gradient": ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "alibi_slopes have no gradient"),
+    "dropout": ({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p must be in \[0, 1\), got 1.0"),
+    "dropout without seed": ({"dropout_p": 0.1}, "needs dropout_seed"),
+    "seed": ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be an integer"),
+    "scale": ({"softmax_scale": float("inf")}, "softmax_scale must be a finite number"),
+    "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
+    "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
+    "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
+    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, sdpa, eager"),
+    "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
+    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p"),
+    "group": ({"group": 3}, "group must be a process group"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    replaced, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        ring_attention(**tensors(**replaced))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "several reasons": (
+        {"softcap": 1.0, "alibi_slopes": torch.zeros(4), "window": (2, 0)},
+        ("softcap", "alibi_slopes", "full and square causal blocks only", "kernel='eager'"),
+    ),
+    "segment_ids": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int32)}, ("segment_ids",)),
+    "bias": ({"bias": torch.zeros(1, 1, 8, 8)}, ("bias",)),
+    "dropout": ({"dropout_p": 0.1, "dropout_seed": 0}, ("dropout_p",)),
+    "deterministic": ({"deterministic": True}, ("deterministic=True",)),
+    "documents": ({"cu_seqlens": (0, 3, 8)}, ("several documents",)),
+    "chunks": ({"chunk_size": 3}, ("several documents or chunks",)),
+    "predicate": ({"mask": Mask(predicate=lambda q, k: q == k)}, ("predicate",)),
+    "v dim": ({"v": torch.zeros(2, 8, 2, 8)}, ("head dim 8 to equal Q's 16",)),
+    "half": ({n: torch.zeros(KV, dtype=torch.bfloat16) for n in "qkv"}, ("not bfloat16",)),
+    "lse gradient": (
+        {"q": torch.zeros(Q, requires_grad=True), "return_lse": True},
+        ("gradient through lse",),
+    ),
+    "blocks": ({"kernel": KernelConfig("sdpa", block_q=64)}, ("block_q",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_named_kernel_never_falls_back(name: str) -> None:
+    """Every reason is named at once, with what would work instead."""
+    options, words = REFUSED[name]
+    with pytest.raises(UnsupportedError) as caught:
+        ring_attention(**tensors(**({"kernel": "sdpa"} | options)))
+    assert all(
+        word in str(caught.value)
+        for word in (*words, "kernel 'sdpa'", "Instead: use kernel='eager'")
+    )
+
+
+def test_auto_names_all_reasons_when_nothing_fits() -> None:
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no kernel can do this call. sdpa: .*; eager: has no choice of fused",
+    ):
+        ring_attention(**tensors(kernel=KernelConfig(fused_backward=True)))
+
+
+def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'ring'"):
+        ContextParallel(schedule="ring")  # type: ignore[arg-type]
+    cp = ContextParallel(schedule="zigzag")
+    with pytest.raises(ValueError, match="pad to 8"):
+        cp.shard(torch.zeros(1, 7, 2), dim=1)
+    with pytest.raises(ValueError, match="pad to 8"):
+        cp.positions(7)
+
+
+def _odd_shard(_: int) -> None:
+    x = torch.zeros(1, 3, 2, 8)
+    with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
+        ring_attention(x, x, x, schedule="zigzag")
+    with pytest.raises(ValueError, match="pad to 8"):
+        ContextParallel().shard(torch.zeros(1, 6, 2))
+
+
+def test_nothing_is_sent_before_the_error() -> None:
+    """Both ranks raise at once, though neither waits for the other."""
+    pool = Pool(2)
+    try:
+        pool.run(_odd_shard)
+    finally:
+        pool.close()

@@ -1,0 +1,113 @@
+"""Ranks that disagree, die or never call: an error on the others, never a result or a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from backends.workers import Pool
+
+from ring_core import RankMismatchError
+from ring_torch import ring_attention
+
+
+def call(**options: Any) -> None:
+    shape = options.pop("shape", (1, 8, 2, 8))
+    dtype = options.pop("dtype", torch.float32)
+    x = torch.ones(shape, dtype=dtype)
+    ring_attention(x, x, x, **options)
+
+
+class Disagreement(NamedTuple):
+    """What two ranks ask for, and what the error says."""
+
+    options: tuple[dict[str, Any], dict[str, Any]]
+    words: str
+
+
+DISAGREEMENTS = {
+    "shapes of equal size": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 4, 4, 8)}), r"q is \[1, "),
+    "larger message": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 64, 2, 8)}), r"q is \[1, "),
+    "dtype": Disagreement(({}, {"dtype": torch.bfloat16}), "dtype is '(float32|bfloat16)' there and"),
+    "causal": Disagreement(({}, {"causal": True}), "mask is '(full|causal)' there"),
+    "documents": Disagreement(({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "plan is"),
+    "schedule": Disagreement(({"causal": True}, {"causal": True, "schedule": "zigzag"}), "schedule is '(plain|zigzag)' there"),
+    "scale": Disagreement(({}, {"softmax_scale": 1.0}), "softmax_scale is"),
+    "seed": Disagreement(({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}), "dropout is"),
+    "sinks": Disagreement(({}, {"sinks": torch.zeros(2)}), "sinks is"),
+    "kernel": Disagreement(({"kernel": "eager"}, {"kernel": "sdpa"}), "kernel is '(eager|sdpa)' there"),
+}  # fmt: skip
+
+
+def _disagree(rank: int, name: str) -> str:
+    try:
+        call(**DISAGREEMENTS[name].options[rank])
+    except RankMismatchError as error:
+        return str(error)
+    raise AssertionError("a result in spite of disagreement")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    """Two ranks; a disagreement leaves them usable."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_disagreement_is_named(pair: Pool, name: str) -> None:
+    for message in pair.run(_disagree, name):
+        assert re.search(DISAGREEMENTS[name].words, message), message
+        assert "make different calls" in message
+
+
+def _forward_against_backward(rank: int) -> str:
+    x = torch.ones(1, 8, 2, 8, requires_grad=True)
+    out = ring_attention(x, x, x)
+    try:
+        out.sum().backward() if rank else ring_attention(x, x, x)
+    except RankMismatchError as error:
+        return str(error)
+    raise AssertionError("a result in spite of disagreement")
+
+
+def test_passes_do_not_mix(pair: Pool) -> None:
+    for message in pair.run(_forward_against_backward):
+        assert "pass is '" in message
+
+
+def _missing(rank: int, what: str) -> tuple[str, float]:
+    start = time.monotonic()
+    x = torch.ones(1, 8, 2, 8, requires_grad=True)
+    if rank == 1 and what == "never calls":
+        time.sleep(6)
+        return "", 0.0
+    if rank == 1 and what == "dies":
+        os._exit(7)
+    try:
+        out = ring_attention(x, x, x)
+        if rank == 1 and what == "dies between the passes":
+            os._exit(7)
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("a result without the peer")
+
+
+@pytest.mark.parametrize("what", ["never calls", "dies", "dies between the passes"])
+def test_missing_peer_ends_in_an_error(what: str) -> None:
+    pool = Pool(3, timeout=2)
+    try:
+        answers = pool.answers(_missing, what)
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        ok, (message, seconds) = answers[rank]
+        assert ok, answers[rank]
+        assert message
+        assert seconds < 30
