@@ -13,6 +13,7 @@ import pytest
 FOLDERS = {
     "core": {"core", "conformance", "meta"},
     "torch": {"torch", "conformance", "meta"},
+    "torch-cuda": {"conformance"},
     "jax": {"jax"},
     "jax-gpu": {"jax_gpu"},
     "jax-tpu": {"jax_tpu"},
@@ -41,6 +42,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if parts and parts[0] in known - wanted else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On GPUs, leave out the cases of more ranks than there are GPUs."""
+    if config.getoption("--backend") != "torch-cuda":
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise pytest.UsageError("backend torch-cuda was asked for, and there is no GPU")
+    too_large = [item for item in items if _ranks(item) > gpus]
+    config.hook.pytest_deselected(items=too_large)
+    items[:] = [item for item in items if item not in too_large]
+
+
+def _ranks(item: pytest.Item) -> int:
+    """How many ranks the case of a test needs."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params["case"].cp_size if callspec else 1
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Say what is being tested."""
     backend, mutant = config.getoption("--backend"), config.getoption("--mutant")
@@ -55,10 +76,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
         from backends.simulator import SimulatorBackend
 
         yield SimulatorBackend()
-    elif name == "torch":
-        from backends.torch_gloo import TorchBackend
+    elif name in ("torch", "torch-cuda"):
+        from backends.torch_ranks import TorchBackend
 
-        running = TorchBackend()
+        running = TorchBackend(cuda=name == "torch-cuda")
         yield running
         running.close()
     else:

@@ -195,8 +195,8 @@ def _lse_gradient_dropped() -> Patches:
     if autograd := _torch("_autograd"):
         backward = autograd.RingAttention.backward
 
-        def without(ctx: Any, dout: Any, dlse: Any) -> Any:
-            return backward(ctx, dout, dlse * 0)
+        def without(ctx: Any, dout: Any, _: Any) -> Any:
+            return backward(ctx, dout, None)
 
         patches.append((autograd.RingAttention, "backward", staticmethod(without)))
     return patches

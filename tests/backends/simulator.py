@@ -19,6 +19,7 @@ class SimulatorBackend:
     """Runs the plan rank by rank in this process."""
 
     dtypes = ("float64", "float32", "bfloat16")  # float16's range is not simulated
+    failures = ()
 
     def run(self, case: Case, mutant: str | None = None) -> Arrays:
         """Run one case."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backends.workers import Pool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,12 +16,13 @@ from ring_core import SCHEDULES, Mask, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch._comm import Ring
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.local import LocalRanks
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[LocalRanks]:
     """Four ranks."""
-    ranks = Pool(4)
+    ranks = LocalRanks(4)
     yield ranks
     ranks.close()
 
@@ -69,7 +69,7 @@ def _round_trip(rank: int, schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_shard_attend_unshard(pool: Pool, schedule: str) -> None:
+def test_shard_attend_unshard(pool: LocalRanks, schedule: str) -> None:
     pool.run(_round_trip, schedule)
 
 
@@ -97,7 +97,7 @@ def _subgroups(rank: int) -> None:
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
-def test_subgroups(pool: Pool) -> None:
+def test_subgroups(pool: LocalRanks) -> None:
     pool.run(_subgroups)
 
 
@@ -110,7 +110,7 @@ def _mesh(rank: int) -> None:
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
-def test_device_mesh(pool: Pool) -> None:
+def test_device_mesh(pool: LocalRanks) -> None:
     pool.run(_mesh)
 
 
@@ -148,7 +148,7 @@ def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
     return first, events
 
 
-def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: Pool) -> None:
+def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: LocalRanks) -> None:
     size = 12 * 2 * (8 + 8) * 8  # bytes of a rank's K and V
     for forward, backward in pool.run(_recorded, "zigzag", Mask(causal=True)):
         assert forward == [f"send {size}", "kernel"] * 3 + ["kernel"]
@@ -160,7 +160,7 @@ def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: Po
         ]
 
 
-def test_dead_steps_cost_nothing(pool: Pool) -> None:
+def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
     for forward, backward in pool.run(_recorded, "plain", Mask(causal=True, window=(3, 0))):
         assert sum(event.startswith("send") for event in forward) == 1
         assert sum(event.startswith("send") for event in backward) == 1

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends.workers import Pool
 
 from ring_core import Mask, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch.local import LocalRanks
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
@@ -135,7 +135,7 @@ def _odd_shard(_: int) -> None:
 
 def test_nothing_is_sent_before_the_error() -> None:
     """Both ranks raise at once, though neither waits for the other."""
-    pool = Pool(2)
+    pool = LocalRanks(2)
     try:
         pool.run(_odd_shard)
     finally:

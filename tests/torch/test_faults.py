@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backends.workers import Pool
 
 from ring_core import RankMismatchError
 from ring_torch import ring_attention
+from ring_torch.local import LocalRanks
 
 
 def call(**options: Any) -> None:
@@ -54,13 +54,13 @@ def _disagree(rank: int, name: str) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Any:
     """Two ranks; a disagreement leaves them usable."""
-    pool = Pool(2)
+    pool = LocalRanks(2)
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_disagreement_is_named(pair: Pool, name: str) -> None:
+def test_disagreement_is_named(pair: LocalRanks, name: str) -> None:
     for message in pair.run(_disagree, name):
         assert re.search(DISAGREEMENTS[name].words, message), message
         assert "make different calls" in message
@@ -76,7 +76,7 @@ def _forward_against_backward(rank: int) -> str:
     raise AssertionError("a result in spite of disagreement")
 
 
-def test_passes_do_not_mix(pair: Pool) -> None:
+def test_passes_do_not_mix(pair: LocalRanks) -> None:
     for message in pair.run(_forward_against_backward):
         assert "pass is '" in message
 
@@ -101,7 +101,7 @@ def _missing(rank: int, what: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("what", ["never calls", "dies", "dies between the passes"])
 def test_missing_peer_ends_in_an_error(what: str) -> None:
-    pool = Pool(3, timeout=2)
+    pool = LocalRanks(3, timeout=2)
     try:
         answers = pool.answers(_missing, what)
     finally:

@@ -33,18 +33,21 @@ class RingAttention(torch.autograd.Function):
                 lse = _add_sinks(wide_out, lse, sinks)
         out = wide_out.to(call.dtype)
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse, last)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward loop."""
         call: Call = ctx.call
         *tensors, out, lse, last = ctx.saved_tensors
         inputs = Inputs(*tensors)
+        dout = torch.zeros_like(out) if dout is None else dout
         with torch.autocast(out.device.type, enabled=False):
-            delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2) - dlse
+            delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
+            delta = delta if dlse is None else delta - dlse
             grads = run_backward(call, inputs, Upstream(dout, out, lse, delta), last)
             dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, lse, delta)
         dq, dk, dv = (grad.to(call.dtype) for grad in grads[:3])

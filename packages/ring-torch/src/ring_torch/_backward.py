@@ -69,10 +69,10 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
             )
         next_shipment = errands.ship(stage.ship)
         _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, moving)
+        errands.collect(add)
         if stage.results:
             results = []
-            for item, message, buffer in shipment.arriving:
-                tensors = message.views(buffer)
+            for item, tensors in shipment.arriving:
                 theirs = helped_rows(call, item, rows, tensors)
                 grads = _zero_row_grads(call, theirs)
                 _help(call, item, theirs, own, Upstream(*tensors[-4:]), grads, moving)
@@ -80,7 +80,6 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
             errands.send_home(
                 stage.step, results, lambda item: _row_grad_tensors(row_grads.take(item.q_slice))
             )
-        errands.collect(add, keep=1 if stage.results else 0)
         moving.hop(stage.grad_hop, home=plan.steps[stage.step].shift == 0)
         transfer.wait()
         next_shipment.transfer.wait()

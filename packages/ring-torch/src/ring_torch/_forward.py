@@ -47,22 +47,13 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
             )
         next_shipment = errands.ship(stage.ship)
         _attend(call, rows, columns, own, stage.step, into)
+        errands.collect(add)
         if stage.results:
             results = [
-                (
-                    item,
-                    _help(
-                        call,
-                        item,
-                        helped_rows(call, item, rows, message.views(buffer)),
-                        own,
-                        inputs,
-                    ),
-                )
-                for item, message, buffer in shipment.arriving
+                (item, _help(call, item, helped_rows(call, item, rows, tensors), own, inputs))
+                for item, tensors in shipment.arriving
             ]
-            errands.send_home(stage.step, results, lambda item: list(into.take(item.q_slice)))
-        errands.collect(add, keep=1 if stage.results else 0)
+            errands.send_home(stage.step, results, lambda item: into.take(item.q_slice))
         transfer.wait()
         next_shipment.transfer.wait()
         shipment = next_shipment

@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ring_core import WorkItem
-from ring_torch._call import Call, packing_of
-from ring_torch._comm import NOTHING, Packing, Transfer
+from ring_torch._call import Call
+from ring_torch._comm import NOTHING, Transfer
 from ring_torch.kernels._api import Rows, Upstream
 
 
 class Shipment(NamedTuple):
-    """What arrives at a helper: for each helped item its rows, as one message."""
+    """What arrives at a helper: the tensors of each helped item's rows."""
 
     transfer: Transfer
-    arriving: tuple[tuple[WorkItem, Packing, Tensor], ...]
+    arriving: tuple[tuple[WorkItem, list[Tensor]], ...]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Errands:
 
     call: Call
     take: Callable[[slice], list[Tensor]]
-    pending: list[tuple[Transfer, list[tuple[WorkItem, Packing, Tensor]]]] = field(
+    pending: list[tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]] = field(
         default_factory=list
     )
 
@@ -40,53 +41,45 @@ class Errands:
         if step is None:
             return Shipment(NOTHING, ())
         ring, plan = self.call.ring, self.call.plan
-        sends, receives, arriving = [], [], []
-        for item in plan.helped(ring.rank, step):
-            tensors = self.take(item.q_slice)
-            sends.append(
-                (
-                    packing_of(tensors).pack(tensors, self.call.device),
-                    ring.ahead(plan.steps[step].shift),
-                )
-            )
-        for item in plan.items(ring.rank, step):
-            if item.q_rank != ring.rank:
-                packing = packing_of(self.take(item.q_slice))
-                buffer = packing.buffer(self.call.device)
-                receives.append((buffer, item.q_rank))
-                arriving.append((item, packing, buffer))
+        helper = ring.ahead(plan.steps[step].shift)
+        helped = plan.helped(ring.rank, step)
+        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
+        arriving = [
+            (item, [_like(x) for x in self.take(item.q_slice)])
+            for item in plan.items(ring.rank, step)
+            if item.q_rank != ring.rank
+        ]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
         return Shipment(ring.start(sends, receives), tuple(arriving))
 
     def send_home(
         self,
         step: int,
         results: Sequence[tuple[WorkItem, Sequence[Tensor]]],
-        like: Callable[[WorkItem], list[Tensor]],
+        like: Callable[[WorkItem], Sequence[Tensor]],
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own.
 
         ``like`` gives tensors of the shapes and dtypes of an item's results.
         """
         ring, plan = self.call.ring, self.call.plan
-        sends = [
-            (packing_of(tensors).pack(tensors, self.call.device), item.out_rank)
-            for item, tensors in results
-        ]
-        expected = []
-        for item in plan.helped(ring.rank, step):
-            packing = packing_of(like(item))
-            expected.append((item, packing, packing.buffer(self.call.device)))
         helper = ring.ahead(plan.steps[step].shift)
-        transfer = ring.start(sends, [(buffer, helper) for _, _, buffer in expected])
+        sends = [(x, item.out_rank) for item, tensors in results for x in tensors]
+        expected = [(item, [_like(x) for x in like(item)]) for item in plan.helped(ring.rank, step)]
+        transfer = ring.start(sends, [(x, helper) for _, tensors in expected for x in tensors])
         self.pending.append((transfer, expected))
 
-    def collect(self, add: Callable[[WorkItem, list[Tensor]], None], *, keep: int = 0) -> None:
-        """Wait for results sent home, all but the ``keep`` latest, and add each in its place."""
-        while len(self.pending) > keep:
-            transfer, expected = self.pending.pop(0)
+    def collect(self, add: Callable[[WorkItem, list[Tensor]], None]) -> None:
+        """Wait for results sent home, and add each in its place."""
+        for transfer, expected in self.pending:
             transfer.wait()
-            for item, packing, buffer in expected:
-                add(item, packing.views(buffer))
+            for item, tensors in expected:
+                add(item, tensors)
+        self.pending.clear()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def rows_tensors(rows: Rows) -> list[Tensor]:

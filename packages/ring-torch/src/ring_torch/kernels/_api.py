@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ring_core import Capabilities, Mask, WorkItem
 
+_MERGED_ROWS = 512
+
 
 @dataclass(frozen=True)
 class Params:
@@ -142,10 +144,17 @@ def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
 
     The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
     """
-    merged = torch.logaddexp(into.lse, lse.to(into.lse.dtype))
+    for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
+        rows = slice(start, start + _MERGED_ROWS)
+        _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+
+
+def _merge_rows(into: Result, out: Tensor, lse: Tensor) -> None:
+    lse = lse.to(into.lse.dtype)
+    merged = torch.logaddexp(into.lse, lse)
     safe = merged.masked_fill(merged == -torch.inf, 0.0)
     old = (into.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    new = (lse.to(into.lse.dtype) - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
     into.out.mul_(old)
     into.out.add_(torch.where(new > 0, out * new, 0.0))
     into.lse.copy_(merged)

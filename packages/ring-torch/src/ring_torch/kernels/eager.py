@@ -19,7 +19,8 @@ from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
 from ring_torch.kernels._api import ColumnGrads, Columns, Params, Result, RowGrads, Rows, Upstream
 from ring_torch.kernels._philox import dropout_keep
 
-BLOCK_Q, BLOCK_K = 256, 512
+BLOCK_K = 256
+BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
 
 
 class EagerKernel:
@@ -48,7 +49,7 @@ class EagerKernel:
         """Attend and merge into ``into``, block row by block row."""
         sight = Sight(rows, columns, item, params)
         v_clean = _is_finite(columns.v)
-        for i in _blocks(0, rows.q.shape[1], params.block_q or BLOCK_Q):
+        for i in _row_blocks(rows, params):
             q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
             acc = _fold(part.out, columns.k.shape[2], into.out.dtype)
@@ -83,7 +84,7 @@ class EagerKernel:
             "k": _is_finite(columns.k),
             "do": _is_finite(upstream.dout),
         }
-        for i in _blocks(0, rows.q.shape[1], params.block_q or BLOCK_Q):
+        for i in _row_blocks(rows, params):
             q, do = (
                 _fold(rows.q[:, i], kv_heads, dtype),
                 _fold(upstream.dout[:, i], kv_heads, dtype),
@@ -101,16 +102,17 @@ class EagerKernel:
                 keep = sight.keep(probs, i, j)
                 dscores = do @ v.mT
                 if keep is not None:
-                    dscores = dscores * keep
-                dscores = probs * (dscores - delta)
+                    dscores.mul_(keep)
+                dscores.sub_(delta).mul_(probs)
                 if visible is not None:
-                    dscores = dscores.masked_fill(~visible, 0.0)
+                    dscores.masked_fill_(~visible, 0.0)
                 if row_grads.dbias is not None:
                     sight.add_bias_grad(row_grads.dbias, dscores, i, j)
-                dscores = dscores.mul_(params.scale)
+                dscores.mul_(params.scale)
                 if slope is not None:
-                    dscores = dscores.mul_(slope)
-                    dscores = dscores if visible is None else dscores.masked_fill(~visible, 0.0)
+                    dscores.mul_(slope)
+                    if visible is not None:  # the slope of a masked score may be NaN
+                        dscores.masked_fill_(~visible, 0.0)
                 dq += _seen_matmul(dscores, visible, k, clean=clean["k"])
                 weights = probs if keep is None else probs * keep
                 seen_by = None if visible is None else visible.mT
@@ -177,9 +179,8 @@ class Sight:
             by_head = by_head - rows.slopes[:, :, None, None].to(x.dtype) * distance.to(x.dtype)
         if visible is None:
             return by_head.reshape(x.shape), slope, None
-        visible = visible.expand(by_head.shape)
-        masked = by_head.masked_fill(~visible, -torch.inf)
-        return masked.reshape(x.shape), slope, visible.reshape(x.shape)
+        by_head.masked_fill_(~visible, -torch.inf)
+        return by_head.reshape(x.shape), slope, visible.expand(by_head.shape).reshape(x.shape)
 
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
         """Dropout's factor for a block of scores; ``None`` without dropout."""
@@ -263,6 +264,13 @@ class Sight:
         assert self.item.tiles is not None and EMPTY == 0
         rows = slice(i.start // TILE, -(-i.stop // TILE))
         return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]
+
+
+def _row_blocks(rows: Rows, params: Params) -> Iterator[slice]:
+    """Blocks of rows, as many as keep a block of scores small."""
+    batch, length, heads, _ = rows.q.shape
+    size = params.block_q or max(16, BLOCK_SCORES // (batch * heads * (params.block_k or BLOCK_K)))
+    return _blocks(0, length, size)
 
 
 def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""ring_torch on gloo processes as a backend."""
+"""ring_torch as a backend: gloo processes on CPUs, NCCL processes on GPUs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cases import CASES, Case
 from mutants import applied
 
 import ring_torch
-from backends.workers import Pool
 from ring_core import Plan, make_plan
+from ring_torch.local import LocalRankError, LocalRanks
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -21,24 +21,30 @@ class TorchBackend:
     """Runs cases on a pool for each ring size."""
 
     dtypes = ("float64", "float32", "bfloat16", "float16")
+    failures = (LocalRankError,)
 
-    def __init__(self) -> None:
-        self._pools: dict[int, Pool] = {}
+    def __init__(self, *, cuda: bool = False) -> None:
+        self._cuda = cuda
+        self._pools: dict[int, LocalRanks] = {}
 
-    def pool(self, world_size: int) -> Pool:
+    def pool(self, world_size: int) -> LocalRanks:
         """The ranks of a world size."""
         if world_size not in self._pools:
-            self._pools[world_size] = Pool(world_size)
+            self._pools[world_size] = LocalRanks(world_size, cuda=self._cuda)
         return self._pools[world_size]
 
     def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
         """Run one case on its ring size and put the results together."""
         if mutant is None:
-            parts = self.pool(case.cp_size).run(run_rank, case.name, kernel)
+            parts = self.pool(case.cp_size).run(run_rank, case.name, kernel, None, self._cuda)
             return gather(case, plan_of(case), parts)
-        pool = Pool(case.cp_size, timeout=5)  # a broken backend may leave messages behind
+        pool = LocalRanks(
+            case.cp_size, timeout=5, cuda=self._cuda
+        )  # a broken backend may leave messages behind
         try:
-            return gather(case, plan_of(case), pool.run(run_rank, case.name, kernel, mutant))
+            return gather(
+                case, plan_of(case), pool.run(run_rank, case.name, kernel, mutant, self._cuda)
+            )
         finally:
             pool.close()
 
@@ -59,18 +65,19 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def run_rank(rank: int, name: str, kernel: str, mutant: str | None = None) -> Arrays:
+def run_rank(rank: int, name: str, kernel: str, mutant: str | None, cuda: bool) -> Arrays:
     """One rank's part of a case, forward and backward."""
     with applied(mutant):
-        return _run_rank(rank, CASES[name], kernel)
+        return _run_rank(rank, CASES[name], kernel, torch.device("cuda" if cuda else "cpu"))
 
 
-def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
+def _run_rank(rank: int, case: Case, kernel: str, device: torch.device) -> Arrays:
     plan, x = plan_of(case), case.inputs
     q_at, k_at = plan.positions(rank), plan.k_positions(rank)
 
     def tensor(value: npt.NDArray[Any], *, grad: bool = False) -> torch.Tensor:
-        return torch.tensor(value, dtype=getattr(torch, case.dtype)).requires_grad_(grad)
+        dtype = getattr(torch, case.dtype)
+        return torch.tensor(value, dtype=dtype, device=device).requires_grad_(grad)
 
     q = tensor(x["q"][:, q_at], grad=True)
     k, v = (tensor(x[side][:, k_at], grad=True) for side in "kv")
@@ -79,7 +86,10 @@ def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
     slopes = tensor(x["alibi_slopes"]) if "alibi_slopes" in x else None
     ids = None
     if case.segments:
-        ids = torch.tensor(x["q_ids"][:, q_at]), torch.tensor(x["k_ids"][:, k_at])
+        ids = tuple(
+            torch.tensor(x[side][:, at], device=device)
+            for side, at in (("q_ids", q_at), ("k_ids", k_at))
+        )
     options: dict[str, Any] = {
         "schedule": case.schedule, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
@@ -88,7 +98,7 @@ def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
     dout = tensor(x["dout"][:, q_at])
     if case.lse_grad:
         out, lse = ring_torch.ring_attention(q, k, v, return_lse=True, **options)
-        dlse = torch.tensor(x["dlse"][:, :, q_at], dtype=lse.dtype)
+        dlse = torch.tensor(x["dlse"][:, :, q_at], dtype=lse.dtype, device=device)
         torch.autograd.backward([out, lse], [dout, dlse])
     else:  # kernels without a gradient through lse may run too
         out = ring_torch.ring_attention(q, k, v, **options)
@@ -98,7 +108,7 @@ def _run_rank(rank: int, case: Case, kernel: str) -> Arrays:
     results: dict[str, Any] = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     results |= {"dsinks": sinks.grad} if sinks is not None else {}
     results |= {"dbias": bias.grad} if bias is not None else {}
-    return {key: value.detach().double().numpy() for key, value in results.items()}
+    return {key: value.detach().double().cpu().numpy() for key, value in results.items()}
 
 
 def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:

@@ -1,0 +1,240 @@
+"""What plans and the ring cost on CPUs: ``nox -s bench_cpu`` (``-- --quick`` for a short run).
+
+Prints, and writes as JSON where ``--json`` says: seconds a plan takes, the CPU time of a ring of
+four processes over that of one process with the same kernel, and the peak memory of a rank beyond
+its own tensors over what two K/V slots and the accumulators take. The ring's result is compared
+with the single process's first; if they differ, no times are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ring_core
+from ring_core import Mask, make_plan
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One measurement of the ring."""
+
+    seq_len: int
+    cp_size: int
+    schedule: Any
+    kernel: str
+    dtype: str = "float32"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all three parts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter sequences, fewer repeats")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    options = parser.parse_args(argv)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors go back to the system
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    print(f"{machine}, numpy {np.__version__}, torch {torch.__version__}\n")
+    plans = bench_plans()
+    seq_len = 4096 if options.quick else 16384
+    times = bench_time(seq_len, repeats=1 if options.quick else 3)
+    if times is None:
+        return 1
+    memory = bench_memory(1024 if options.quick else 4096)
+    if options.json:
+        figures = {"machine": machine, "plans": plans, "time": times, "memory": memory}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def bench_plans() -> list[dict[str, Any]]:
+    """Seconds to make a plan, best of several."""
+    tokens = 1 << 20
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.choice(np.arange(1, tokens), 9999, replace=False)).tolist()
+    documents = Mask(causal=True, cu_seqlens=(0, *cuts, tokens))
+    causal = Mask(causal=True)
+    print(f"plan of {tokens} tokens                        seconds   asked for")
+    rows = []
+    for name, mask, cp_size, limit in (
+        ("causal", causal, 8, 5e-3),
+        ("causal", causal, 1024, 1.0),
+        ("10,000 documents", documents, 64, 2.0),
+    ):
+        for schedule in ring_core.SCHEDULES:
+            seconds = best(lambda: fresh_plan(mask, tokens, cp_size, schedule), 3)  # noqa: B023
+            rows.append(
+                {"plan": f"{name}, {cp_size} ranks, {schedule}", "seconds": seconds, "limit": limit}
+            )
+    make_plan(causal, seq_len=tokens, cp_size=8)
+    many = best(lambda: [make_plan(causal, seq_len=tokens, cp_size=8) for _ in range(1000)], 3)
+    rows.append({"plan": "cached", "seconds": many / 1000, "limit": 20e-6})
+    for row in rows:
+        print(f"  {row['plan']:42} {row['seconds']:10.6f}  {row['limit']:10.6f}")
+    return rows
+
+
+def fresh_plan(mask: Mask, tokens: int, cp_size: int, schedule: Any) -> None:
+    """Make a plan that is in no cache: the mask has a window that never binds and is new."""
+    unseen = Mask(
+        causal=True, cu_seqlens=mask.cu_seqlens, window=(tokens + time.monotonic_ns() % 2**30, None)
+    )
+    make_plan(unseen, seq_len=tokens, cp_size=cp_size, schedule=schedule)
+
+
+def best(function: Callable[[], object], repeats: int) -> float:
+    """Shortest of several runs, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
+    """CPU time of all ranks over that of one process; ``None`` if their results differ."""
+    print(
+        f"\nCPU time, forward + backward, causal, T = {seq_len}, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, float32"
+    )
+    rows: list[dict[str, Any]] = []
+    for kernel in ("sdpa", "eager"):
+        single = run_ranks(Shape(seq_len, 1, "zigzag", kernel), repeats)
+        for schedule in ("zigzag", "striped", "balanced"):
+            ring = run_ranks(Shape(seq_len, 4, schedule, kernel), repeats)
+            error = max(abs(a - b) for a, b in zip(ring["sums"], single["sums"], strict=True))
+            if error > 1e-4 * max(map(abs, single["sums"])):
+                print(f"{kernel} {schedule}: the ring's result is wrong by {error}; no figures")
+                return None
+            ratio = ring["cpu"] / single["cpu"]
+            rows.append({"kernel": kernel, "schedule": schedule, "ratio": ratio, **ring})
+            print(
+                f"  {kernel:6} {schedule:9} 4 processes {ring['cpu']:7.2f} s, 1 process {single['cpu']:7.2f} s, "
+                f"ratio {ratio:5.3f} (asked for: 1.10)"
+            )
+    return rows
+
+
+def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
+    """Run a shape on its ranks: CPU seconds of a call, best of several, and sums of its results."""
+    with LocalRanks(shape.cp_size) as ranks:
+        ranks.run(rank_time, Shape(256, shape.cp_size, shape.schedule, shape.kernel))
+        runs = [ranks.run(rank_time, shape) for _ in range(repeats)]
+    cpu = min(sum(seconds for seconds, _ in run) for run in runs)
+    sums = np.sum([sums for _, sums in runs[0]], axis=0)
+    return {"cpu": cpu, "sums": sums.tolist()}
+
+
+def inputs(shape: Shape) -> tuple[ContextParallel, list[torch.Tensor]]:
+    """A rank's q, k, v and the gradient of its output, equal at every ring size."""
+    cp = ContextParallel(schedule=shape.schedule)
+    generator = torch.Generator().manual_seed(0)
+    local = []
+    for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS):
+        whole = torch.randn(1, shape.seq_len, heads, DIM, generator=generator)
+        local.append(cp.shard(whole).to(getattr(torch, shape.dtype)))
+    return cp, local
+
+
+def rank_time(_: int, shape: Shape) -> tuple[float, list[float]]:
+    """CPU seconds of this rank, and sums that tell wrong results."""
+    cp, (q, k, v, dout) = inputs(shape)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    start = time.process_time()
+    out = cp.attention(*leaves, causal=True, kernel=shape.kernel)
+    out.backward(dout)
+    seconds = time.process_time() - start
+    results = [out, *(leaf.grad for leaf in leaves)]
+    return seconds, [float(x.detach().double().square().sum()) for x in results if x is not None]
+
+
+def bench_memory(local_len: int) -> list[dict[str, Any]]:
+    """Peak memory of a rank beyond its own tensors, over what the ring may need."""
+    print(
+        f"\npeak memory of a rank beyond its own tensors, {local_len} tokens a rank, MiB of MiB asked for (ratio)"
+    )
+    rows = []
+    for kernel, dtype in (("sdpa", "float32"), ("eager", "float32"), ("eager", "bfloat16")):
+        for schedule in ("zigzag", "balanced"):
+            for cp_size in (2, 4, 8):
+                shape = Shape(local_len * cp_size, cp_size, schedule, kernel, dtype)
+                with LocalRanks(cp_size) as ranks:
+                    ranks.run(rank_memory, Shape(16 * cp_size, cp_size, schedule, kernel, dtype))
+                    measured = np.max(ranks.run(rank_memory, shape), axis=0).tolist()
+                allowed = memory_allowed(shape)
+                rows.append(
+                    {
+                        "kernel": kernel,
+                        "dtype": dtype,
+                        "schedule": schedule,
+                        "cp_size": cp_size,
+                        "forward": measured[0],
+                        "backward": measured[1],
+                        "allowed": allowed,
+                    }
+                )
+                parts = [
+                    f"{m / 2**20:6.1f} of {a / 2**20:6.1f} ({m / a:4.2f})"
+                    for m, a in zip(measured, allowed, strict=True)
+                ]
+                print(
+                    f"  {kernel:6} {dtype:9} {schedule:9} {cp_size} ranks: forward {parts[0]}, backward {parts[1]}"
+                )
+    return rows
+
+
+def memory_allowed(shape: Shape) -> list[float]:
+    """Bytes in the forward and in the backward: slots, accumulators and one block, times 1.1."""
+    local, size = shape.seq_len // shape.cp_size, torch.finfo(getattr(torch, shape.dtype)).bits // 8
+    slots = 2 * (2 * local * KV_HEADS * DIM * size)
+    wide_rows, wide_keys = 4 * local * HEADS * DIM, 2 * 4 * local * KV_HEADS * DIM
+    block = 4 * HEADS * 256 * 512
+    helped = (2 * local * HEADS * DIM * size + wide_rows) if shape.schedule == "balanced" else 0
+    forward, backward = slots + wide_rows + block, slots + wide_rows + 3 * wide_keys + block
+    return [1.1 * (forward + helped), 1.1 * (backward + helped)]
+
+
+def rank_memory(_: int, shape: Shape) -> tuple[int, int]:
+    """Bytes this rank took at its peak beyond q, k, v, out, lse and their gradients."""
+    cp, (q, k, v, dout) = inputs(shape)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = peak_memory(reset=True)
+    out = cp.attention(*leaves, causal=True, kernel=shape.kernel)
+    lse_bytes = out.shape[1] * out.shape[2] * 4
+    forward = peak_memory() - before - out.nbytes - lse_bytes
+    peak_memory(reset=True)
+    out.backward(dout)
+    grads = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    backward = peak_memory() - before - out.nbytes - lse_bytes - grads
+    return forward, backward
+
+
+def peak_memory(*, reset: bool = False) -> int:
+    """Peak resident bytes of this process, since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Ranks on this machine, for tests, demonstrations and benchmarks: a process each.
+
+Real jobs start their ranks with ``torchrun`` or a scheduler.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed",
+    "ring_torch",
+]  # seconds each, once for all ranks
+
+
+class LocalRankError(RuntimeError):
+    """A function failed on some ranks; the message holds their tracebacks."""
+
+
+class LocalRanks:
+    """Processes that stay, joined in a group, and run what they are sent together.
+
+    Args:
+        world_size: How many.
+        timeout: Seconds after which a rank gives up waiting for another.
+        threads: Threads a rank computes with.
+        patience: Seconds after which :meth:`run` gives up waiting for an answer.
+        cuda: Give each rank a GPU and join them with NCCL; otherwise with gloo over loopback.
+
+    Example::
+
+        with LocalRanks(4) as ranks:
+            results = ranks.run(function, argument)  # function(rank, argument) on every rank
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 60.0,
+        threads: int = 1,
+        patience: float = 600.0,
+        cuda: bool = False,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._patience = patience
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, rendezvous, timeout, threads, cuda)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``function(rank, *args)`` on every rank; what each returned.
+
+        The function must be importable by name, and what it takes and returns picklable.
+
+        Raises:
+            LocalRankError: A rank raised, died or did not answer.
+        """
+        answers = self.answers(function, *args)
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise LocalRankError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def answers(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
+        """``(True, value)`` or ``(False, what went wrong)`` of every rank."""
+        for pipe in self._pipes:
+            with suppress(OSError):  # it died before; reading its answer says so
+                pipe.send((function, args))
+        answers: list[tuple[bool, Any]] = []
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            try:
+                waited = pipe.poll(self._patience)
+                answers.append(pipe.recv() if waited else (False, "no answer in time"))
+            except (EOFError, OSError):
+                process.join(5)
+                answers.append((False, f"died with exit code {process.exitcode}"))
+        return answers
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    timeout: float,
+    threads: int,
+    cuda: bool,
+) -> None:
+    """Be one rank until the pipe closes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # looking the host's name up may take seconds
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=torch.device("cuda", rank) if cuda else None,
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(rank, *args))
+        except Exception:  # noqa: BLE001 - whatever went wrong is the answer
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    os._exit(0)  # peers may be gone; an orderly shutdown would wait for them
