@@ -75,6 +75,13 @@ def lowest(session: nox.Session, backend: str) -> None:
     session.run("pytest", "tests", f"--backend={backend}", *warn, *session.posargs)
 
 
+@nox.session(python="3.12", default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the table of cases on this machine's GPUs, one NCCL process each."""
+    install(session, BACKENDS["torch"], ["test"], *CONSTRAINED)
+    session.run("pytest", "tests", "--backend=torch-cuda", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting; ``nox -s lint -- --fix`` repairs what it can."""

@@ -81,6 +81,23 @@ def test_passes_do_not_mix(pair: LocalRanks) -> None:
         assert "pass is '" in message
 
 
+def _one_call_behind(rank: int) -> str:
+    if rank == 0:
+        with pytest.raises(ValueError, match="window"):
+            call(window=3)
+    try:
+        call()
+    except RankMismatchError as error:
+        return str(error)
+    raise AssertionError("a result of two different calls")
+
+
+def test_failed_call_puts_a_rank_out_of_step() -> None:
+    with LocalRanks(2) as ranks:
+        for message in ranks.run(_one_call_behind):
+            assert re.search("call is [12] there and [12] here", message), message
+
+
 def _missing(rank: int, what: str) -> tuple[str, float]:
     start = time.monotonic()
     x = torch.ones(1, 8, 2, 8, requires_grad=True)

@@ -119,8 +119,9 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
+    ring = ring_of(group)
     call, inputs = check_call(
-        ring_of(group), schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
+        ring, ring.next_call(), schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
         cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
         sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
         deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,

@@ -82,6 +82,7 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> P
 
 def check_call(
     ring: Ring,
+    number: int,
     schedule: str,
     q: Tensor,
     k: Tensor,
@@ -106,6 +107,8 @@ def check_call(
     transport: str,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
+
+    ``number`` is the call's, from :meth:`Ring.next_call`.
 
     Raises:
         ValueError: An argument is malformed.
@@ -161,6 +164,7 @@ def check_call(
     )  # fmt: skip
     optional = {"sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
     facts = {
+        "call": number,
         "q": list(q.shape), "k": list(k.shape), "v": list(v.shape), "dtype": described[0].dtype, "schedule": schedule,
         "mask": rule.describe(), "plan": plan.digest.hex(), "softmax_scale": scale, "softcap": cap,
         "dropout": [float(dropout_p), dropout_seed], "deterministic": deterministic, "return_lse": return_lse,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from ring_core import RankMismatchError
 _HEADER_BYTES = 2048
 _DIGEST_BYTES = 8
 _ALIGNMENT = 16
+
+# Calls so far on each group: a fact about the group, which is not ours to extend.
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class Ring:
     def ahead(self, distance: int) -> int:
         """The rank this far ahead."""
         return (self.rank + distance) % self.size
+
+    def next_call(self) -> int:
+        """The number of a new call on this group, counted on every rank, failed calls included.
+
+        A rank whose call fails before anything is sent is one call behind its peers' messages.
+        Numbers tell: otherwise its next call would meet the one that its peers still wait in.
+        """
+        if self.group is None:
+            return 0
+        _calls[self.group] = _calls.get(self.group, 0) + 1
+        return _calls[self.group]
 
     def start(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
