@@ -40,7 +40,7 @@ class Case:
     segments: Segments | None = None
     lse_grad: bool = False
     spread: float = 1.0  # how much larger the keys of the last quarter are
-    poison: bool = False  # NaN and infinity in padding rows
+    poison: Literal["padding", "q", "k", "v"] | None = None  # NaN in padding, or in one token
 
     @property
     def keys(self) -> int:
@@ -77,9 +77,11 @@ class Case:
         arrays = {name: round_to(x, self.dtype) for name, x in arrays.items()}
         if self.segments is not None:
             arrays.update(self._segments(rng))
-        if self.poison:
+        if self.poison == "padding":
             for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
                 arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
+        elif self.poison is not None:
+            arrays[self.poison][:, 2 * self.seq_len // 3] = np.nan
         return arrays
 
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
@@ -212,7 +214,10 @@ def _option_cases() -> list[Case]:
         "segments": {"segments": "documents", "batch": 2},
         "segments-padded": {"segments": "padded", "lse_grad": True},
         "segments-pair": {"segments": "pair"},
-        "poison": {"segments": "padded", "poison": True},
+        "poison-padding": {"segments": "padded", "poison": "padding"},
+        "poison-q": {"poison": "q"},
+        "poison-k": {"poison": "k"},
+        "poison-v": {"poison": "v"},
         "spread": {"spread": 40.0},
         "batch-0": {"batch": 0},
         "everything": {

@@ -102,7 +102,8 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
     keep: Any = wide(1)
     if case.dropout_seed is not None:
         keep = philox.dropout_keep(
-            case.dropout_p, case.dropout_seed, batch=np.arange(case.batch), heads=np.arange(case.heads[0]),
+            case.dropout_p, case.dropout_seed, batch=np.arange(case.batch),
+            heads=np.arange(case.heads[0]),
             queries=np.arange(case.seq_len), keys=k_pos,
         ).astype(wide) / wide(1 - case.dropout_p)  # fmt: skip
     return visible, keep, shift

@@ -99,7 +99,8 @@ def forward(
 
 
 def backward(
-    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: Rows, columns: Side,
+    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: Rows,
+    columns: Side,
     item: WorkItem, params: Params,
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
     """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
@@ -110,7 +111,7 @@ def backward(
     kh, vh = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _keep(rows, columns, q, params)
     with np.errstate(invalid="ignore", over="ignore"):
-        probs = np.exp(logits.x - safe[..., None])
+        probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0).astype(lse.dtype)
         dprobs = (do @ vh.swapaxes(-1, -2)) * keep
         dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0).astype(probs.dtype)
         dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
@@ -170,7 +171,8 @@ def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats:
     if params.dropout_p == 0 or params.dropout_seed is None:
         return np.ones((), q.dtype)
     kept = dropout_keep(
-        params.dropout_p, params.dropout_seed, batch=np.arange(q.shape[0]), heads=np.arange(q.shape[2]),
+        params.dropout_p, params.dropout_seed, batch=np.arange(q.shape[0]),
+        heads=np.arange(q.shape[2]),
         queries=rows.side.indices, keys=columns.indices,
     )  # fmt: skip
     return kept.astype(q.dtype) / np.asarray(1 - params.dropout_p, q.dtype)

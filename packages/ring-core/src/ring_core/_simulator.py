@@ -107,8 +107,10 @@ def simulate(
         the gradients of sinks and bias too.
     """
     result = run(
-        plan, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        plan, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         precision=precision,
     )  # fmt: skip
     if dout is None:

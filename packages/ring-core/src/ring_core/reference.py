@@ -146,8 +146,10 @@ class _Dense:
 
 
 def _dense(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask, segment_ids: SegmentIds | None,
-    softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None, bias: npt.ArrayLike | None,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask,
+    segment_ids: SegmentIds | None,
+    softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
+    bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
     sizes = checks.check_qkv(*(checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
@@ -182,6 +184,7 @@ def _dense(
             x = x - slopes * np.abs(q_pos[:, None] - k_pos)
     folded = None if sinks is None else np.asarray(sinks, np.float64).reshape(sizes.q_heads, -1)
     lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
+    probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:
         kept = dropout_keep(

@@ -21,8 +21,10 @@ Schedule = Literal["plain", "zigzag", "striped", "balanced"]
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ..., causal: bool = ...,
-    window: Window | None = ..., chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ...,
+    cu_seqlens: Sequence[int] | None = ...,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
@@ -31,8 +33,10 @@ def ring_attention(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ..., causal: bool = ...,
-    window: Window | None = ..., chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ...,
+    cu_seqlens: Sequence[int] | None = ...,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
@@ -121,9 +125,12 @@ def ring_attention(
     """
     ring = ring_of(group)
     call, inputs = check_call(
-        ring, ring.next_call(), schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        ring, ring.next_call(), schedule, q, k, v, causal=causal, window=window,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
     )  # fmt: skip
     return attend(call, inputs, return_lse=return_lse)

@@ -22,7 +22,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None,
+        k_ids: Tensor | None,
         sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the forward loop and add the sinks."""

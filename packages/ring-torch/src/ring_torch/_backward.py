@@ -144,7 +144,8 @@ class Moving:
 
 
 def _differentiate(
-    call: Call, rows: Rows, columns: Columns, own: Columns, upstream: Upstream, step: int, row_grads: RowGrads,
+    call: Call, rows: Rows, columns: Columns, own: Columns, upstream: Upstream, step: int,
+    row_grads: RowGrads,
     moving: Moving,
 ) -> None:  # fmt: skip
     """Run a step's items for this rank's own queries."""

@@ -152,9 +152,11 @@ def check_call(
         x is not None and x.requires_grad for x in (q, k, v, sinks, bias)
     )
     request = Request(
-        device=q.device.type, dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        device=q.device.type, dtype=described[0].dtype, head_dim=sizes.head_dim,
+        v_head_dim=sizes.v_head_dim,
         segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
-        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic, grad=grad,
+        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
+        grad=grad,
         lse_grad=grad and return_lse,
     )  # fmt: skip
     choice = choose(config, request, plan)

@@ -128,7 +128,8 @@ class ContextParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
         call, inputs = check_call(
-            self._ring, self._ring.next_call(), self.schedule, q, k, v, causal=causal, window=window,
+            self._ring, self._ring.next_call(), self.schedule, q, k, v, causal=causal,
+            window=window,
             chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
             softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
             alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
@@ -165,9 +166,12 @@ class ContextParallel:
         The kernel it would choose, why not the faster ones, and the plan.
         """
         call, _ = check_call(
-            self._ring, 0, self.schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
-            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            self._ring, 0, self.schedule, q, k, v, causal=causal, window=window,
+            chunk_size=chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
             deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
         )  # fmt: skip
         return f"{call.choice.describe()}\ntransport p2p\n\n{call.plan.describe()}"

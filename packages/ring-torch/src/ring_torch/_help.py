@@ -96,7 +96,8 @@ def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -
     index, position, _ = call.positions(item.q_rank)
     part = item.q_slice
     return Rows(
-        q, None if index is None else index[part], None if position is None else position[part], segments, bias,
+        q, None if index is None else index[part], None if position is None else position[part],
+        segments, bias,
         like.slopes,
     )  # fmt: skip
 

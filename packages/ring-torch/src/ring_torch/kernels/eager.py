@@ -99,12 +99,14 @@ class EagerKernel:
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
                 scores, slope, visible = sight.scores(q, i, j)
                 probs = scores.sub_(safe).exp_()
+                if visible is not None:  # in rows that hold NaN, masked scores became NaN too
+                    probs.masked_fill_(~visible, 0.0)
                 keep = sight.keep(probs, i, j)
                 dscores = do @ v.mT
                 if keep is not None:
                     dscores.mul_(keep)
                 dscores.sub_(delta).mul_(probs)
-                if visible is not None:
+                if visible is not None:  # 0 times NaN
                     dscores.masked_fill_(~visible, 0.0)
                 if row_grads.dbias is not None:
                     sight.add_bias_grad(row_grads.dbias, dscores, i, j)

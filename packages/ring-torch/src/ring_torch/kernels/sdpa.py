@@ -2,6 +2,9 @@
 
 On the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``; on CUDA torch's
 build of FlashAttention-2. Both take the global ``out`` and ``lse`` in the backward.
+
+Both multiply masked weights, which are 0, with whatever they meet. So blocks that are partly masked
+and hold NaN or infinity go to ``eager``, which reads only what is seen.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ring_torch.kernels._api import (
     Upstream,
     merge_into,
 )
+from ring_torch.kernels.eager import EagerKernel
 
 aten = torch.ops.aten
 
@@ -39,6 +43,9 @@ class CpuFlashKernel:
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
+        if _would_leak(item, rows.q, columns.k, columns.v):
+            EagerKernel().forward(rows, columns, item, params, into)
+            return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, item.lo is not None, scale=params.scale
@@ -50,6 +57,10 @@ class CpuFlashKernel:
         row_grads: RowGrads, column_grads: ColumnGrads,
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
+        if _would_leak(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
+            grads = row_grads, column_grads
+            EagerKernel().backward(rows, columns, upstream, item, params, *grads)
+            return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -80,9 +91,13 @@ class CudaFlashKernel:
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
     ) -> None:
         """One launch; K/V heads are shared in the kernel."""
+        if _would_leak(item, rows.q, columns.k, columns.v):
+            EagerKernel().forward(rows, columns, item, params, into)
+            return
         left, right = _sides(item)
         out, lse, *_ = aten._flash_attention_forward(
-            rows.q, columns.k, columns.v, None, None, rows.q.shape[1], columns.k.shape[1], 0.0, False, False,
+            rows.q, columns.k, columns.v, None, None, rows.q.shape[1], columns.k.shape[1], 0.0,
+            False, False,
             scale=params.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         merge_into(into, out, lse)
@@ -92,16 +107,26 @@ class CudaFlashKernel:
         row_grads: RowGrads, column_grads: ColumnGrads,
     ) -> None:  # fmt: skip
         """One launch with the global ``out`` and ``lse``."""
+        if _would_leak(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
+            grads = row_grads, column_grads
+            EagerKernel().backward(rows, columns, upstream, item, params, *grads)
+            return
         left, right = _sides(item)
         unused = torch.empty(0, device=rows.q.device)  # dropout's state, of which there is none
         dq, dk, dv = aten._flash_attention_backward(
             upstream.dout.contiguous(), rows.q, columns.k, columns.v, upstream.out.contiguous(),
-            upstream.lse.contiguous(), None, None, rows.q.shape[1], columns.k.shape[1], 0.0, False, unused, unused,
+            upstream.lse.contiguous(), None, None, rows.q.shape[1], columns.k.shape[1], 0.0, False,
+            unused, unused,
             scale=params.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         row_grads.dq.add_(dq)
         column_grads.dk.add_(dk)
         column_grads.dv.add_(dv)
+
+
+def _would_leak(item: WorkItem, *tensors: Tensor) -> bool:
+    """Whether a masked weight of an item meets something that 0 times it is not 0."""
+    return not item.is_full and not all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
 def _sides(item: WorkItem) -> tuple[int, int]:
