@@ -12,11 +12,11 @@ import pytest
 
 FOLDERS = {
     "core": {"core", "conformance", "meta"},
-    "torch": {"torch", "conformance", "meta"},
+    "torch": {"torch_only", "conformance", "meta"},
     "torch-cuda": {"conformance"},
-    "jax": {"jax"},
-    "jax-gpu": {"jax_gpu"},
-    "jax-tpu": {"jax_tpu"},
+    "jax": {"jax_only"},
+    "jax-gpu": {"jax_gpu_only"},
+    "jax-tpu": {"jax_tpu_only"},
     "none": {"packaging"},
 }
 HERE = Path(__file__).parent

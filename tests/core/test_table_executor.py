@@ -18,6 +18,7 @@ PLAIN = [
         if name not in ("dropout_p", "softmax_scale")
     )
     and case.batch > 0
+    and case.poison is None
 ]
 
 

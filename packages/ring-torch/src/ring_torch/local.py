@@ -148,10 +148,9 @@ def _serve(
     while True:
         try:
             function, args = pipe.recv()
+            answer = (True, function(rank, *args))
         except EOFError:
             break
-        try:
-            answer = (True, function(rank, *args))
         except Exception:  # noqa: BLE001 - whatever went wrong is the answer
             answer = (False, traceback.format_exc())
         pipe.send(answer)
