@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from cases import Case, round_to
 
-from ring_core import philox, reference
+from ring_core import philox
+from ring_core._seen import seen_matmul
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -52,7 +53,7 @@ def plain(case: Case) -> Arrays:
         lse = (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))[..., 0]
         safe = np.where(np.isneginf(lse), 0, lse)[..., None]
         p = np.where(visible, np.exp(s - safe), 0).astype(wide)
-        out = reference.seen_matmul(_rounded(p * keep, case, wide), visible, v)
+        out = seen_matmul(_rounded(p * keep, case, wide), visible, v)
         again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, shift)
         p = np.where(visible, np.exp(again - safe), 0).astype(wide)
         kept = _rounded(p * keep, case, wide)
@@ -60,9 +61,9 @@ def plain(case: Case) -> Arrays:
         delta = (dout * out).sum(-1) - x.get("dlse", wide(0))
         ds: Any = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
         dx = _rounded(np.where(visible, ds * slope * scale, 0), case, wide)
-        dq = reference.seen_matmul(dx, visible, k)
-        dk = reference.seen_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
-        dv = reference.seen_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
+        dq = seen_matmul(dx, visible, k)
+        dk = seen_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
+        dv = seen_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
     fold = (case.batch, case.heads[1], group)
     results = {
         "out": out.swapaxes(1, 2), "dq": dq.swapaxes(1, 2),

@@ -267,3 +267,18 @@ def test_digests_differ_where_plans_do(one: Plan, other: Plan) -> None:
         assert sizes[0] == sizes[1]
         at = np.arange(one.seq_len) + one.q_offset, np.arange(one.kv_seq_len)
         np.testing.assert_array_equal(one.mask.dense(*at), other.mask.dense(*at))
+
+
+@given(plans())
+def test_ranks_know_who_helps_them(plan: Plan) -> None:
+    for rank in range(plan.cp_size):
+        for step in range(plan.num_steps):
+            helper = (rank + plan.steps[step].shift) % plan.cp_size
+            theirs = [item for item in plan.items(helper, step) if item.q_rank == rank != helper]
+            mine = plan.helped(rank, step)
+            facts = ("q_rank", "kv_rank", "out_rank", "q_slice", "k_slice", "lo", "hi")
+            one, other = (
+                [[getattr(item, fact) for fact in facts] for item in items]
+                for items in (mine, theirs)
+            )
+            assert one == other

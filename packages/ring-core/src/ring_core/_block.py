@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ring_core._mask import Mask
 from ring_core._plan import WorkItem
+from ring_core._seen import seen_matmul
 from ring_core.philox import dropout_keep
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -94,7 +95,7 @@ def forward(
         lse = safe + np.log(total)
         probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
     kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
-    out = _seen_matmul(kept, logits.visible, _heads(v, q.shape[2]))
+    out = seen_matmul(kept, logits.visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), lse
 
 
@@ -116,9 +117,9 @@ def backward(
         dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0).astype(probs.dtype)
         dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
     kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
-    dq = _seen_matmul(dx, visible, kh)
-    dk = _grouped(_seen_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
-    dv = _grouped(_seen_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
+    dq = seen_matmul(dx, visible, kh)
+    dk = _grouped(seen_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
+    dv = _grouped(seen_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
     return dq.swapaxes(1, 2), dk, dv, dlogits
 
 
@@ -187,14 +188,3 @@ def _grouped(x: Floats, kv_heads: int) -> Floats:
     """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
     grouped = x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
     return grouped.sum(axis=2).swapaxes(1, 2)
-
-
-def _seen_matmul(weights: Floats, visible: Bools, x: Floats) -> Floats:
-    """``weights @ x``, reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``."""
-    odd = ~np.isfinite(x).all(axis=-1)
-    result = weights @ np.where(odd[..., None], 0, x)
-    for j in np.flatnonzero(odd.any(axis=(0, 1))):
-        with np.errstate(invalid="ignore"):
-            term = weights[..., :, j, None] * x[..., j, None, :]
-        result = result + np.where(visible[..., :, j, None] & odd[..., j, None, None], term, 0)
-    return result

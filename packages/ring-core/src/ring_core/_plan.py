@@ -125,6 +125,7 @@ class Plan:
     steps: tuple[Step, ...]
     _work: Ints = field(repr=False)
     _items: dict[int, tuple[tuple[WorkItem, ...], ...]] = field(repr=False, default_factory=dict)
+    _helped: dict[tuple[int, int], tuple[WorkItem, ...]] = field(repr=False, default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -156,6 +157,12 @@ class Plan:
         """The step program of the backward pass."""
         return backward_program(self.steps)
 
+    @property
+    def shipped_before_backward(self) -> int | None:
+        """The step whose helped queries have to travel before the backward's first stage."""
+        last = self.num_steps - 1
+        return None if self.steps[last].helps == "none" else last
+
     def positions(self, rank: int) -> Ints:
         """Global index of each query a rank holds, ``[T_local]``."""
         return self.q_layout.positions(rank)
@@ -178,10 +185,15 @@ class Plan:
 
     def helped(self, rank: int, step: int) -> tuple[WorkItem, ...]:
         """What another rank computes in a step for this rank's queries."""
-        if self.steps[step].helps == "none":
+        helps, shift = self.steps[step].helps, self.steps[step].shift
+        if helps == "none":
             return ()
-        helper = (rank + self.steps[step].shift) % self.cp_size
-        return tuple(item for item in self.items(helper, step) if item.q_rank == rank)
+        if (rank, step) not in self._helped:
+            helper = np.array([(rank + shift) % self.cp_size])
+            _, rows = step_rows(helps, self.geometry, helper, np.array([rank]))
+            assert rows is not None
+            self._helped[rank, step] = self._work_items(rows, 0, rank, int(helper[0]))
+        return self._helped[rank, step]
 
     def table(self, step: int) -> npt.NDArray[np.int32]:
         """Items of all ranks, ``int32[cp_size, R, len(TABLE_COLUMNS)]``, padded with empty rows.

@@ -61,7 +61,7 @@ def forward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
 def backward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
     """Stages of the backward pass; the own block, run last, needs no K/V from afar.
 
-    Where the last step is helped, its queries have to be shipped before the first stage.
+    Before the first one, ``Plan.shipped_before_backward`` is shipped.
     """
     stages = []
     for n in range(len(steps) - 1, -1, -1):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ring_core import checks
 from ring_core._mask import Mask, Window
+from ring_core._seen import seen_matmul
 from ring_core._simulator import Simulation as Simulation
 from ring_core._simulator import run as run
 from ring_core._simulator import simulate as simulate
@@ -213,20 +214,6 @@ def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
             total = total + np.exp(sinks[None, :, None, :] - safe[..., None]).sum(axis=-1)
         probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
         return safe + np.log(total), probs
-
-
-def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
-    """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
-
-    Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.
-    """
-    odd = ~np.isfinite(x).all(axis=-1)
-    result = weights @ np.where(odd[..., None], 0, x)
-    for j in np.flatnonzero(odd.any(axis=tuple(range(odd.ndim - 1)))):
-        with np.errstate(invalid="ignore"):
-            term = weights[..., :, j, None] * x[..., j, None, :]
-        result = result + np.where(visible[..., :, j, None] & odd[..., j, None, None], term, 0)
-    return result
 
 
 def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:

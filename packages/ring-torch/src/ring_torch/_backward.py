@@ -49,8 +49,7 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
     errands = Errands(
         call, lambda part: [*rows_tensors(rows.take(part)), *upstream_tensors(upstream.take(part))]
     )
-    first = plan.backward[0].step
-    shipment = errands.ship(first if plan.steps[first].helps != "none" else None)
+    shipment = errands.ship(plan.shipped_before_backward)
     shipment.transfer.wait()
 
     def add(item: WorkItem, tensors: list[Tensor]) -> None:
