@@ -35,7 +35,7 @@ class LocalRanks:
         world_size: How many.
         timeout: Seconds after which a rank gives up waiting for another.
         threads: Threads a rank computes with.
-        patience: Seconds after which :meth:`run` gives up waiting for an answer.
+        patience: Seconds after which :meth:`run` gives up waiting for an answer, or ``None``.
         cuda: Give each rank a GPU and join them with NCCL; otherwise with gloo over loopback.
 
     Example::
@@ -50,7 +50,7 @@ class LocalRanks:
         *,
         timeout: float = 60.0,
         threads: int = 1,
-        patience: float = 600.0,
+        patience: float | None = 600.0,
         cuda: bool = False,
     ) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -1,0 +1,390 @@
+"""Train a language model on sequences split over processes, and on one process: equal losses.
+
+The text is English: the help topics that come with Python. A byte-level causal transformer reads it
+4,096 bytes at a time. Each of four processes holds a quarter of the sequence, from embedding to
+loss; only attention needs the rest, and :class:`ring_torch.ContextParallel` fetches it. The same
+code then runs on one process, with a ring of one::
+
+    nox -s demo
+    python examples/train_bytes.py --schedule striped
+    python examples/train_bytes.py --packed --window 512
+    torchrun --nproc-per-node 4 examples/train_bytes.py --device cuda --dtype bfloat16
+
+The exit code is 0 if both learn and agree, 1 if not, 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+
+from ring_core import SCHEDULES, Layout, Mask, layout_of, make_plan
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+BYTES, HEAD_DIM, WARMUP = 256, 32, 10
+IGNORED = -100  # the label of a byte that has nothing to predict
+EARLY = 20  # steps in which float32 has to agree, and steps of the float64 run
+LIMITS = {"float32": 1e-5, "float64": 1e-10}  # of relative differences of losses
+LONG, LEARNED = 60, 1.0  # in this many steps the loss has to fall by this much
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run; ``cp`` alone says how many processes share its sequences."""
+
+    cp: int
+    schedule: Literal["plain", "zigzag", "striped", "balanced"]
+    seq_len: int
+    window: int | None
+    packed: bool
+    steps: int
+    dtype: str
+    device: str
+    layers: int
+    dim: int
+    lr: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.cp} process{'es' if self.cp > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run shows; memory, in bytes, is that of the process that used most."""
+
+    losses: tuple[float, ...]
+    seconds: float
+    grown: int  # since before the model was built
+    peak: int
+
+
+class Block(nn.Module):
+    """Attention, two query heads to a key/value head, then a gated MLP; each behind a norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = (nn.RMSNorm(dim, eps=1e-6) for _ in range(2))
+        self.query, self.key_value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.up, self.gate = (nn.Linear(dim, 2 * dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
+        """Map ``x [B, T, dim]``; ``attend`` knows the mask, and where the other tokens are."""
+        y = self.norm_attention(x)
+        q = self.query(y).unflatten(-1, (-1, HEAD_DIM))  # [B, T, H, D]
+        k, v = self.key_value(y).unflatten(-1, (-1, HEAD_DIM)).chunk(2, dim=2)  # [B, T, H / 2, D]
+        x = x + self.out(attend(rotate(q, angles), rotate(k, angles), v).flatten(-2))
+        y = self.norm_mlp(x)
+        mlp: Tensor = self.down(silu(self.gate(y)) * self.up(y))
+        return x + mlp
+
+
+class Model(nn.Module):
+    """A causal transformer over bytes; its first weights depend on the seed alone."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, config.dim)
+        self.blocks = nn.ModuleList(Block(config.dim) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, BYTES, bias=False)
+        random = torch.Generator().manual_seed(config.seed)
+        for part in self.modules():
+            if isinstance(part, nn.Embedding | nn.Linear):
+                std = 1.0 if part is self.embedding else 0.02
+                nn.init.normal_(part.weight, std=std, generator=random)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+        x = self.embedding(tokens)
+        exponents = torch.arange(0, 1, 2 / HEAD_DIM, dtype=torch.float64, device=x.device)
+        angles = positions[:, None, None] * 10000.0**-exponents  # [T, 1, D / 2]
+        for block in self.blocks:
+            x = block(x, angles, attend)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of heads ``x [B, T, H, D]`` (Su et al., arXiv 2104.09864)."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def sequence(config: Config, step: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Tokens and labels ``[1, T]`` of a step, whole, and who sees whom: options of attention.
+
+    Packed, topics are documents, and the label of a document's last byte is ignored: the next byte
+    belongs to another one.
+    """
+    topic = [text.encode() for text in topics.values()]
+    text, ends = np.frombuffer(b"".join(topic), np.uint8), np.cumsum([len(x) for x in topic])
+    start = np.random.default_rng((config.seed, step)).choice(ends if config.packed else len(text))
+    taken = np.take(text, start + np.arange(config.seq_len + 1), mode="wrap")
+    tokens, labels = (torch.tensor(x[None], dtype=torch.int64) for x in (taken[:-1], taken[1:]))
+    window = None if config.window is None else (config.window, 0)
+    options: dict[str, Any] = {"causal": True, "window": window}
+    if config.packed:
+        rounds = np.arange(2 + config.seq_len // len(text))[:, None]
+        stops = (rounds * len(text) + ends).ravel() - start
+        stops = stops[(stops > 0) & (stops <= config.seq_len)]
+        labels[:, stops - 1] = IGNORED
+        options["cu_seqlens"] = tuple(np.union1d(stops, [0, config.seq_len]).tolist())
+    return tokens, labels, options
+
+
+def train(config: Config, *, quiet: bool = False) -> Run:
+    """Train a model; with several processes, every one of them calls this."""
+    before, started = peak_memory(config.device), time.perf_counter()
+    cp = ContextParallel(schedule=config.schedule)
+    model = Model(config).to(config.device, getattr(torch, config.dtype))  # drawn in float32
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.95))
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / WARMUP))
+    positions = cp.positions(config.seq_len, device=config.device)
+    losses: list[float] = []
+    for step in progress(config, losses, quiet=quiet or cp.cp_rank > 0):
+        *whole, options = sequence(config, step)
+        tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
+        logits = model(tokens, positions, partial(cp.attention, **options)).flatten(0, 1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = loss / int((whole[1] != IGNORED).sum())  # this rank's part of the mean
+        optimizer.zero_grad()
+        loss.backward()
+        if cp.cp_size > 1:
+            for part in (loss.detach(), *(x.grad for x in weights if x.grad is not None)):
+                dist.all_reduce(part)
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(weights, 1.0)  # the norm of the sum: the same on every rank
+        optimizer.step()
+        warmup.step()
+    seconds, peak = time.perf_counter() - started, peak_memory(config.device)
+    memory = torch.tensor([peak - before, peak], device=config.device)
+    if cp.cp_size > 1:
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+    return Run(tuple(losses), seconds, *memory.tolist())
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes this process has used so far: of memory, or of its GPU's."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def progress(config: Config, losses: Sequence[float], *, quiet: bool) -> Iterator[int]:
+    """Count the steps, with a bar if there is a terminal to draw it in, else with a few lines."""
+    name, steps = f"{config}, {config.dtype}", range(config.steps)
+    if bar := not quiet and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+        from tqdm import tqdm
+    for step in tqdm(steps, desc=name, unit="step") if bar else steps:
+        yield step
+        if not quiet and not bar and (step + 1) % 10 == 0:
+            print(f"{name}: step {step + 1:3}, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
+
+
+def train_apart(configs: Sequence[Config]) -> list[Run]:
+    """Train on fresh processes of this machine; an error in one of them ends all and is raised."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave cores to others
+    first = configs[0]
+    threads = max(1, (os.cpu_count() or 1) // first.cp)  # more would only spin
+    cuda = first.device == "cuda"
+    with LocalRanks(first.cp, threads=threads, cuda=cuda, patience=None) as ranks:
+        runs: list[Run] = ranks.run(train_all, configs)[0]
+        return runs
+
+
+def train_here(configs: Sequence[Config]) -> list[Run]:
+    """Train as one of the processes that torchrun started."""
+    if configs[0].device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if configs[0].device == "cuda" else "gloo")
+    runs = train_all(dist.get_rank(), configs)
+    dist.destroy_process_group()
+    return runs
+
+
+def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
+    """Train with one configuration after the other; every rank calls this."""
+    first = configs[0]
+    train(replace(first, seq_len=64 * first.cp, steps=1), quiet=True)  # libraries load lazily
+    return [train(config) for config in configs]
+
+
+def differences(ring: Run, single: Run) -> Tensor:
+    """Relative differences of the losses in the steps that both have, float64."""
+    steps = min(len(ring.losses), len(single.losses))
+    a, b = (torch.tensor(run.losses[:steps], dtype=torch.float64) for run in (ring, single))
+    return (a / b - 1).abs()
+
+
+def failures(config: Config, ring: Run, single: Run | None) -> Iterator[str]:
+    """What is wrong with the losses; nothing is, for a dtype without a limit."""
+    if config.dtype in LIMITS and single is not None:
+        checked = differences(ring, single)[: EARLY if config.dtype == "float32" else None]
+        if not checked.max() <= LIMITS[config.dtype]:  # NaN is wrong too
+            yield (f"{config.dtype}: losses of {config} and of one differ by {checked.max():.1e} in "
+                   f"the first {len(checked)} steps, by more than {LIMITS[config.dtype]:.0e}")  # fmt: skip
+    fall = ring.losses[0] - ring.losses[-1]
+    if config.dtype in LIMITS and config.steps >= LONG and not fall >= LEARNED:
+        yield f"{config.dtype}: the loss fell by {fall:.3f}, not by {LEARNED:g} or more"
+
+
+def report(config: Config, ring: Run, single: Run | None) -> None:
+    """Print the losses of the ring, beside those of one process if it ran."""
+    print(f"step  {config!s:>12}" + ("    1 process   difference" if single else ""))
+    for step, loss in enumerate(ring.losses):
+        other = f"{single.losses[step]:13.9f}{loss - single.losses[step]:13.1e}" if single else ""
+        print(f"{step + 1:4}  {loss:12.9f}{other}")
+    print(f"\nloss: from {ring.losses[0]:.3f} to {ring.losses[-1]:.3f} nats a byte")
+    for name, run in ((config, ring), (replace(config, cp=1), single)):
+        if run is not None:
+            print(f"{name}: {run.seconds:.1f} s, memory a process {run.grown >> 20} MiB for training, "
+                  f"{run.peak >> 20} MiB in all")  # fmt: skip
+    if single is not None:
+        found, early = differences(ring, single), min(EARLY, config.steps)
+        print(f"largest relative difference: {found[:early].max():.1e} in the first {early} steps, "
+              f"{found.max():.1e} in all {config.steps}")  # fmt: skip
+    if config.dtype not in LIMITS:
+        print(f"{config.dtype} is coarse: neither the difference nor the loss was checked")
+
+
+def explain(ring: Sequence[Run], single: Sequence[Run]) -> None:
+    """Say in numbers why float32 losses differ; the runs are those of float32 and float64."""
+    exact, rounding = differences(ring[1], single[1]), differences(single[0], single[1])
+    found = differences(ring[0], single[0])[: len(exact)]
+    print(f"In float64 ring and single process agree to {exact.max():.1e} over {len(exact)} steps: "
+          f"what separates\nthem in float32, {found.max():.1e}, is rounding alone, which also separates "
+          f"float32 from float64\non one process, by {rounding.max():.1e}.")  # fmt: skip
+
+
+def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path) -> None:
+    """Draw losses and their differences on the left, who works when on the right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    cells = f"lp;{'d' if single else 'l'}{config.schedule[0]}"  # loss, plain, difference, schedule
+    axes = figure.subplot_mosaic(cells, width_ratios=(1.5, 1), height_ratios=(1.3, 1))
+    steps, loss = range(1, config.steps + 1), axes["l"]
+    if single:
+        loss.plot(steps, single[0].losses, "C1", linewidth=6, alpha=0.5, label="1 process")
+    loss.plot(steps, ring[0].losses, "C0", label=f"{config}, {config.schedule}")
+    loss.set(title=f"loss in nats a byte, {config.dtype}", xlabel="training step")
+    loss.legend(frameon=False)
+    for ours, theirs, dtype in zip(ring, single, (config.dtype, "float64"), strict=False):
+        found = differences(ours, theirs).clamp(min=1e-17)  # equal losses have no logarithm
+        axes["d"].semilogy(steps[: len(found)], found, ".", label=dtype)
+        axes["d"].set(title="relative difference; at the bottom: none", xlabel="training step")
+        axes["d"].legend(frameon=False, loc="upper right", ncols=2)
+    mask = Mask(**sequence(config, 0)[2])
+    for schedule in {"plain", config.schedule}:
+        plan = make_plan(mask, seq_len=config.seq_len, cp_size=config.cp, schedule=schedule)
+        work, share = axes[schedule[0]], plan.work().T * (100 / plan.work().mean())  # [rank, step]
+        work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")
+        for (rank, step), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
+            work.text(step, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
+        work.set(xlabel="step of the ring", ylabel="rank")
+        work.set(title=f"{schedule}: work, 100 is the mean; critical {plan.critical:.2f}")
+        work.locator_params(integer=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=144)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(usage="%(prog)s [options]")
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add, world = parser.add_argument, int(os.environ.get("WORLD_SIZE", "0"))
+    add("--cp", type=int, default=world or 4, help="processes that share a sequence")
+    add("--schedule", choices=SCHEDULES, default="zigzag", help="who holds and computes what")
+    add("--seq-len", type=int, default=4096, help="bytes in a sequence")
+    add("--window", type=int, metavar="LEFT", help="how many bytes back a byte sees")
+    add("--packed", action="store_true", help="keep help topics apart, with cu_seqlens")
+    add("--steps", type=int, default=60, help="sequences to train on")
+    add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--layers", type=int, default=2, help="of the model")
+    add("--dim", type=int, default=64, help="width of the model")
+    add("--lr", type=float, default=3e-3, help="learning rate")
+    add("--seed", type=int, default=0, help="of weights and data")
+    add("--out", default="out/train_bytes.png", help="picture to write, or none")
+    add("--compare", action=argparse.BooleanOptionalAction, default=not world, help="to 1 process")
+    add("--no-float64", action="store_true", help="compare in --dtype only")
+    options = parser.parse_args(argv)
+    if wrong := next(mistakes(options, world), None):
+        parser.error(wrong)
+    return options
+
+
+def mistakes(options: argparse.Namespace, world: int) -> Iterator[str]:
+    """What is wrong with the arguments."""
+    limits = {"cp": 0, "seq_len": 0, "window": -1, "steps": 0, "layers": 0, "lr": 0, "seed": -1}
+    for name, limit in limits.items():
+        if (value := getattr(options, name)) is not None and not value > limit:
+            yield f"--{name.replace('_', '-')} must be more than {limit}, got {value}"
+    try:
+        Layout(layout_of(options.schedule), options.seq_len, options.cp)
+    except ValueError as error:
+        yield f"--seq-len: {error}"
+    if options.dim < 1 or options.dim % (2 * HEAD_DIM):
+        yield f"--dim must be a multiple of {2 * HEAD_DIM}, got {options.dim}"
+    if world not in (0, options.cp):
+        yield f"--cp is {options.cp}, but WORLD_SIZE is {world}"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", options.cp))
+    if options.device == "cuda" and torch.cuda.device_count() < local:
+        yield f"--device cuda needs {local} GPUs, found {torch.cuda.device_count()}"
+    if options.out != "none" and importlib.util.find_spec("matplotlib") is None:
+        yield "--out needs matplotlib: install ring-core[viz], or give --out none"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on a ring and, if asked to, on one process; compare; returns the exit code."""
+    options = arguments(argv)
+    config = Config(**{name: getattr(options, name) for name in Config.__annotations__})
+    configs = [config]
+    if options.compare and config.dtype == "float32" and not options.no_float64:
+        configs.append(replace(config, dtype="float64", steps=min(EARLY, config.steps)))
+    if "WORLD_SIZE" in os.environ:  # torchrun has started the processes, this being one of them
+        ring = train_here(configs)
+        if os.environ["RANK"] != "0":
+            return 0
+    else:
+        ring = train_apart(configs)
+    single = train_apart([replace(each, cp=1) for each in configs]) if options.compare else []
+    report(config, ring[0], single[0] if single else None)
+    wrong = [text for runs in zip_longest(configs, ring, single) for text in failures(*runs)]
+    if len(configs) > 1 and not wrong:
+        explain(ring, single)
+    if options.out != "none":
+        draw(config, ring, single, Path(options.out))
+        print(f"picture: {options.out}")
+    sys.stderr.writelines(f"error: {text}\n" for text in wrong)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
