@@ -134,7 +134,7 @@ def constraints(session: nox.Session) -> None:
         *("uv", "pip", "compile", "--universal", "--python-version=3.12", "--upgrade"),
         *("--all-extras", *(f"--group={group}" for group in PYPROJECT["dependency-groups"])),
         *(f"--no-emit-package={package}" for package in PACKAGES),
-        *("--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet"),
+        *("--no-annotate", "--quiet"),
         "--custom-compile-command=nox -s constraints",
         "--output-file=constraints.txt",
         *(f"packages/{package}/pyproject.toml" for package in PACKAGES),

@@ -299,7 +299,7 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
         found = differences(ours, theirs).clamp(min=1e-17)  # equal losses have no logarithm
         axes["d"].semilogy(steps[: len(found)], found, ".", label=dtype)
         axes["d"].set(title="relative difference; at the bottom: none", xlabel="training step")
-        axes["d"].legend(frameon=False, loc="upper right", ncols=2)
+        axes["d"].legend(frameon=False, loc="center right")
     mask = Mask(**sequence(config, 0)[2])
     for schedule in {"plain", config.schedule}:
         plan = make_plan(mask, seq_len=config.seq_len, cp_size=config.cp, schedule=schedule)
