@@ -213,7 +213,8 @@ def train_apart(configs: Sequence[Config]) -> list[Run]:
     first = configs[0]
     threads = max(1, (os.cpu_count() or 1) // first.cp)  # more would only spin
     cuda = first.device == "cuda"
-    with LocalRanks(first.cp, threads=threads, cuda=cuda, patience=None) as ranks:
+    # Five minutes is what a step may take, and the longest that a failed rank goes unnoticed.
+    with LocalRanks(first.cp, timeout=300, threads=threads, patience=None, cuda=cuda) as ranks:
         runs: list[Run] = ranks.run(train_all, configs)[0]
         return runs
 

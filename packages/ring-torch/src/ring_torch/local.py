@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -130,7 +131,8 @@ def _serve(
     cuda: bool,
 ) -> None:
     """Be one rank until the pipe closes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # looking the host's name up may take seconds
+    # Looking the host's name up may take seconds, and ranks here need no other interface.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     import torch
     import torch.distributed as dist
 
