@@ -36,7 +36,12 @@ class TorchBackend:
     def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
         """Run one case on its ring size and put the results together."""
         if mutant is None:
-            parts = self.pool(case.cp_size).run(run_rank, case.name, kernel, None, self._cuda)
+            ranks = self.pool(case.cp_size)
+            try:
+                parts = ranks.run(run_rank, case.name, kernel, None, self._cuda)
+            except LocalRankError:
+                self._pools.pop(case.cp_size).close()
+                raise
             return gather(case, plan_of(case), parts)
         pool = LocalRanks(
             case.cp_size, timeout=5, cuda=self._cuda

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ring_core import RankMismatchError
 from ring_torch import ring_attention
-from ring_torch.local import LocalRanks
+from ring_torch.local import LocalRankError, LocalRanks
 
 
 def call(**options: Any) -> None:
@@ -128,3 +129,17 @@ def test_missing_peer_ends_in_an_error(what: str) -> None:
         assert ok, answers[rank]
         assert message
         assert seconds < 30
+
+
+def _one_fails(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("what went wrong")
+    dist.barrier()
+
+
+def test_a_failing_rank_ends_the_run_of_all() -> None:
+    """The others would wait for it for ten minutes, longer than a test may take."""
+    with LocalRanks(3, timeout=600) as ranks, pytest.raises(LocalRankError) as caught:
+        ranks.run(_one_fails)
+    assert "what went wrong" in str(caught.value)
+    assert "rank 0: no answer in time" in str(caught.value)

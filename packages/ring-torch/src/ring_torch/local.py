@@ -5,15 +5,17 @@ Real jobs start their ranks with ``torchrun`` or a scheduler.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +25,8 @@ _PRELOADED = [
     "torch.distributed",
     "ring_torch",
 ]  # seconds each, once for all ranks
+
+_GRACE = 5.0
 
 
 class LocalRankError(RuntimeError):
@@ -73,37 +77,56 @@ class LocalRanks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank; what each returned.
 
-        The function must be importable by name, and what it takes and returns picklable.
+        The function must be importable by name, and what it takes and returns picklable. Once a
+        rank has failed, the others get a few seconds more; then these ranks are of no further use.
 
         Raises:
             LocalRankError: A rank raised, died or did not answer.
         """
-        answers = self.answers(function, *args)
+        answers = self.answers(function, *args, grace=_GRACE)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             raise LocalRankError("\n".join(failures))
         return [value for _, value in answers]
 
-    def answers(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
-        """``(True, value)`` or ``(False, what went wrong)`` of every rank."""
+    def answers(
+        self, function: Callable[..., Any], *args: Any, grace: float | None = None
+    ) -> list[tuple[bool, Any]]:
+        """``(True, value)`` or ``(False, what went wrong)`` of every rank.
+
+        ``grace`` is how many seconds others may still take after the first failure.
+        """
         for pipe in self._pipes:
             with suppress(OSError):  # it died before; reading its answer says so
                 pipe.send((function, args))
-        answers: list[tuple[bool, Any]] = []
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            try:
-                waited = pipe.poll(self._patience)
-                answers.append(pipe.recv() if waited else (False, "no answer in time"))
-            except (EOFError, OSError):
-                process.join(5)
-                answers.append((False, f"died with exit code {process.exitcode}"))
-        return answers
+        answers: dict[int, tuple[bool, Any]] = {}
+        until = math.inf if self._patience is None else time.monotonic() + self._patience
+        while waiting := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
+            left = until - time.monotonic()
+            ready = wait(waiting, None if left == math.inf else max(0.0, left))
+            if not ready:
+                break
+            for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
+                answers[rank] = self._answer(rank)
+                if not answers[rank][0] and grace is not None:
+                    until = min(until, time.monotonic() + grace)
+        return [answers.get(n, (False, "no answer in time")) for n in range(len(self._pipes))]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = self._pipes[rank].recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(5)
+            return False, f"died with exit code {self._processes[rank].exitcode}"
+        return answer
 
     def close(self) -> None:
         """End all processes."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe in self._pipes:
             pipe.close()
-            process.join(5)
+        until = time.monotonic() + _GRACE
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
