@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask, Plan, Request, checks, make_plan
+from ring_core import Mask, Plan, Request, ScheduleName, checks, make_plan
 from ring_torch._comm import Packing, Ring
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
 from ring_torch.kernels._api import Columns, Kernel, Params, Rows
@@ -83,7 +83,7 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> P
 def check_call(
     ring: Ring,
     number: int,
-    schedule: str,
+    schedule: ScheduleName,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,7 +122,7 @@ def check_call(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     plan = make_plan(
-        rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,  # type: ignore[arg-type]
+        rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
         kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
     scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
