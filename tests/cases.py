@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import SCHEDULES, Mask, ScheduleName, reference
+from ring_core import SCHEDULES, Mask, Plan, ScheduleName, make_plan, reference
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded"]
@@ -46,6 +46,17 @@ class Case:
     def keys(self) -> int:
         """Number of keys."""
         return self.seq_len if self.kv_seq_len is None else self.kv_seq_len
+
+    @property
+    def plan(self) -> Plan:
+        """The case's plan; made anew when a mutant has emptied the cache."""
+        return make_plan(
+            self.mask,
+            seq_len=self.seq_len,
+            cp_size=self.cp_size,
+            schedule=self.schedule,
+            kv_seq_len=self.kv_seq_len,
+        )
 
     @property
     def dropout_seed(self) -> int | None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from cases import Case
 from mutants import applied
 
-from ring_core import make_plan, reference
+from ring_core import reference
 from ring_core._block import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -30,13 +30,7 @@ class SimulatorBackend:
 
 def simulate(case: Case) -> Arrays:
     """A case's results from the simulator."""
-    plan = make_plan(
-        case.mask,
-        seq_len=case.seq_len,
-        cp_size=case.cp_size,
-        schedule=case.schedule,
-        kv_seq_len=case.kv_seq_len,
-    )
+    plan = case.plan
     x = case.inputs
     with np.errstate(all="ignore"):
         result = reference.run(

@@ -11,7 +11,7 @@ from cases import CASES, Case
 from mutants import applied
 
 import ring_torch
-from ring_core import Plan, make_plan
+from ring_core import Plan
 from ring_torch.local import LocalRankError, LocalRanks
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -42,13 +42,13 @@ class TorchBackend:
             except LocalRankError:
                 self._pools.pop(case.cp_size).close()
                 raise
-            return gather(case, plan_of(case), parts)
+            return gather(case, case.plan, parts)
         pool = LocalRanks(
             case.cp_size, timeout=5, cuda=self._cuda
         )  # a broken backend may leave messages behind
         try:
             return gather(
-                case, plan_of(case), pool.run(run_rank, case.name, kernel, mutant, self._cuda)
+                case, case.plan, pool.run(run_rank, case.name, kernel, mutant, self._cuda)
             )
         finally:
             pool.close()
@@ -59,17 +59,6 @@ class TorchBackend:
             pool.close()
 
 
-def plan_of(case: Case) -> Plan:
-    """The plan of a case."""
-    return make_plan(
-        case.mask,
-        seq_len=case.seq_len,
-        cp_size=case.cp_size,
-        schedule=case.schedule,
-        kv_seq_len=case.kv_seq_len,
-    )
-
-
 def run_rank(rank: int, name: str, kernel: str, mutant: str | None, cuda: bool) -> Arrays:
     """One rank's part of a case, forward and backward."""
     with applied(mutant):
@@ -77,7 +66,7 @@ def run_rank(rank: int, name: str, kernel: str, mutant: str | None, cuda: bool) 
 
 
 def _run_rank(rank: int, case: Case, kernel: str, device: torch.device) -> Arrays:
-    plan, x = plan_of(case), case.inputs
+    plan, x = case.plan, case.inputs
     q_at, k_at = plan.positions(rank), plan.k_positions(rank)
 
     def tensor(value: npt.NDArray[Any], *, grad: bool = False) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 from backends.table_executor import execute
 from cases import CASES, Case
 
-from ring_core import make_plan, reference
+from ring_core import reference
 
 PLAIN = [
     case
@@ -24,13 +24,7 @@ PLAIN = [
 
 @pytest.mark.parametrize("case", PLAIN, ids=[case.name for case in PLAIN])
 def test_equals_the_simulator(case: Case) -> None:
-    plan = make_plan(
-        case.mask,
-        seq_len=case.seq_len,
-        cp_size=case.cp_size,
-        schedule=case.schedule,
-        kv_seq_len=case.kv_seq_len,
-    )
+    plan = case.plan
     x = case.inputs
     scale = case.softmax_scale or case.dims[0] ** -0.5
     simulated = reference.simulate(
