@@ -57,15 +57,19 @@ def test_balanced_ring_by_hand() -> None:
     q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
     out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
     shipped = q + dout + 2 * lse
-    # K/V and q travel under the own block; out and lse come home under nothing.
-    forward = (2 + (240 + q) / 24) + 8 + (1 + (out + lse) / 24)
-    # q, dO, lse, delta leave before anything runs; dK/dV and dQ go home under the own block.
-    backward = (1 + shipped / 24) + 8 + (2 + (480 + dq) / 24)
+    # What is helped travels in four pieces, one ahead of the kernels; results come home behind.
+    # Forward: K/V and a piece of q under the own block; the last out and lse under nothing.
+    ship, home = q / 4, (out + lse) / 4
+    forward = (2 + (240 + ship) / 24) + (6 + 3 * (ship + home) / 24) + (1 + home / 24)
+    # Backward: the first q, dO, lse, delta leave before anything runs; dK/dV and the last dQ go
+    # home under the own block.
+    ship, home = shipped / 4, dq / 4
+    backward = (1 + ship / 24) + (6 + 3 * (ship + home) / 24) + (2 + (480 + home) / 24)
     assert asdict(estimate(plan, MODEL, SLOW)) == pytest.approx(
         {
             "flops": 18 * 120 * 3.5,
             "bytes_sent": 240 + q + out + lse + shipped + 480 + dq,
-            "messages": 3 + 3,
+            "messages": 9 + 9,
             "live_steps": 2,
             "memory_bytes": 2 * 240 + dq + 3 * 480 + q + dout + dq,
             "compute_s": 36,

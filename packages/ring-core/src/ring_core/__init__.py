@@ -26,6 +26,7 @@ from ring_core._plan import TABLE_UNBOUNDED as TABLE_UNBOUNDED
 from ring_core._plan import Plan as Plan
 from ring_core._plan import WorkItem as WorkItem
 from ring_core._plan import make_plan as make_plan
+from ring_core._program import HELP_PIECES as HELP_PIECES
 from ring_core._program import Stage as Stage
 from ring_core._schedule import SCHEDULES as SCHEDULES
 from ring_core._schedule import ScheduleName as ScheduleName

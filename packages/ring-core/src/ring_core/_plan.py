@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -88,6 +88,34 @@ class WorkItem:
         d = (self.k_stop - self.k_start) - (self.q_stop - self.q_start)
         return None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
 
+    def cut(self, pieces: int) -> tuple[WorkItem, ...]:
+        """The item in at most ``pieces`` pieces of rows, each over all of its columns.
+
+        A square causal item stays whole: its pieces would be neither full nor causal, and a kernel
+        may know only these. Pieces of a predicate's item begin at tiles.
+        """
+        rows = self.q_stop - self.q_start
+        if self.lo == 0 and self.hi is None and rows == self.k_stop - self.k_start:
+            return (self,)
+        size = -(-rows // pieces)
+        if self.tiles is not None:
+            size = -(-size // TILE) * TILE
+        return tuple(
+            self._rows(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))
+        )
+
+    def _rows(self, start: int, stop: int) -> WorkItem:
+        cu_q, tiles = self.cu_q, self.tiles
+        return replace(
+            self,
+            q_start=self.q_start + start,
+            q_stop=self.q_start + stop,
+            lo=None if self.lo is None else self.lo - start,
+            hi=None if self.hi is None else self.hi - start,
+            cu_q=None if cu_q is None else np.clip(cu_q, start, stop) - start,
+            tiles=None if tiles is None else tiles[start // TILE : -(-stop // TILE)],
+        )
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -156,12 +184,6 @@ class Plan:
     def backward(self) -> tuple[Stage, ...]:
         """The step program of the backward pass."""
         return backward_program(self.steps)
-
-    @property
-    def shipped_before_backward(self) -> int | None:
-        """The step whose helped queries have to travel before the backward's first stage."""
-        last = self.num_steps - 1
-        return None if self.steps[last].helps == "none" else last
 
     def positions(self, rank: int) -> Ints:
         """Global index of each query a rank holds, ``[T_local]``."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from ring_core._schedule import Step
 
+HELP_PIECES = 4
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -29,17 +31,16 @@ class Stage:
             ``None`` moves nothing.
         grad_hop: Backward: after computing, add the step's dK/dV to those that arrived and start
             moving them to the rank this far ahead.
-        ship: Before computing, ranks start sending what belongs to their queries to the ranks that
-            help them in this step (an index, the next stage's), ``steps[ship].shift`` ahead.
-        results: After computing, helpers start sending their results back to the ranks they helped,
-            ``steps[step].shift`` behind them.
+        helps: Ranks compute for others in this step, after their own items. What belongs to the
+            helped queries travels ``steps[step].shift`` ahead in ``HELP_PIECES`` pieces of rows
+            (``WorkItem.cut``), each while the piece before is computed, the first one during the
+            stage before; the results go back piece by piece.
     """
 
     step: int
     kv_hop: int | None = None
     grad_hop: int | None = None
-    ship: int | None = None
-    results: bool = False
+    helps: bool = False
 
 
 def forward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
@@ -51,18 +52,14 @@ def forward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
             Stage(
                 step=n,
                 kv_hop=following.shift - step.shift if following else None,
-                ship=n + 1 if following and following.helps != "none" else None,
-                results=step.helps != "none",
+                helps=step.helps != "none",
             )
         )
     return tuple(stages)
 
 
 def backward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
-    """Stages of the backward pass; the own block, run last, needs no K/V from afar.
-
-    Before the first one, ``Plan.shipped_before_backward`` is shipped.
-    """
+    """Stages of the backward pass; the own block, run last, needs no K/V from afar."""
     stages = []
     for n in range(len(steps) - 1, -1, -1):
         hop = steps[n - 1].shift - steps[n].shift if n > 0 else None
@@ -71,8 +68,7 @@ def backward_program(steps: Sequence[Step]) -> tuple[Stage, ...]:
                 step=n,
                 kv_hop=hop if n > 1 else None,
                 grad_hop=hop,
-                ship=n - 1 if n > 1 and steps[n - 1].helps != "none" else None,
-                results=steps[n].helps != "none",
+                helps=steps[n].helps != "none",
             )
         )
     return tuple(stages)

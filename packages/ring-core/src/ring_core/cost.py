@@ -22,8 +22,8 @@ import numpy.typing as npt
 from ring_core._layout import Layout
 from ring_core._mask import Mask
 from ring_core._plan import Plan, make_plan
-from ring_core._program import Stage
-from ring_core._schedule import SCHEDULES, ScheduleName, Step, layout_of
+from ring_core._program import HELP_PIECES, Stage
+from ring_core._schedule import SCHEDULES, ScheduleName, layout_of
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -190,12 +190,12 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
     slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(plan.forward, plan.steps, slowest * rate, _forward_bytes(plan, model), hardware)]
+    passes = [_run(plan.forward, slowest * rate, _forward_bytes(plan, model), hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
         volumes = _backward_bytes(plan, model)
-        passes.append(_run(plan.backward, plan.steps, slowest * rate, volumes, hardware))
+        passes.append(_run(plan.backward, slowest * rate, volumes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,
@@ -284,7 +284,6 @@ def _rows(plan: Plan, model: Model) -> tuple[int, int]:
 
 def _run(
     stages: Sequence[Stage],
-    steps: Sequence[Step],
     step_s: npt.NDArray[np.floating[Any]],
     volumes: _Bytes,
     hardware: Hardware,
@@ -293,21 +292,23 @@ def _run(
 
     Slot ``n + 1`` is stage ``n``; slots before the first and after the last compute nothing.
     """
-    before = np.array([(s.kv_hop is not None, s.ship is not None) for s in stages], dtype=np.int64)
-    after = np.array([(s.grad_hop is not None, s.results) for s in stages], dtype=np.int64)
-    messages, sent = np.zeros((2, len(stages) + 2), dtype=np.int64)
-    messages[1:-1] += before.sum(axis=1)
-    messages[2:] += after.sum(axis=1)
-    sent[1:-1] += before @ np.array([volumes.kv, volumes.ship])
-    sent[2:] += after @ np.array([volumes.grad, volumes.results])
-    if steps[stages[0].step].helps != "none":
-        messages[0] += 1
-        sent[0] += volumes.ship
+    kv = np.array([s.kv_hop is not None for s in stages])
+    grad = np.array([s.grad_hop is not None for s in stages])
+    helps = np.array([s.helps for s in stages])
+    # The first piece for a helper travels in the slot before, the last result in the slot after.
+    ship, results = volumes.ship / HELP_PIECES, volumes.results / HELP_PIECES
+    messages, sent = np.zeros((2, len(stages) + 2))
+    messages[:-2] += helps
+    messages[1:-1] += kv + 2 * (HELP_PIECES - 1) * helps
+    messages[2:] += grad.astype(int) + helps
+    sent[:-2] += helps * ship
+    sent[1:-1] += kv * volumes.kv + (HELP_PIECES - 1) * helps * (ship + results)
+    sent[2:] += grad * volumes.grad + helps * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     transfer = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
     time_s = np.maximum(compute, transfer).sum()
-    return _Pass(float(compute.sum()), float(time_s), int(sent.sum()), int(messages.sum()))
+    return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
 
 
 def _memory(plan: Plan, model: Model, backward: bool) -> int:

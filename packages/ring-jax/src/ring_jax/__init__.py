@@ -1,8 +1,13 @@
-"""Exact ring attention for JAX. A placeholder: nothing can be called yet.
+"""Exact attention over sequences longer than one device holds, for JAX.
 
-This package will hold the SPMD loop (``shard_map``, ``ppermute``, ``custom_vjp``) that executes a
-``ring_core`` plan, and a kernel written in plain JAX that runs on any backend. Until then the name
-is here so that the packages that depend on it can state the dependency.
+:func:`ring_attention` works on local shards inside ``jax.shard_map``; :class:`ContextParallel` on
+global arrays.
 """
+
+from ring_core import KernelConfig as KernelConfig
+from ring_core import Mask as Mask
+from ring_core import UnsupportedError as UnsupportedError
+from ring_jax._attention import ring_attention as ring_attention
+from ring_jax._autodiff import RESIDUALS as RESIDUALS
 
 __version__ = "0.1.0"

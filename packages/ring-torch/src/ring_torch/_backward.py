@@ -11,7 +11,7 @@ from ring_core import WorkItem
 from ring_torch._call import Call, Inputs, keys_of, packing_of
 from ring_torch._comm import NOTHING, Packing, Transfer, agree
 from ring_torch._forward import header_device
-from ring_torch._help import Errands, helped_rows, rows_tensors, upstream_tensors
+from ring_torch._help import Errands, helped_rows, rows_tensors
 from ring_torch.kernels._api import ColumnGrads, Columns, RowGrads, Rows, Upstream
 
 
@@ -46,18 +46,24 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(held))
     row_grads = _zero_row_grads(call, rows)
     moving = Moving(call, packing_of(keys[:2], call.wide))
+
+    def help_with(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
+        theirs = helped_rows(call, item, rows, tensors)
+        grads = _zero_row_grads(call, theirs)
+        _help(call, item, theirs, own, Upstream(*tensors[-4:]), grads, moving)
+        return _row_grad_tensors(grads)
+
+    def add(part: slice, tensors: list[Tensor]) -> None:
+        for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
+            total.add_(x)
+
     errands = Errands(
-        call, lambda part: [*rows_tensors(rows.take(part)), *upstream_tensors(upstream.take(part))]
+        call,
+        plan.backward,
+        take=lambda part: [*rows_tensors(rows.take(part)), *upstream.take(part)],
+        like=lambda part: _row_grad_tensors(row_grads.take(part)),
+        add=add,
     )
-    shipment = errands.ship(plan.shipped_before_backward)
-    shipment.transfer.wait()
-
-    def add(item: WorkItem, tensors: list[Tensor]) -> None:
-        part = row_grads.take(item.q_slice)
-        part.dq.add_(tensors[0])
-        if part.dbias is not None:
-            part.dbias.add_(tensors[1])
-
     for stage in plan.backward:
         transfer, arriving = NOTHING, held
         if stage.kv_hop is not None:
@@ -66,29 +72,19 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
             transfer = ring.start(
                 [(held, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
             )
-        next_shipment = errands.ship(stage.ship)
         _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, moving)
-        errands.collect(add)
-        if stage.results:
-            results = []
-            for item, tensors in shipment.arriving:
-                theirs = helped_rows(call, item, rows, tensors)
-                grads = _zero_row_grads(call, theirs)
-                _help(call, item, theirs, own, Upstream(*tensors[-4:]), grads, moving)
-                results.append((item, _row_grad_tensors(grads)))
-            errands.send_home(
-                stage.step, results, lambda item: _row_grad_tensors(row_grads.take(item.q_slice))
-            )
+        errands.collect()
+        if stage.helps:
+            errands.help(stage.step, help_with)
         moving.hop(stage.grad_hop, home=plan.steps[stage.step].shift == 0)
         transfer.wait()
-        next_shipment.transfer.wait()
-        shipment, held = next_shipment, arriving
+        held = arriving
         if stage.kv_hop is not None:
             assert held is not None
             columns = call.columns(
                 ring.behind(plan.steps[stage.step - 1].shift), packing.views(held)
             )
-    errands.collect(add)
+    errands.collect()
     home = moving.grads(home=True)
     return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 

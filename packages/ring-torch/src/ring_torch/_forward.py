@@ -32,11 +32,16 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
     spare: Tensor | None = None
     if plan.num_steps > 1:
         held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
-    errands = Errands(call, lambda part: rows_tensors(rows.take(part)))
-    shipment = errands.ship(None)
+    errands = Errands(
+        call,
+        plan.forward,
+        take=lambda part: rows_tensors(rows.take(part)),
+        like=into.take,
+        add=lambda part, tensors: merge_into(into.take(part), *tensors),
+    )
 
-    def add(item: WorkItem, tensors: list[Tensor]) -> None:
-        merge_into(into.take(item.q_slice), *tensors)
+    def help_with(item: WorkItem, tensors: list[Tensor]) -> Result:
+        return _help(call, item, helped_rows(call, item, rows, tensors), own, inputs)
 
     for stage in plan.forward:
         transfer = NOTHING
@@ -45,25 +50,18 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
             transfer = ring.start(
                 [(held, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
             )
-        next_shipment = errands.ship(stage.ship)
         _attend(call, rows, columns, own, stage.step, into)
-        errands.collect(add)
-        if stage.results:
-            results = [
-                (item, _help(call, item, helped_rows(call, item, rows, tensors), own, inputs))
-                for item, tensors in shipment.arriving
-            ]
-            errands.send_home(stage.step, results, lambda item: into.take(item.q_slice))
+        errands.collect()
+        if stage.helps:
+            errands.help(stage.step, help_with)
         transfer.wait()
-        next_shipment.transfer.wait()
-        shipment = next_shipment
         if stage.kv_hop is not None:
             assert held is not None and spare is not None
             held, spare = spare, held
             columns = call.columns(
                 ring.behind(plan.steps[stage.step + 1].shift), packing.views(held)
             )
-    errands.collect(add)
+    errands.collect()
     return into.out, into.lse, held
 
 

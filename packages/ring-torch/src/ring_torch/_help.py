@@ -3,79 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_core import WorkItem
+from ring_core import HELP_PIECES, Stage, WorkItem
 from ring_torch._call import Call
 from ring_torch._comm import NOTHING, Transfer
-from ring_torch.kernels._api import Rows, Upstream
+from ring_torch.kernels._api import Rows
 
 
 class Shipment(NamedTuple):
-    """What arrives at a helper: the tensors of each helped item's rows."""
+    """What arrives at a helper: the tensors of the rows of each piece of an item."""
 
     transfer: Transfer
-    arriving: tuple[tuple[WorkItem, list[Tensor]], ...]
+    arriving: list[tuple[WorkItem, list[Tensor]]]
 
 
 @dataclass
 class Errands:
-    """Ships what a call's rows need to their helpers, and brings results home.
+    """Ships what a call's rows need to their helpers, helps others, and brings results home.
 
-    ``take`` cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
-    are equal on all ranks, it also tells what a shipment from another rank looks like.
+    Rows travel in pieces, one ahead of the piece that is computed, so that a helper holds two.
+
+    Attributes:
+        call: The call.
+        stages: The pass.
+        take: Cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
+            are equal on all ranks, it also tells what a shipment from another rank looks like.
+        like: Tensors of the shapes and dtypes of the results of a slice of rows.
+        add: Adds results that came home in their place.
     """
 
     call: Call
+    stages: Sequence[Stage]
     take: Callable[[slice], list[Tensor]]
-    pending: list[tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]] = field(
-        default_factory=list
-    )
+    like: Callable[[slice], Sequence[Tensor]]
+    add: Callable[[slice, list[Tensor]], None]
 
-    def ship(self, step: int | None) -> Shipment:
-        """Start sending rows that others compute in a step, and receiving those computed here."""
-        if step is None:
-            return Shipment(NOTHING, ())
-        ring, plan = self.call.ring, self.call.plan
-        helper = ring.ahead(plan.steps[step].shift)
-        helped = plan.helped(ring.rank, step)
-        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
-        arriving = [
-            (item, [_like(x) for x in self.take(item.q_slice)])
-            for item in plan.items(ring.rank, step)
-            if item.q_rank != ring.rank
-        ]
-        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
-        return Shipment(ring.start(sends, receives), tuple(arriving))
+    def __post_init__(self) -> None:
+        self._ahead = iter(
+            [(s.step, n) for s in self.stages if s.helps for n in range(HELP_PIECES)]
+        )
+        self._underway: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self._coming = self._ship()
 
-    def send_home(
-        self,
-        step: int,
-        results: Sequence[tuple[WorkItem, Sequence[Tensor]]],
-        like: Callable[[WorkItem], Sequence[Tensor]],
+    def help(
+        self, step: int, compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]]
     ) -> None:
-        """Start sending results to the ranks they belong to, and receiving this rank's own.
+        """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
+        for piece in range(HELP_PIECES):
+            shipment, self._coming = self._coming, Shipment(NOTHING, [])
+            shipment.transfer.wait()
+            self._coming = self._ship()
+            results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
+            self.collect()
+            self._send_home(step, piece, results)
 
-        ``like`` gives tensors of the shapes and dtypes of an item's results.
-        """
+    def collect(self) -> None:
+        """Wait for results sent home, and add each in its place."""
+        for transfer, expected in self._underway:
+            transfer.wait()
+            for rows, tensors in expected:
+                self.add(rows, tensors)
+        self._underway.clear()
+
+    def _ship(self) -> Shipment:
+        """Start sending the next piece that others compute, and receiving the next one to do."""
+        following = next(self._ahead, None)
+        if following is None:
+            return Shipment(NOTHING, [])
+        step, piece = following
         ring, plan = self.call.ring, self.call.plan
         helper = ring.ahead(plan.steps[step].shift)
-        sends = [(x, item.out_rank) for item, tensors in results for x in tensors]
-        expected = [(item, [_like(x) for x in like(item)]) for item in plan.helped(ring.rank, step)]
-        transfer = ring.start(sends, [(x, helper) for _, tensors in expected for x in tensors])
-        self.pending.append((transfer, expected))
+        helped = _piece(plan.helped(ring.rank, step), piece)
+        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
+        others = [item for item in plan.items(ring.rank, step) if item.q_rank != ring.rank]
+        arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
+        return Shipment(ring.start(sends, receives), arriving)
 
-    def collect(self, add: Callable[[WorkItem, list[Tensor]], None]) -> None:
-        """Wait for results sent home, and add each in its place."""
-        for transfer, expected in self.pending:
-            transfer.wait()
-            for item, tensors in expected:
-                add(item, tensors)
-        self.pending.clear()
+    def _send_home(
+        self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
+    ) -> None:
+        """Start sending results to the ranks they belong to, and receiving this rank's own."""
+        ring, plan = self.call.ring, self.call.plan
+        helper = ring.ahead(plan.steps[step].shift)
+        helped = [item.q_slice for item in _piece(plan.helped(ring.rank, step), piece)]
+        expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
+        transfer = ring.start(
+            [(x, owner) for owner, tensors in results for x in tensors],
+            [(x, helper) for _, tensors in expected for x in tensors],
+        )
+        self._underway.append((transfer, expected))
+
+
+def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
+    """The piece of each item that has so many."""
+    pieces = [item.cut(HELP_PIECES) for item in items]
+    return [cut[number] for cut in pieces if number < len(cut)]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -100,8 +128,3 @@ def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -
         segments, bias,
         like.slopes,
     )  # fmt: skip
-
-
-def upstream_tensors(upstream: Upstream) -> list[Tensor]:
-    """What a helper needs besides the rows to run the backward."""
-    return list(upstream)

@@ -1,0 +1,189 @@
+"""One call, checked and planned while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ring_core import KernelConfig, Mask, Request, ScheduleName, checks, make_plan
+from ring_jax._kernels import choose, kernel_names
+from ring_jax._ring import axes_of, vary_alike
+from ring_jax._types import Array, Inputs, Kernel, Static
+
+TRANSPORTS = ("auto", "ppermute")
+
+
+def check_call(
+    kernels: Sequence[Kernel],
+    axis_name: Hashable | None,
+    schedule: ScheduleName,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    chunk_size: int | None,
+    cu_seqlens: Sequence[int] | None,
+    segment_ids: Array | tuple[Array, Array] | None,
+    mask: Mask | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
+    bias: Array | None,
+    alibi_slopes: Array | None,
+    dropout_p: float,
+    dropout_seed: int | Array | None,
+    deterministic: bool,
+    return_lse: bool,
+    kernel: str | KernelConfig,
+    transport: str,
+    dropout_offsets: tuple[Array | int, Array | int] = (0, 0),
+) -> tuple[Static, Inputs]:
+    """Check all arguments of a call, plan it and choose its kernel.
+
+    ``dropout_offsets`` are the global indices of the first local batch row and query head.
+
+    Raises:
+        ValueError: An argument is malformed, or traced where it must be static.
+        UnsupportedError: No kernel, or not the one named, can do the call.
+    """
+    _check_static(
+        causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    described = [_described(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
+    sizes = checks.check_qkv(*described)
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
+    size = axis_size(axis_name)
+    plan = make_plan(
+        rule, seq_len=sizes.q_len * size, cp_size=size, schedule=schedule,
+        kv_seq_len=sizes.k_len * size,
+    )  # fmt: skip
+    scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
+    checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
+    for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
+        checks.check_flag(name, flag)
+    checks.check_choice("transport", transport, TRANSPORTS)
+    checks.check_sinks(_optional(sinks, "sinks"), sizes, DEVICE)
+    checks.check_bias(_optional(bias, "bias"), sizes, plan.kv_seq_len, DEVICE)
+    checks.check_alibi_slopes(_optional(alibi_slopes, "alibi_slopes"), sizes, DEVICE)
+    q_ids, k_ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
+    for side, ids in (("queries", q_ids), ("keys", k_ids)):
+        if ids is not None:
+            checks.check_segment_ids(_described(ids, "segment_ids"), sizes, side, DEVICE)
+    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(config, KernelConfig):
+        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
+    checks.check_choice("kernel", config.name, kernel_names(kernels))
+    request = Request(
+        device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
+        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
+        lse_grad=return_lse,
+    )  # fmt: skip
+    chosen = choose(kernels, config, request, plan)
+    static = Static(
+        plan, axis_name, scale, cap, float(dropout_p), chosen, config, described[0].dtype,
+        sizes.head_dim,
+    )  # fmt: skip
+    seed = offsets = None
+    if dropout_p > 0:
+        seed, offsets = seed_words(dropout_seed), jnp.stack(
+            [jnp.asarray(x, jnp.int32) for x in dropout_offsets]
+        )
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = _without_gradient(jnp.atleast_2d(alibi_slopes))
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes, seed, offsets)
+    axes = axes_of(inputs) | axes_of(lax.axis_index(axis_name) if axis_name is not None else ())
+    return static, vary_alike(inputs, axes)
+
+
+DEVICE = "device"  # arrays of a traced call have no device to compare
+
+
+def axis_size(axis_name: Hashable | None) -> int:
+    """Devices along a mesh axis; one without an axis.
+
+    Raises:
+        ValueError: No such axis here.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return int(lax.axis_size(axis_name))
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not a mesh axis here; call ring_attention inside "
+            f"jax.shard_map over a mesh that has it, use ContextParallel on global arrays, or "
+            f"axis_name=None for one device"
+        ) from error
+
+
+def seed_words(seed: int | Array | None) -> Array:
+    """A dropout seed as its low and high 32 bits, uint32 ``[2]``.
+
+    Raises:
+        ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
+    """
+    if isinstance(seed, int):
+        checks.check_seed(seed)
+        return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    shape, dtype = jnp.shape(seed), jnp.result_type(seed)
+    if dtype == jnp.uint32 and shape == (2,):
+        return jnp.asarray(seed)
+    if seed is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
+            f"(low word first), got {dtype} {list(shape)}"
+        )
+    x = jnp.asarray(seed)
+    high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
+    return jnp.stack([x, high]).astype(jnp.uint32)
+
+
+def _check_static(**values: Any) -> None:
+    for name, value in values.items():
+        leaves = jax.tree.leaves(value)
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            raise ValueError(
+                f"{name} must be known when the call is traced, and is a jax array; pass Python "
+                f"numbers (under jit: close over them or name them in static_argnames)"
+            )
+
+
+def _described(x: object, name: str) -> checks.Tensor:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+    return checks.Tensor(tuple(x.shape), str(x.dtype), DEVICE)
+
+
+def _optional(x: object, name: str) -> checks.Tensor | None:
+    return None if x is None else _described(x, name)
+
+
+@jax.custom_vjp
+def _without_gradient(slopes: Array) -> Array:
+    """ALiBi slopes; asking for their gradient is an error, not a zero."""
+    return slopes
+
+
+def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
+    if slopes.perturbed:
+        raise ValueError(
+            "alibi_slopes have no gradient; pass jax.lax.stop_gradient(alibi_slopes), or add a "
+            "bias that has one"
+        )
+    return slopes.value, None
+
+
+_without_gradient.defvjp(_refuse_gradient, lambda _, g: (None,), symbolic_zeros=True)

@@ -1,0 +1,47 @@
+"""Dropout's random numbers: :mod:`ring_core.philox` on 32-bit words alone, for any device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ring_core.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+
+Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def dropout_keep(
+    p: float, seed: jax.Array, batch: jax.Array, heads: jax.Array, queries: jax.Array,
+    keys: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Which elements survive: :func:`ring_core.philox.dropout_keep` for indices that broadcast."""
+    b, h, i, j = (x.astype(jnp.uint32) for x in (batch, heads, queries, keys))
+    shape = jnp.broadcast_shapes(b.shape, h.shape, i.shape, j.shape)
+    words = philox((jnp.broadcast_to(j >> 2, shape), i, h, b), (seed[0], seed[1]))
+    lane = j & 3
+    even, odd = jnp.where(lane < 2, words[0], words[2]), jnp.where(lane < 2, words[1], words[3])
+    return jnp.where(lane % 2 == 0, even, odd) >= jnp.uint32(dropout_threshold(p))
+
+
+def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
+    """Philox-4x32-10 of uint32 counters that broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(KEY_STEPS[0]), k1 + jnp.uint32(KEY_STEPS[1])
+    return c0, c1, c2, c3
+
+
+def _multiply(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """The 64-bit product as ``(high, low)`` words, from products of 16-bit halves."""
+    half, mask = 16, jnp.uint32(0xFFFF)
+    f_low, f_high = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> half)
+    x_low, x_high = x & mask, x >> half
+    low = x_low * f_low
+    middle = x_high * f_low + (low >> half)  # at most 2**32 - 2**16: no carry
+    cross = x_low * f_high + (middle & mask)
+    high = x_high * f_high + (middle >> half) + (cross >> half)
+    return high, x * jnp.uint32(factor)

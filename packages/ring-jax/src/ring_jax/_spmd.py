@@ -1,0 +1,260 @@
+"""The loop of one program on all devices: move K/V, call a kernel for each step, merge.
+
+The step program is the plan's. What overlaps is said by ties (``together``): the K/V that arrive
+for the next step are tied to the result of this step's kernel, so that the compiler starts the
+transfer before that kernel and waits for it after. dK/dV travel one step late: while a step's
+kernel runs, the sum of the steps before is on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ring_core import Stage
+from ring_jax._ring import Ring, axes_of, together, vary_alike
+from ring_jax._sides import Side, step_tables
+from ring_jax._types import (
+    Array,
+    Columns,
+    Grads,
+    Inputs,
+    Message,
+    Queries,
+    Result,
+    Rows,
+    Static,
+    Upstream,
+    Work,
+)
+
+
+def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
+    """Attention of this device's queries over all keys, sinks not yet included.
+
+    Returns:
+        The wide result, and the K/V that arrived last (``None`` if nothing travelled).
+    """
+    loop, stages = Loop.of(static, x), static.plan.forward
+    q, own = heads_first(x.q), _own_message(x)
+    held, into = own, loop.nothing_seen(q, x.v.shape[3])
+    helping, home = loop.ship(stages[0], q), None
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        arriving = loop.hop(held, stage.kv_hop)
+        next_helping = loop.ship(following, q)
+        into = loop.attend(stage.step, q, held, into)
+        if home is not None:
+            into, home = merge(into, home), None
+        if helping is not None:
+            home = loop.home(stage.step, loop.help(stage.step, helping, own))
+        if following is not None:
+            into, arriving, next_helping = together(into, arriving, next_helping)
+        held, helping = arriving, next_helping
+    into = into if home is None else merge(into, home)
+    return into, held if len(stages) > 1 else None
+
+
+def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | None) -> Grads:
+    """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
+    loop, stages = Loop.of(static, x), static.plan.backward
+    q, own = heads_first(x.q), _own_message(x)
+    held = own if last is None else last
+    rows = RowGrads(loop.zeros(q.shape), None if x.bias is None else loop.zeros(x.bias.shape))
+    at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
+    travelling: Array | None = None  # dK/dV on their way to the ranks ahead
+    helping, returning = loop.ship(stages[0], q, upstream), None
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        is_own = static.plan.steps[stage.step].shift == 0
+        arriving = loop.hop(held, stage.kv_hop)
+        next_helping = loop.ship(following, q, upstream)
+        keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
+        rows, dkv = loop.differentiate(stage.step, q, keys, upstream, rows, dkv)
+        if returning is not None:
+            rows, returning = loop.add(rows, *returning), None
+        if helping is not None:
+            theirs, at_home = loop.help_backward(stage.step, helping, own, at_home)
+            returning = stage.step, loop.home(stage.step, theirs)
+        if following is not None or travelling is not None:
+            rows, dkv, arriving, next_helping, travelling = together(
+                rows, dkv, arriving, next_helping, travelling
+            )
+        dkv = dkv if travelling is None else dkv + travelling
+        if is_own:
+            at_home = dkv
+        else:
+            travelling = loop.hop(dkv, stage.grad_hop)
+        held, helping = arriving, next_helping
+    rows = rows if returning is None else loop.add(rows, *returning)
+    return Grads(rows.dq, at_home, rows.dbias)
+
+
+def merge(a: Result, b: Result) -> Result:
+    """:func:`ring_core.merge`: the value of an output whose ``lse`` is ``-inf`` is never read."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    safe = jnp.where(lse == -jnp.inf, 0.0, lse)
+    parts = [
+        jnp.where(x.lse[..., None] == -jnp.inf, 0.0, x.out * jnp.exp(x.lse - safe)[..., None])
+        for x in (a, b)
+    ]
+    return Result(parts[0] + parts[1], lse)
+
+
+def heads_first(x: Array) -> Array:
+    """``[B, T, H, D]`` as ``[B, H, T, D]``."""
+    return x.swapaxes(1, 2)
+
+
+def _own_message(x: Inputs) -> Message:
+    return Message(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
+
+
+class RowGrads(NamedTuple):
+    """Gradients of some rank's queries and of the bias of all, or some, of the keys."""
+
+    dq: Array
+    dbias: Array | None
+
+
+class Helping(NamedTuple):
+    """What arrived of another rank's queries; the second part only in the backward."""
+
+    queries: Queries
+    upstream: Upstream | None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What both passes need: the ring, this device's side of the plan, accumulators."""
+
+    static: Static
+    inputs: Inputs
+    ring: Ring
+    side: Side
+    axes: frozenset[Any]  # of the mesh, over which the inputs vary
+
+    @classmethod
+    def of(cls, static: Static, x: Inputs) -> Loop:
+        """The loop of a call."""
+        ring = Ring(static.axis_name, static.plan.cp_size)
+        return cls(static, x, ring, Side(static, x, ring.rank()), axes_of(x))
+
+    def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
+        """A wide accumulator."""
+        filled: Array = vary_alike(jnp.full(shape, fill, self.static.wide), self.axes)
+        return filled
+
+    def nothing_seen(self, q: Array, v_dim: int) -> Result:
+        """The identity of the merge."""
+        return Result(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
+
+    def hop[T](self, x: T, hop: int | None) -> T:
+        """Move what travels round the ring."""
+        return x if hop is None else self.ring.move(x, hop)
+
+    def attend(self, step: int, q: Array, held: Message, into: Result) -> Result:
+        """Run a step's items for this device's own queries."""
+        work = self.side.own_work(step)
+        if work is None:
+            return into
+        rows, columns = self._own(step, q, held)
+        result: Result = self._kernel("forward", rows, columns, work, into)
+        return result
+
+    def differentiate(
+        self, step: int, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array
+    ) -> tuple[RowGrads, Array]:
+        """Add the gradients of a step's items for this device's own queries."""
+        work = self.side.own_work(step)
+        if work is None:
+            return grads, dkv
+        rows, columns = self._own(step, q, held)
+        into = Grads(grads.dq, dkv, self._no_bias_grad(rows.bias))
+        dq, dkv, part = self._kernel("backward", rows, columns, upstream, work, into)
+        return RowGrads(dq, _scattered(grads.dbias, columns.positions, part)), dkv
+
+    def ship(
+        self, stage: Stage | None, q: Array, upstream: Upstream | None = None
+    ) -> Helping | None:
+        """Send this device's queries to its helper in a stage; returns those it helps itself."""
+        if stage is None or not stage.helps:
+            return None
+        shift = self.static.plan.steps[stage.step].shift
+        keys = self.side.key_positions(self.side.ahead(shift))
+        queries = Queries(q, self.inputs.q_ids, self._bias(keys))
+        helpers = step_tables(self.static.plan, stage.step).helpers
+        return self.ring.move(Helping(queries, upstream), shift, helpers)
+
+    def help(self, step: int, helping: Helping, own: Message) -> Result:
+        """Attend for another rank's queries, over this device's own keys."""
+        rows, columns, work = self._theirs(step, helping, own)
+        empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
+        result: Result = self._kernel("forward", rows, columns, work, empty)
+        return result
+
+    def help_backward(
+        self, step: int, helping: Helping, own: Message, at_home: Array
+    ) -> tuple[RowGrads, Array]:
+        """The gradients of another rank's queries, and of the own keys."""
+        rows, columns, work = self._theirs(step, helping, own)
+        into = Grads(self.zeros(rows.q.shape), at_home, self._no_bias_grad(rows.bias))
+        grads: Grads = self._kernel("backward", rows, columns, helping.upstream, work, into)
+        return RowGrads(grads.dq, grads.dbias), grads.dkv
+
+    def home[R: (Result, RowGrads)](self, step: int, results: R) -> R:
+        """Send results to whom they belong; a rank that nobody helped gets the identity."""
+        plan = self.static.plan
+        shift, helpers = plan.steps[step].shift, step_tables(plan, step).helpers
+        owners = [(r - shift) % plan.cp_size for r in helpers]
+        moved = self.ring.move(results, -shift, owners)
+        if isinstance(moved, RowGrads):
+            return moved
+        was_helped = jnp.zeros(plan.cp_size, bool).at[jnp.array(owners)].set(True)
+        return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
+
+    def add(self, grads: RowGrads, step: int, part: RowGrads) -> RowGrads:
+        """Add what a helper sent home."""
+        shift = self.static.plan.steps[step].shift
+        keys = self.side.key_positions(self.side.ahead(shift))
+        return RowGrads(grads.dq + part.dq, _scattered(grads.dbias, keys, part.dbias))
+
+    def _own(self, step: int, q: Array, held: Message) -> tuple[Rows, Columns]:
+        owner = self.side.behind(self.static.plan.steps[step].shift)
+        columns = self.side.columns(step, owner, held)
+        queries = Queries(q, self.inputs.q_ids, self._bias(columns.positions))
+        return self.side.rows(step, self.side.rank, queries), columns
+
+    def _theirs(self, step: int, helping: Helping, own: Message) -> tuple[Rows, Columns, Work]:
+        owner = self.side.behind(self.static.plan.steps[step].shift)
+        work = self.side.helped_work(step)
+        assert work is not None
+        rows = self.side.rows(step, owner, helping.queries)
+        return rows, self.side.columns(step, self.side.rank, own), work
+
+    def _bias(self, keys: Array) -> Array | None:
+        """The columns of the bias for some keys."""
+        return None if self.inputs.bias is None else jnp.take(self.inputs.bias, keys, axis=3)
+
+    def _no_bias_grad(self, bias: Array | None) -> Array | None:
+        return None if bias is None else self.zeros(bias.shape)
+
+    def _kernel(self, name: str, *args: Any) -> Any:
+        """Call the kernel of the platform that is compiled for."""
+        kernels = self.static.kernels
+        calls = [partial(getattr(kernel, name), self.static) for kernel in kernels]
+        if len(calls) == 1:
+            return calls[0](*args)
+        chosen = {
+            device: call
+            for kernel, call in zip(kernels, calls, strict=True)
+            for device in kernel.capabilities.devices or ("default",)
+        }
+        return lax.platform_dependent(*args, **chosen)
+
+
+def _scattered(dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+    """Add the gradient of some columns of the bias."""
+    return dbias if dbias is None or part is None else dbias.at[..., keys].add(part)

@@ -1,0 +1,147 @@
+"""What the loops and the kernels hand each other.
+
+Inside a call tensors are heads first: ``q [B, H, T, D]``, and K and V side by side in one array
+``kv [B, K, S, D + Dv]``, so that they travel as one message and a kernel fetches them together.
+``T`` and ``S`` are the queries and keys of a rank. Accumulators are float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ring_core import Capabilities, KernelConfig, Plan
+
+Array = jax.Array
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, as given: ``q``, ``k``, ``v`` are ``[B, T, heads, D]``."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_ids: Array | None
+    k_ids: Array | None
+    sinks: Array | None
+    bias: Array | None
+    slopes: Array | None  # [B or 1, H]
+    seed: Array | None  # uint32[2], low word first
+    offsets: Array | None  # int32[2], what to add to the local batch and head for dropout
+
+
+class Queries(NamedTuple):
+    """What another rank must be sent to compute for these queries."""
+
+    q: Array  # [B, H, T, D]
+    ids: Array | None  # int32 [B, T]
+    bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
+
+
+class Message(NamedTuple):
+    """What travels round the ring."""
+
+    kv: Array  # [B, K, S, D + Dv]
+    ids: Array | None  # int32 [B, S]
+
+
+class Rows(NamedTuple):
+    """A rank's queries and all that belongs to them."""
+
+    q: Array  # [B, H, T, D]
+    positions: Array  # int32 [T], where each query stands among the keys
+    indices: Array  # int32 [T], its index among the queries
+    cells: Array | None  # int32 [T], the document or chunk it lies in
+    ids: Array | None  # int32 [B, T]
+    bias: Array | None  # [B or 1, H or 1, T, S]
+    slopes: Array | None  # [B or 1, H]
+    seed: Array | None  # uint32 [2]
+    offsets: Array | None  # int32 [2]
+
+
+class Columns(NamedTuple):
+    """A rank's keys and values and all that belongs to them."""
+
+    kv: Array  # [B, K, S, D + Dv]
+    positions: Array  # int32 [S], global index of each key
+    cells: Array | None  # int32 [S]
+    ids: Array | None  # int32 [B, S]
+
+
+class Work(NamedTuple):
+    """The items of one rank in one step, for one side's queries: rows of the plan's table.
+
+    ``kinds`` are the kinds of the tiles of a predicate mask, ``[ceil(T / TILE), ceil(S / TILE)]``.
+    """
+
+    items: Array  # int32 [R, len(TABLE_COLUMNS)]
+    kinds: Array | None
+
+
+class Upstream(NamedTuple):
+    """What the backward of some rows starts from; ``lse`` and ``delta`` are global."""
+
+    dout: Array  # [B, H, T, Dv]
+    lse: Array  # [B, H, T]
+    delta: Array  # [B, H, T], rowsum(dout * out) - dlse
+
+
+class Result(NamedTuple):
+    """Where a forward kernel merges its part: the identity is zeros and ``-inf``."""
+
+    out: Array  # [B, H, T, Dv]
+    lse: Array  # [B, H, T]
+
+
+class Grads(NamedTuple):
+    """Where a backward kernel adds its part."""
+
+    dq: Array  # [B, H, T, D]
+    dkv: Array  # [B, K, S, D + Dv]
+    dbias: Array | None  # like the rows' bias
+
+
+@dataclass(frozen=True)
+class Static:
+    """What is known of a call when it is traced; hashable."""
+
+    plan: Plan
+    axis_name: Hashable | None
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    kernels: tuple[Kernel, ...]  # the first whose device is the one compiled for
+    config: KernelConfig
+    dtype: str
+    head_dim: int
+
+    @property
+    def wide(self) -> jnp.dtype:
+        """Of accumulators."""
+        return jnp.dtype("float64" if self.dtype == "float64" else "float32")
+
+
+class Kernel(Protocol):
+    """A way to compute work items: no axis, no step, no communication in sight. Hashable."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; it is only ever given calls that fit."""
+        ...
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """Attend and merge into ``into``."""
+        ...
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """Add the items' gradients to ``into``."""
+        ...

@@ -1,0 +1,99 @@
+"""ring_jax as a backend: host devices of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from cases import Case
+from jax.sharding import AxisType, PartitionSpec
+from mutants import applied
+
+import ring_jax
+from ring_core import Layout
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+SPECS = {
+    "q": PartitionSpec(None, "cp"), "k": PartitionSpec(None, "cp"), "v": PartitionSpec(None, "cp"),
+    "dout": PartitionSpec(None, "cp"), "dlse": PartitionSpec(None, None, "cp"),
+    "q_ids": PartitionSpec(None, "cp"), "k_ids": PartitionSpec(None, "cp"),
+    "bias": PartitionSpec(None, None, "cp"), "sinks": PartitionSpec(),
+    "alibi_slopes": PartitionSpec(),
+}  # fmt: skip
+AXES = {"dlse": 2, "bias": 2}
+GRADS = ("q", "k", "v", "sinks", "bias")
+
+
+class JaxBackend:
+    """Runs a case on as many devices as it has ranks."""
+
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    failures = ()
+
+    def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
+        """Run one case."""
+        _ = case.expected  # before anything is broken
+        with applied(mutant), jax.enable_x64(case.dtype == "float64"):
+            return _run(case, kernel)
+
+
+def _run(case: Case, kernel: str) -> Arrays:
+    mesh = jax.make_mesh(
+        (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]
+    )
+    x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
+
+    def local(x: dict[str, Any]) -> tuple[Any, Any]:
+        return ring_jax.ring_attention(
+            x["q"], x["k"], x["v"], axis_name="cp", schedule=case.schedule, mask=case.mask,
+            segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
+            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
+            bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
+            dropout_seed=case.dropout_seed, return_lse=True, kernel=kernel,
+        )  # fmt: skip
+
+    out_specs = (SPECS["dout"], SPECS["dlse"])
+    used = {name: SPECS[name] for name in x if name not in ("dout", "dlse")}
+    ring = jax.shard_map(local, mesh=mesh, in_specs=(used,), out_specs=out_specs)
+
+    @jax.jit
+    def both(x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+        differentiated = {name: x[name] for name in GRADS if name in x}
+        (out, lse), pull = jax.vjp(lambda some: ring({**x, **some}), differentiated)
+        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
+        return {"out": out, "lse": lse} | {f"d{name}": value for name, value in grads.items()}
+
+    given = {name: x[name] for name in used}
+    results = both(given, x["dout"], x.get("dlse"))
+    return {
+        name: _natural(case, name, np.asarray(value, dtype=np.float64))
+        for name, value in results.items()
+    }
+
+
+def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
+    """The axis along which an array is sharded, and its tokens in layout order."""
+    if name in ("sinks", "alibi_slopes", "dsinks"):
+        return None
+    plan = case.plan
+    is_keys = name in ("k", "v", "k_ids", "dk", "dv")
+    layout: Layout = plan.k_layout if is_keys else plan.q_layout
+    axis = 2 if name in ("dlse", "bias", "lse", "dbias") else 1
+    return axis, np.concatenate([layout.positions(r) for r in range(case.cp_size)])
+
+
+def _dealt(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
+    """A global array in layout order."""
+    order = _order(case, name)
+    value = value if order is None else np.take(value, order[1], axis=order[0])
+    return jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
+
+
+def _natural(case: Case, name: str, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A global array in natural order."""
+    order = _order(case, name)
+    return value if order is None else np.take(value, np.argsort(order[1]), axis=order[0])
