@@ -97,8 +97,9 @@ def check_call(
     )  # fmt: skip
     seed = offsets = None
     if dropout_p > 0:
-        seed, offsets = seed_words(dropout_seed), jnp.stack(
-            [jnp.asarray(x, jnp.int32) for x in dropout_offsets]
+        seed, offsets = (
+            seed_words(dropout_seed),
+            jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets]),
         )
     slopes = None
     if alibi_slopes is not None:

@@ -373,20 +373,18 @@ def _seen_dot(weights: Array, visible: Array, x: Array, wide: jnp.dtype) -> Arra
     """``weights @ x`` reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``.
 
     ``weights [B, K, G, n, m]``, ``x [B, K, G or 1, m, D]``. Rows of ``x`` that are not finite are
-    added one by one; without such rows the loop runs no time.
+    left out of the product and added, where seen, by a slow sum: a loop that runs once if there is
+    such a row and not at all otherwise, under ``vmap`` too, where a branch would always be taken.
     """
-    odd = ~jnp.isfinite(x).all(axis=-1)
-    clean = jnp.where(odd[..., None], 0, x)
+    odd = ~jnp.isfinite(x).all(axis=-1, keepdims=True)
     spec = "bkgnm,bkgmd->bkgnd" if x.shape[2] > 1 else "bkgnm,bkmd->bkgnd"
+    clean = jnp.where(odd, 0, x)
     product = _dot(spec, weights.astype(x.dtype), clean if x.shape[2] > 1 else clean[:, :, 0], wide)
-    columns = jnp.broadcast_to(odd, (*odd.shape[:3], odd.shape[3])).any(axis=(0, 1, 2))
 
     def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        left, product = state
-        j = jnp.argmax(left)
-        weight = lax.dynamic_slice_in_dim(weights, j, 1, axis=4)
-        value = lax.dynamic_slice_in_dim(x, j, 1, axis=3).astype(wide)
-        seen = lax.dynamic_slice_in_dim(visible & odd[:, :, :, None], j, 1, axis=4)
-        return left.at[j].set(False), product + jnp.where(seen, weight * value, 0.0)
+        _, product = state
+        terms = weights[..., None] * x[:, :, :, None].astype(wide)
+        seen = visible[..., None] & odd[:, :, :, None]
+        return jnp.zeros_like(state[0]), product + jnp.where(seen, terms, 0.0).sum(axis=4)
 
-    return lax.while_loop(lambda state: state[0].any(), add, (columns, product))[1]
+    return lax.while_loop(lambda state: state[0], add, (odd.any(), product))[1]
