@@ -9,5 +9,6 @@ from ring_core import Mask as Mask
 from ring_core import UnsupportedError as UnsupportedError
 from ring_jax._attention import ring_attention as ring_attention
 from ring_jax._autodiff import RESIDUALS as RESIDUALS
+from ring_jax._context import ContextParallel as ContextParallel
 
 __version__ = "0.1.0"

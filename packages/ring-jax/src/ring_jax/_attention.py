@@ -75,40 +75,44 @@ class RingAttention:
     ) -> Array | tuple[Array, Array]:
         """Exact attention over a sequence whose shards lie along a mesh axis.
 
-        Called inside ``jax.shard_map`` with this device's shards, in the order the ``schedule`` lays
-        tokens out (``plain`` and ``balanced``: contiguous); returns this device's slice of the answer
-        of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``. Works under ``jit``,
-        ``grad``, ``vmap``, ``scan`` and ``checkpoint``; arrays may be traced, all else is static.
+        Called inside ``jax.shard_map`` with this device's shards, in the order the ``schedule``
+        lays tokens out (``plain`` and ``balanced``: contiguous); returns this device's slice of the
+        answer of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``. Works under
+        ``jit``, ``grad``, ``vmap``, ``scan`` and ``checkpoint``; arrays may be traced, all else is
+        static.
 
         Args:
             q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
-            k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H
-                // K)``.
+            k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h //
+                (H // K)``.
             v: ``[B, T_kv_local, K, Dv]``.
             axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
-            schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data
-                is in that order), ``balanced`` (causal work is even; data is in natural order).
-            causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
-                queries, positions are ``i + T_kv - T_q``.
+            schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even;
+                data is in that order), ``balanced`` (causal work is even; data is in natural
+                order).
+            causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys
+                than queries, positions are ``i + T_kv - T_q``.
             window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
                 unbounded.
             chunk_size: Sees keys of its own chunk of this many positions only.
-            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves only.
-            segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids
-                see each other, negative ones see nothing and are not seen.
-            mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
+            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves
+                only.
+            segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal
+                ids see each other, negative ones see nothing and are not seen.
+            mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
+                predicate.
             softmax_scale: Default ``D ** -0.5``.
             softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
-            sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Replicated
-                along the axis; their gradient is the whole sum, on every mesh.
+            sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.
+                Replicated along the axis; their gradient is the whole sum, on every mesh.
             bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
                 columns for all keys in natural order; has a gradient; ``-inf`` masks.
             alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
-            dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
-                global indices alone, not on ring size, schedule or kernel. Batch rows and heads count
-                from 0 on this device; ``ContextParallel`` counts them over the mesh.
-            dropout_seed: An integer in ``[0, 2**64)``, an integer scalar, or uint32 ``[2]`` (low word
-                first); equal on all devices, may be traced.
+            dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed``
+                and global indices alone, not on ring size, schedule or kernel. Batch rows and heads
+                count from 0 on this device; ``ContextParallel`` counts them over the mesh.
+            dropout_seed: An integer in ``[0, 2**64)``, an integer scalar, or uint32 ``[2]`` (low
+                word first); equal on all devices, may be traced.
             deterministic: Only use kernels whose backward repeats bit for bit.
             return_lse: Return ``lse`` too.
             kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
@@ -124,8 +128,8 @@ class RingAttention:
             ValueError: An argument is malformed, or traced where it must be static.
             UnsupportedError: No kernel, or not the one named, can do this.
 
-        Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
-        context", arXiv 2310.01889.
+        Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
+        near-infinite context", arXiv 2310.01889.
         """
         static, inputs = check_call(
             self.kernels, axis_name, schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,

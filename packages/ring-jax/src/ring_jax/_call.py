@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +139,11 @@ def seed_words(seed: int | Array | None) -> Array:
     if isinstance(seed, int):
         checks.check_seed(seed)
         return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    assert seed is not None  # checked before
     shape, dtype = jnp.shape(seed), jnp.result_type(seed)
     if dtype == jnp.uint32 and shape == (2,):
         return jnp.asarray(seed)
-    if seed is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
             f"(low word first), got {dtype} {list(shape)}"
@@ -187,4 +188,4 @@ def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
     return slopes.value, None
 
 
-_without_gradient.defvjp(_refuse_gradient, lambda _, g: (None,), symbolic_zeros=True)
+_without_gradient.defvjp(_refuse_gradient, lambda _, _gradient: (None,), symbolic_zeros=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,22 @@ class Ring:
         to = range(self.size) if receivers is None else receivers
         pairs = [((r - hop) % self.size, r) for r in to]
         if self.axis_name is None or not pairs:
-            moved: T = jax.tree.map(jnp.zeros_like, x)
+            return cast("T", jax.tree.map(jnp.zeros_like, x))
+
+        def permute(leaf: jax.Array) -> jax.Array:
+            moved: jax.Array = lax.ppermute(leaf, self.axis_name, pairs)
             return moved
-        moved = jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, pairs), x)
-        return moved
+
+        return cast("T", jax.tree.map(permute, x))
 
 
-def together[T](*values: T) -> tuple[T, ...]:
+def together[*Ts](*values: *Ts) -> tuple[*Ts]:
     """Keep the compiler from moving work on one of these ahead of another.
 
     Transfers that are tied to the result of the kernel beside them can be neither hoisted above
     earlier kernels nor sunk below later ones, which is what XLA otherwise does on some targets.
     """
-    tied: tuple[T, ...] = lax.optimization_barrier(values)
-    return tied
+    return cast("tuple[*Ts]", lax.optimization_barrier(values))
 
 
 def vary_alike(arrays: Any, axes: frozenset[Any]) -> Any:

@@ -8,8 +8,10 @@ blocks that an item's bounds leave, which are known on the device only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -51,11 +53,11 @@ class XlaKernel:
 
         def item(n: Array, into: Result) -> Result:
             bounds = Bounds.of(work.items[n])
-            return lax.fori_loop(
+            return _loop(
                 *sight.row_blocks(bounds), lambda i, into: _attend(sight, bounds, i, into), into
             )
 
-        return lax.fori_loop(0, work.items.shape[0], item, into)
+        return _loop(0, work.items.shape[0], item, into)
 
     def backward(
         self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
@@ -66,13 +68,13 @@ class XlaKernel:
 
         def item(n: Array, into: Grads) -> Grads:
             bounds = Bounds.of(work.items[n])
-            return lax.fori_loop(
+            return _loop(
                 *sight.row_blocks(bounds),
                 lambda i, into: _differentiate(sight, bounds, upstream, i, into),
                 into,
             )
 
-        return lax.fori_loop(0, work.items.shape[0], item, into)
+        return _loop(0, work.items.shape[0], item, into)
 
 
 class Bounds(NamedTuple):
@@ -305,10 +307,10 @@ def _attend(sight: Sight, bounds: Bounds, number: Array, into: Result) -> Result
     def live(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         if sight.work.kinds is None:
             return column(j, state)
-        return lax.cond(sight.is_empty(number, j), lambda s: s, lambda s: column(j, s), state)
+        return _unless(sight.is_empty(number, j), partial(column, j), state)
 
     start = (lse, started, jnp.where(started[..., None] > 0, out, 0.0))
-    top, total, acc = lax.fori_loop(*sight.column_blocks(bounds, number), live, start)
+    top, total, acc = _loop(*sight.column_blocks(bounds, number), live, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
     lse = top + jnp.log(total)
     return Result(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
@@ -352,11 +354,19 @@ def _differentiate(
     def live(j: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
         if sight.work.kinds is None:
             return column(j, state)
-        return lax.cond(sight.is_empty(number, j), lambda s: s, lambda s: column(j, s), state)
+        return _unless(sight.is_empty(number, j), partial(column, j), state)
 
     start = (sight.take_rows(into.dq, i), into)
-    dq, grads = lax.fori_loop(*sight.column_blocks(bounds, number), live, start)
+    dq, grads = _loop(*sight.column_blocks(bounds, number), live, start)
     return grads._replace(dq=sight.put_rows(grads.dq, dq, i))
+
+
+def _loop[T](start: Array | int, stop: Array | int, body: Callable[[Array, T], T], state: T) -> T:
+    return cast("T", lax.fori_loop(start, stop, body, state))
+
+
+def _unless[T](skip: Array, body: Callable[[T], T], state: T) -> T:
+    return cast("T", lax.cond(skip, lambda state: state, body, state))
 
 
 def _block(number: Array, size: int, length: int) -> Block:

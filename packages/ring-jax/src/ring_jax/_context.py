@@ -1,0 +1,250 @@
+"""A layout belongs to the data, so one object owns both and they cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, Literal, cast, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
+from ring_jax._attention import Array, Schedule, Window
+from ring_jax._autodiff import attend
+from ring_jax._call import check_call
+from ring_jax._types import Kernel
+from ring_jax._xla import XlaKernel
+
+
+class ContextParallel:
+    """Sequences of global arrays split along an axis of a mesh.
+
+    Args:
+        mesh: Its axes may be explicit or auto, and there may be others beside these.
+        axis_name: The axis along which sequences are split.
+        batch_axis: The axis along which batches are split, if they are.
+        head_axis: The axis along which heads are split, if they are; it must divide the K/V heads.
+        schedule: ``zigzag`` (default), ``striped``, ``plain`` or ``balanced``; it decides the
+            layout.
+
+    Example::
+
+        cp = ContextParallel(mesh, axis_name="cp")
+        q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))
+        out = cp.unshard(cp.attention(q, k, v, causal=True), dim=1)
+    """
+
+    kernels: ClassVar[tuple[Kernel, ...]] = (XlaKernel(),)
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis_name: str,
+        batch_axis: str | None = None,
+        head_axis: str | None = None,
+        schedule: Schedule = "zigzag",
+    ) -> None:
+        checks.check_choice("schedule", schedule, SCHEDULES)
+        named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+        for name, axis in named.items():
+            if axis is not None or name == "axis_name":
+                checks.check_choice(name, axis, mesh.axis_names)
+        given = [axis for axis in named.values() if axis is not None]
+        if len(set(given)) < len(given):
+            raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+        self.mesh = mesh
+        self.axis_name = axis_name
+        self.batch_axis = batch_axis
+        self.head_axis = head_axis
+        self.schedule: Schedule = schedule
+
+    @property
+    def cp_size(self) -> int:
+        """Devices that hold a sequence."""
+        return int(self.mesh.shape[self.axis_name])
+
+    def layout(self, seq_len: int) -> Layout:
+        """Which device holds which of ``seq_len`` tokens.
+
+        Raises:
+            ValueError: The schedule cannot divide this length; the message names the length to pad
+                to.
+        """
+        return Layout(layout_of(self.schedule), seq_len, self.cp_size)
+
+    def shard(self, x: Array, *, dim: int = 1) -> Array:
+        """An array in natural order, put in layout order and split along the axis."""
+        order = self._order(x.shape[dim])
+        moved = x if order is None else jnp.take(x, order, axis=dim)
+        return self._split(moved, dim, self.axis_name)
+
+    def unshard(self, x: Array, *, dim: int = 1) -> Array:
+        """The array in natural order again, no longer split along the axis."""
+        whole = self._split(x, dim, None)
+        order = self._order(x.shape[dim])
+        return whole if order is None else jnp.take(whole, np.argsort(order), axis=dim)
+
+    def positions(self, seq_len: int) -> Array:
+        """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
+        return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
+
+    @overload
+    def attention(
+        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
+        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def attention(
+        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
+        return_lse: Literal[True], kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        mask: Mask | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Array | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> Array | tuple[Array, Array]:
+        """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
+
+        Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``. Arrays that lie
+        otherwise are resharded first.
+        """
+        arrays = {
+            "q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks, "bias": bias,
+            "alibi_slopes": alibi_slopes, "dropout_seed": None,
+        }  # fmt: skip
+        if isinstance(dropout_seed, jax.Array):
+            arrays["dropout_seed"] = dropout_seed
+        given = {name: x for name, x in arrays.items() if x is not None}
+
+        def local(x: dict[str, Any]) -> tuple[Array, Array]:
+            static, inputs = check_call(
+                self.kernels, self.axis_name, self.schedule, x["q"], x["k"], x["v"],
+                causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+                segment_ids=x.get("segment_ids"), mask=mask, softmax_scale=softmax_scale,
+                softcap=softcap, sinks=x.get("sinks"), bias=x.get("bias"),
+                alibi_slopes=x.get("alibi_slopes"), dropout_p=dropout_p,
+                dropout_seed=x.get("dropout_seed", dropout_seed), deterministic=deterministic,
+                return_lse=return_lse, kernel=kernel, transport=transport,
+                dropout_offsets=self._dropout_offsets(x["q"]),
+            )  # fmt: skip
+            return attend(static, inputs)
+
+        specs = self._specs(given)
+        tokens = self._spec(self.batch_axis, self.axis_name, self.head_axis, None)
+        rows = self._spec(self.batch_axis, self.head_axis, self.axis_name)
+        ring = jax.shard_map(local, mesh=self.mesh, in_specs=(specs,), out_specs=(tokens, rows))
+        out, lse = ring(jax.tree.map(self._reshard, given, specs))
+        return (out, lse) if return_lse else out
+
+    def _specs(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """How each array of a call is split, told by its name and shape."""
+        self._check(arrays)
+        tokens = self._spec(self.batch_axis, self.axis_name, self.head_axis, None)
+        rows = self._spec(self.batch_axis, self.axis_name)
+        specs = {
+            "q": tokens, "k": tokens, "v": tokens, "segment_ids": rows, "dropout_seed": self._spec()
+        }  # fmt: skip
+        if isinstance(arrays.get("segment_ids"), tuple | list):
+            specs["segment_ids"] = type(arrays["segment_ids"])((rows, rows))
+        if "sinks" in arrays:
+            specs["sinks"] = self._spec(self.head_axis)
+        if "alibi_slopes" in arrays:
+            both = arrays["alibi_slopes"].ndim == 2
+            specs["alibi_slopes"] = self._spec(*[self.batch_axis] * both, self.head_axis)
+        if "bias" in arrays:
+            batch, heads = arrays["bias"].shape[:2]
+            specs["bias"] = self._spec(
+                None if batch == 1 else self.batch_axis,
+                None if heads == 1 else self.head_axis,
+                self.axis_name,
+                None,
+            )
+        return {name: specs[name] for name in arrays}
+
+    def _check(self, arrays: dict[str, Any]) -> None:
+        """What ``shard_map`` would refuse in words of its own."""
+        for name in ("q", "k", "v"):
+            x = arrays.get(name)
+            if not isinstance(x, jax.Array | np.ndarray):
+                raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+            if x.ndim != 4:
+                raise ValueError(
+                    f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
+                    f"{x.shape}"
+                )
+            self.layout(x.shape[1])
+            for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
+                size = 1 if axis is None else self.mesh.shape[axis]
+                if x.shape[dim] % size:
+                    raise ValueError(
+                        f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
+                        f"devices along {axis!r}"
+                    )
+        bias = arrays.get("bias")
+        if bias is not None and jnp.ndim(bias) != 4:
+            raise ValueError(f"bias must have 4 dimensions, got shape {jnp.shape(bias)}")
+
+    def _dropout_offsets(self, q: Array) -> tuple[Array | int, Array | int]:
+        """Global indices of this device's first batch row and query head."""
+        batch, heads = (
+            0 if axis is None else lax.axis_index(axis) * size
+            for axis, size in ((self.batch_axis, q.shape[0]), (self.head_axis, q.shape[2]))
+        )
+        return batch, heads
+
+    def _order(self, seq_len: int) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
+        """The tokens in layout order; ``None`` where that is the natural one."""
+        layout = self.layout(seq_len)
+        if layout.name == "contiguous":
+            return None
+        return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
+
+    def _split(self, x: Array, dim: int, axis: str | None) -> Array:
+        """Split one dimension along an axis, or not at all, and leave the others as they are."""
+        old = getattr(jax.typeof(x).sharding, "spec", ())
+        kept: list[Any] = [*old, *[None] * (x.ndim - len(old))]
+        kept = [None if part == self.axis_name else part for part in kept]
+        kept[dim] = axis
+        return self._reshard(x, self._spec(*kept))
+
+    def _reshard(self, x: Array, spec: PartitionSpec) -> Array:
+        """Lay an array out over the mesh."""
+        sharding = NamedSharding(self.mesh, spec)
+        if AxisType.Explicit in self.mesh.axis_types:
+            return cast("Array", jax.reshard(x, sharding))
+        return cast("Array", lax.with_sharding_constraint(x, sharding))
+
+    def _spec(self, *axes: Hashable | None) -> PartitionSpec:
+        return PartitionSpec(*axes)
