@@ -282,3 +282,22 @@ def test_ranks_know_who_helps_them(plan: Plan) -> None:
                 for items in (mine, theirs)
             )
             assert one == other
+
+
+@given(plans(), st.integers(1, 5))
+def test_pieces_of_an_item_show_what_it_shows(plan: Plan, pieces: int) -> None:
+    for item in plan.items(plan.cp_size - 1, plan.num_steps - 1):
+        cut = item.cut(pieces)
+        assert len(cut) <= pieces
+        assert [piece.q_start for piece in cut[1:]] == [piece.q_stop for piece in cut[:-1]]
+        whole = np.concatenate([shown(plan, piece) for piece in cut])
+        np.testing.assert_array_equal(whole, shown(plan, item))
+        for piece in cut if plan.blocks is not None else ():
+            assert piece.tiles is not None and piece.tiles.shape[0] == -(
+                -(piece.q_stop - piece.q_start) // TILE
+            )
+
+
+def test_square_causal_items_stay_whole() -> None:
+    (item,) = make_plan(Mask(causal=True), seq_len=8, cp_size=1).items(0, 0)
+    assert item.cut(4) == (item,)
