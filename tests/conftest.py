@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ FOLDERS = {
     "core": {"core", "conformance", "meta"},
     "torch": {"torch_only", "conformance", "meta"},
     "torch-cuda": {"conformance"},
-    "jax": {"jax_only"},
+    "jax": {"jax_only", "conformance", "meta"},
     "jax-gpu": {"jax_gpu_only"},
     "jax-tpu": {"jax_tpu_only"},
     "none": {"packaging"},
@@ -32,6 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings that jax reads when it is imported: host devices, and no time spent on fast code."""
+    if not config.getoption("--backend").startswith("jax"):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -82,6 +94,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
         running = TorchBackend(cuda=name == "torch-cuda")
         yield running
         running.close()
+    elif name == "jax":
+        from backends.jax_devices import JaxBackend
+
+        yield JaxBackend()
     else:
         pytest.fail(f"backend {name} runs no cases")
 

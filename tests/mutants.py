@@ -34,10 +34,19 @@ def applied(name: str | None) -> Iterator[None]:
 
 def _torch(module: str) -> Any:
     """A module of ring_torch, or nothing where torch is not installed."""
+    return _installed(f"ring_torch.{module}", ("torch", "ring_torch"))
+
+
+def _jax(module: str) -> Any:
+    """A module of ring_jax, or nothing where jax is not installed."""
+    return _installed(f"ring_jax.{module}", ("jax", "ring_jax"))
+
+
+def _installed(module: str, needs: tuple[str, ...]) -> Any:
     try:
-        return importlib.import_module(f"ring_torch.{module}")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "ring_torch"):
+        if error.name not in needs:
             raise
         return None
 
@@ -58,7 +67,18 @@ def _last_step_dropped() -> Patches:
     def wrong(plan: Any, rank: int, step: int) -> Any:
         return () if step == plan.num_steps - 1 > 0 else items(plan, rank, step)
 
-    return [(_plan.Plan, "items", wrong)]
+    patches: Patches = [(_plan.Plan, "items", wrong)]
+    if sides := _jax("_sides"):
+        right = sides.step_tables
+
+        def tables(plan: Any, step: int) -> Any:
+            found = right(plan, step)
+            if step < plan.num_steps - 1 or step == 0:
+                return found
+            return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
+
+        patches += [(module, "step_tables", tables) for module in (sides, _jax("_spmd"))]
+    return patches
 
 
 def _ring_reversed() -> Patches:
@@ -76,6 +96,13 @@ def _ring_reversed() -> Patches:
 
         right = comm.Ring.start
         patches.append((comm.Ring, "start", start))
+    if ring := _jax("_ring"):
+        move = ring.Ring.move
+
+        def back(ring: Any, x: Any, hop: int, receivers: Any = None) -> Any:
+            return move(ring, x, -hop, receivers)
+
+        patches.append((ring.Ring, "move", back))
     return patches
 
 
@@ -92,6 +119,13 @@ def _merge_without_rescale() -> Patches:
             into.lse.copy_(into.lse.logaddexp(lse))
 
         patches.append((sdpa, "merge_into", merge_into))
+    if spmd := _jax("_spmd"):
+        import jax.numpy as jnp
+
+        def added(a: Any, b: Any) -> Any:
+            return spmd.Result(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
+
+        patches.append((spmd, "merge", added))
     return patches
 
 
@@ -106,6 +140,11 @@ def _sink_per_step() -> Patches:
         add = autograd._add_sinks
         patches.append(
             (autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks))
+        )
+    if autodiff := _jax("_autodiff"):
+        once = autodiff._add_sinks
+        patches.append(
+            (autodiff, "_add_sinks", lambda result, sinks: once(once(result, sinks), sinks))
         )
     return patches
 
@@ -138,6 +177,15 @@ def _grads_not_sent_home() -> Patches:
             hop(moving, distance, home=home)
 
         patches.append((loop.Moving, "hop", kept))
+    if spmd := _jax("_spmd"):
+        import jax.numpy as jnp
+
+        travel = spmd.Loop.hop
+
+        def lost(loop: Any, x: Any, hop: int | None) -> Any:
+            return travel(loop, x, hop) if isinstance(x, spmd.Message) else jnp.zeros_like(x)
+
+        patches.append((spmd.Loop, "hop", lost))
     return patches
 
 
@@ -164,6 +212,14 @@ def _lse_in_base_2() -> Patches:
         patches.append(
             (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
         )
+    if xla := _jax("_xla"):
+        forward = xla.XlaKernel.forward
+
+        def other_base(*args: Any) -> Any:
+            result = forward(*args)
+            return result._replace(lse=result.lse / math.log(2))
+
+        patches.append((xla.XlaKernel, "forward", other_base))
     return patches
 
 
@@ -181,6 +237,14 @@ def _wrong_kv_head() -> Patches:
             return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
 
         patches.append((sdpa, "_head_groups", groups))
+    if spmd := _jax("_spmd"):
+        message = spmd._own_message
+
+        def turned(x: Any) -> Any:
+            own = message(x)
+            return own._replace(kv=own.kv[:, ::-1])
+
+        patches.append((spmd, "_own_message", turned))
     return patches
 
 
@@ -199,6 +263,16 @@ def _lse_gradient_dropped() -> Patches:
             return backward(ctx, dout, None)
 
         patches.append((autograd.RingAttention, "backward", staticmethod(without)))
+    if attention := _jax("_attention"):
+        from jax.lax import stop_gradient
+
+        attend = attention.attend
+
+        def cut(*args: Any) -> Any:
+            out, lse = attend(*args)
+            return out, stop_gradient(lse)
+
+        patches.append((attention, "attend", cut))
     return patches
 
 
@@ -209,7 +283,16 @@ def _help_not_returned() -> Patches:
     def wrong(plan: Any, rank: int, step: int) -> Any:
         return tuple(item for item in items(plan, rank, step) if item.q_rank == rank)
 
-    return [(_plan.Plan, "items", wrong)]
+    patches: Patches = [(_plan.Plan, "items", wrong)]
+    if sides := _jax("_sides"):
+        right = sides.step_tables
+
+        def tables(plan: Any, step: int) -> Any:
+            found = right(plan, step)
+            return found._replace(helped=np.zeros_like(found.helped))
+
+        patches.append((sides, "step_tables", tables))
+    return patches
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
