@@ -383,18 +383,17 @@ def _seen_dot(weights: Array, visible: Array, x: Array, wide: jnp.dtype) -> Arra
     """``weights @ x`` reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``.
 
     ``weights [B, K, G, n, m]``, ``x [B, K, G or 1, m, D]``. Rows of ``x`` that are not finite are
-    left out of the product and added, where seen, by a slow sum: a loop that runs once if there is
-    such a row and not at all otherwise, under ``vmap`` too, where a branch would always be taken.
+    left out of the product and added, where seen, one by one: by a loop of no turns if there are
+    none, under ``vmap`` too, where a branch would always be taken.
     """
     odd = ~jnp.isfinite(x).all(axis=-1, keepdims=True)
     spec = "bkgnm,bkgmd->bkgnd" if x.shape[2] > 1 else "bkgnm,bkmd->bkgnd"
     clean = jnp.where(odd, 0, x)
     product = _dot(spec, weights.astype(x.dtype), clean if x.shape[2] > 1 else clean[:, :, 0], wide)
 
-    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, product = state
-        terms = weights[..., None] * x[:, :, :, None].astype(wide)
-        seen = visible[..., None] & odd[:, :, :, None]
-        return jnp.zeros_like(state[0]), product + jnp.where(seen, terms, 0.0).sum(axis=4)
+    def add(j: Array, product: Array) -> Array:
+        weight, seen = (lax.dynamic_slice_in_dim(y, j, 1, axis=4) for y in (weights, visible))
+        value, is_odd = (lax.dynamic_slice_in_dim(y, j, 1, axis=3) for y in (x, odd))
+        return product + jnp.where(seen & is_odd, weight * value.astype(wide), 0.0)
 
-    return lax.while_loop(lambda state: state[0], add, (odd.any(), product))[1]
+    return _loop(0, jnp.where(odd.any(), x.shape[3], 0), add, product)

@@ -1,0 +1,207 @@
+"""ring_attention and ContextParallel under JAX's transformations, on meshes of every kind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ring_core import SCHEDULES, reference
+from ring_jax import RESIDUALS, ContextParallel, ring_attention
+
+Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
+CALL = partial(ring_attention, axis_name="cp", causal=True)
+
+
+def mesh_of(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """A mesh of host devices."""
+    sizes, names = tuple(axes.values()), tuple(axes)
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=devices)
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return random(*Q), random(*KV, seed=1), random(*KV, seed=2)
+
+
+def ring(call: Callable[..., Any] = CALL, size: int = 2, **options: Any) -> Callable[..., Any]:
+    """A call on local shards as a function of global arrays."""
+    tokens = P(None, "cp")
+    return jax.shard_map(
+        call, mesh=mesh_of(cp=size), in_specs=(tokens,) * 3, out_specs=tokens, **options
+    )
+
+
+def dense(*args: jax.Array, **options: Any) -> np.ndarray[Any, Any]:
+    return reference.attention(*map(np.asarray, args), causal=True, **options)[0]
+
+
+def close(got: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-5, atol=2e-5)
+
+
+def gradients(function: Callable[..., Any], *args: jax.Array) -> Any:
+    def loss(*args: jax.Array) -> jax.Array:
+        return (function(*args) * random(*Q, seed=3)).sum()
+
+    return jax.grad(loss, argnums=tuple(range(len(args))))(*args)
+
+
+def dense_gradients(*args: jax.Array, **options: Any) -> Any:
+    weight = np.asarray(random(*Q, seed=3))
+    return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
+    function = ring(check_vma=check_vma)
+    function = jax.jit(function) if compiled else function
+    close(function(*qkv()), dense(*qkv()))
+    for got, expected in zip(gradients(function, *qkv()), dense_gradients(*qkv()), strict=False):
+        close(got, expected)
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    args = [jnp.stack([x, 2 * x, 3 * x]) for x in qkv()]
+    expected = np.stack([dense(*(x[n] for x in args)) for n in range(3)])
+    close(jax.vmap(ring())(*args), expected)
+
+    def layer(carry: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        out = jax.checkpoint(ring())(*x)
+        return carry + out.sum(), out
+
+    total, outs = jax.jit(lambda *args: jax.lax.scan(layer, jnp.float32(0), args))(*args)
+    close(outs, expected)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-4, atol=1e-4)
+    batched = jax.vmap(lambda *args: gradients(ring(), *args))(*args)
+    for n in range(3):
+        one = dense_gradients(*(x[n] for x in args))
+        for got, wanted in zip(batched, one, strict=False):
+            close(got[n], wanted)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> None:
+    """Sinks on every device of a mesh with data parallelism beside: one sum, whatever the mesh."""
+    sinks, args = random(4, seed=5), qkv()
+    tokens = P("dp", "cp")
+    function = jax.shard_map(
+        lambda q, k, v, sinks: CALL(q, k, v, sinks=sinks),
+        mesh=mesh_of(dp=2, cp=4), in_specs=(tokens,) * 3 + (P(),), out_specs=tokens,
+        check_vma=check_vma,
+    )  # fmt: skip
+    got = gradients(function, *args, sinks)
+    expected = dense_gradients(*args, sinks=np.asarray(sinks))
+    for name, mine in zip(("dq", "dk", "dv", "dsinks"), got, strict=True):
+        close(mine, getattr(expected, name))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
+    """All axes at once, every option that is an array, dropout by global indices."""
+    mesh = mesh_of(axis_type, dp=2, cp=2, tp=2)
+    cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp", schedule=schedule)
+    ids = np.sort(np.random.default_rng(4).integers(0, 3, Q[:2])).astype(np.int32)
+    extra = {"sinks": random(4, seed=5), "bias": random(1, 4, 16, 16, seed=6)}
+    fixed: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7, "softcap": 3.0}
+    slopes = 2.0 ** -np.arange(1, 5, dtype=np.float32)
+
+    def call(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> jax.Array:
+        out = cp.attention(
+            *(cp.shard(x) for x in (q, k, v)), causal=True, sinks=sinks, bias=cp.shard(bias, dim=2),
+            segment_ids=cp.shard(jnp.asarray(ids)), alibi_slopes=jnp.asarray(slopes), **fixed,
+        )  # fmt: skip
+        return cp.unshard(out)
+
+    every = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
+    every |= {"segment_ids": ids, "alibi_slopes": slopes}
+    with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else nullcontext():
+        close(jax.jit(call)(*qkv(), *extra.values()), dense(*qkv(), **every))
+        got = jax.jit(partial(gradients, call))(*qkv(), *extra.values())
+    expected = dense_gradients(*qkv(), **every)
+    for name, mine in zip(("dq", "dk", "dv", "dsinks", "dbias"), got, strict=True):
+        close(mine, getattr(expected, name))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layout(schedule: Any) -> None:
+    cp = ContextParallel(mesh_of(cp=4), "cp", schedule=schedule)
+    x = random(16, 3)
+    assert cp.cp_size == 4
+    shard = cp.shard(x, dim=0)
+    assert shard.sharding.spec[0] == "cp"
+    np.testing.assert_array_equal(shard, np.asarray(x)[np.asarray(cp.positions(16))])
+    np.testing.assert_array_equal(cp.unshard(shard, dim=0), x)
+
+
+def test_lse_is_returned_and_differentiable() -> None:
+    tokens, rows = P(None, "cp"), P(None, None, "cp")
+
+    def both(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return CALL(*args, return_lse=True)
+
+    function = jax.shard_map(
+        both, mesh=mesh_of(cp=2), in_specs=(tokens,) * 3, out_specs=(tokens, rows)
+    )
+    _, lse = reference.attention(*map(np.asarray, qkv()), causal=True)
+    close(function(*qkv())[1], lse)
+    weight = random(2, 4, 16, seed=8)
+    got = jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum())(qkv()[0])
+    nothing = np.zeros(Q, np.float32)
+    close(
+        got,
+        reference.attention_grads(
+            nothing, *map(np.asarray, qkv()), dlse=np.asarray(weight), causal=True
+        ).dq,
+    )
+
+
+def test_seeds() -> None:
+    """A Python integer, a traced scalar and a pair of words are the same seed."""
+    call = partial(ring_attention, axis_name=None, dropout_p=0.5)
+    seed = (5 << 32) + 9
+    expected = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=seed)[0]
+    close(call(*qkv(), dropout_seed=seed), expected)
+    words = jnp.array([9, 5], jnp.uint32)
+    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(words), expected)
+    small = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=9)[0]
+    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(jnp.int32(9)), small)
+
+
+def test_saved_residuals_spare_the_ring() -> None:
+    """With the named residuals saved, rematerialisation runs no transfer of the forward again."""
+    policy = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
+
+    def permutes(policy: Any) -> int:
+        function = jax.checkpoint(ring(size=4), policy=policy)
+        return str(jax.make_jaxpr(partial(gradients, function))(*qkv())).count("ppermute")
+
+    assert permutes(policy) == permutes(jax.checkpoint_policies.everything_saveable)
+    assert permutes(policy) < permutes(jax.checkpoint_policies.nothing_saveable)
+
+
+def test_signatures_are_those_of_torch() -> None:
+    """The order of the options, which both frameworks promise."""
+    options = (
+        "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale", "softcap", "sinks",
+        "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "transport",
+    )  # fmt: skip
+    call = tuple(inspect.signature(ring_attention).parameters)
+    method = tuple(inspect.signature(ContextParallel.attention).parameters)
+    assert call == ("q", "k", "v", "axis_name", "schedule", *options)
+    assert method == ("self", "q", "k", "v", *options)

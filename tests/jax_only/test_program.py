@@ -1,0 +1,98 @@
+"""What the traced program sends and needs, read from the program itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ring_core import SCHEDULES, Mask, make_plan
+from ring_jax import ring_attention
+
+CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
+WIDTH = {"bf16": 2, "f32": 4}
+
+
+def lowered(length: int, schedule: Any, *, backward: bool, **options: Any) -> Any:
+    """The program of a call on bfloat16 arrays, for 8 host devices."""
+    mesh = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,))
+    call = partial(ring_attention, axis_name="cp", schedule=schedule, **options)
+    tokens = P(None, "cp")
+    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    sharding = jax.sharding.NamedSharding(mesh, tokens)
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16, sharding=sharding)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(ring, q, k, v)
+        return out, pull(dout)
+
+    return jax.jit(both).lower(q, k, v, q) if backward else jax.jit(ring).lower(q, k, v)
+
+
+def permutes(program: Any) -> list[int]:
+    """Bytes of each transfer of a program."""
+    shapes = re.findall(
+        r"collective_permute.*?-> tensor<([\dx]+)x(bf16|f32)>", program.as_text(), re.DOTALL
+    )
+    return [math.prod(map(int, shape.split("x"))) * WIDTH[dtype] for shape, dtype in shapes]
+
+
+MASKS = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window": (512, 0)},
+    "right": {"window": (0, 700)},
+}
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "balanced"])
+@pytest.mark.parametrize("name", MASKS)
+def test_transfers_are_the_plans(name: str, schedule: Any) -> None:
+    """Live hops only, K and V in one message, dK/dV home in one hop."""
+    length = 8192
+    plan = make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, schedule=schedule)
+    kv = length // CP * KV_HEADS * 2 * DIM * 2
+    forward = [kv for stage in plan.forward if stage.kv_hop is not None]
+    assert permutes(lowered(length, schedule, backward=False, **MASKS[name])) == forward
+    backward = [kv for stage in plan.backward if stage.kv_hop is not None]
+    backward += [2 * kv for stage in plan.backward if stage.grad_hop is not None]
+    both = permutes(lowered(length, schedule, backward=True, **MASKS[name]))
+    assert sorted(both) == sorted(forward + backward)
+
+
+def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
+    """65,536 tokens on 8 devices, window 512: one neighbour, forward and back."""
+    window = {"causal": True, "window": (511, 0)}
+    plan = make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP)
+    assert plan.num_steps == 2
+    assert len(permutes(lowered(1 << 16, "plain", backward=False, **window))) == 1
+    assert len(permutes(lowered(1 << 16, "plain", backward=True, **window))) == 2
+
+
+def test_helpers_alone_receive() -> None:
+    """``balanced``, causal: a shipment names only the ranks that help."""
+    text = lowered(1024, "balanced", backward=False, causal=True).as_text()
+    pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
+    sizes = {len(re.findall(r"\[\d+, \d+\]", found)) for found in pairs}
+    assert sizes == {CP, 1, 2, 3, 4}
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    """No scores of a whole shard: the temporaries grow with the length, not its square."""
+    sizes = [
+        lowered(length, "zigzag", backward=True, causal=True).compile().memory_analysis()
+        for length in (1 << 14, 1 << 15)
+    ]
+    small, large = (size.temp_size_in_bytes for size in sizes)
+    assert large < 2.2 * small
+    assert large < (1 << 12) ** 2 * HEADS * 4 / 2
