@@ -31,6 +31,12 @@ BACKENDS = {
     "jax-tpu": ["ring-core", "ring-jax", "ring-jax-tpu[tpu]"],
 }
 
+#: What their tests need beside pytest.
+GROUPS = {"jax": ["test", "test-jax"]}
+
+#: Backends that spend their time compiling, one case on one core.
+PARALLEL = ("jax", "jax-tpu")
+
 #: What has to pass before a change is accepted.
 CI = [
     "lint",
@@ -61,18 +67,20 @@ def install(session: nox.Session, packages: list[str], groups: list[str], *optio
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """Run one backend's tests; arguments go to pytest."""
-    install(session, BACKENDS[backend], ["test"], *CONSTRAINED)
-    session.run("pytest", "tests", f"--backend={backend}", *session.posargs)
+    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *CONSTRAINED)
+    workers = ["-n", "auto"] if backend in PARALLEL else []
+    session.run("pytest", "tests", f"--backend={backend}", *workers, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
 def lowest(session: nox.Session, backend: str) -> None:
     """Run one backend's tests with the oldest versions the packages accept."""
-    install(session, BACKENDS[backend], ["test"], *LOWEST)
+    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *LOWEST)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    session.run("pytest", "tests", f"--backend={backend}", *warn, *session.posargs)
+    workers = ["-n", "auto"] if backend in PARALLEL else []
+    session.run("pytest", "tests", f"--backend={backend}", *workers, *warn, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -95,7 +103,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly, in sources, tests, examples, benchmarks and this file."""
     packages = ["ring-core[viz]", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
-    install(session, packages, ["test", "types", "examples", "nox"], *CONSTRAINED)
+    install(session, packages, ["test", "test-jax", "types", "examples", "nox"], *CONSTRAINED)
     session.run("mypy", *session.posargs)
 
 
