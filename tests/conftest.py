@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -137,11 +137,16 @@ def split(call: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
 
     tokens = P(None, "sp")
     ring = jax.shard_map(local, mesh=mesh_of(2), in_specs=(tokens, specs), out_specs=tokens)
-    return ring([jnp.asarray(x) for x in args], jax.tree.map(jnp.asarray, arrays))
+    return jax.jit(ring)([jnp.asarray(x) for x in args], jax.tree.map(jnp.asarray, arrays))
 
 
 def dense(**options: Any) -> np.ndarray[Any, Any]:
     return reference.attention(*QKV, **options)[0]
+
+
+def jax_qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = map(jnp.asarray, QKV)
+    return q, k, v
 
 
 def close(got: Any, expected: Any) -> None:
@@ -173,7 +178,7 @@ def test_every_argument_is_honoured_or_refused(call: str, name: str) -> None:
         return
     arguments = {key: _jax(function, x) for key, x in row.arguments.items()}
     expected = dense(**(defaults | (row.oracle or {})))
-    close(function(*map(jnp.asarray, QKV), **arguments), expected)
+    close(function(*jax_qkv(), **arguments), expected)
     if row.oracle is not None:
         assert np.abs(expected - dense(**defaults)).max() > 1e-3
     else:
@@ -221,7 +226,7 @@ def test_names_order_and_defaults_are_those_of_ejkernel() -> None:
 
 
 def test_an_integer_window_is_symmetric_and_causal_cuts_it() -> None:
-    q, k, v = map(jnp.asarray, QKV)
+    q, k, v = jax_qkv()
     close(ring_attention(q, k, v, sliding_window=2), dense(window=(2, 2)))
     both = split(ring_attention, q, k, v, sliding_window=2, causal=True)
     close(both, dense(window=(2, 0)))
@@ -277,7 +282,7 @@ def test_mask_and_bias_add_up() -> None:
 )  # fmt: skip
 def test_refusals_name_the_argument(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        ring_attention(*map(jnp.asarray, QKV), **arguments)
+        ring_attention(*jax_qkv(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +303,7 @@ def test_malformed_arguments(
     function: Callable[..., Any], arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        function(*map(jnp.asarray, QKV), **arguments)
+        function(*jax_qkv(), **arguments)
     assert not isinstance(caught.value, UnsupportedError)
 
 
@@ -309,7 +314,7 @@ def test_operation_on_global_arrays(schedule: Any) -> None:
         blocksize_q=4, blocksize_k=4,
     )  # fmt: skip
     attend = jax.jit(RingAttn(metadata))
-    result = attend(*map(jnp.asarray, QKV), q_segment_ids=jnp.asarray(PACKED))
+    result = attend(*jax_qkv(), q_segment_ids=jnp.asarray(PACKED))
     assert isinstance(result, compat.AttentionOutput)
     assert result.attention_weights is None
     expected = dense(causal=True, softmax_scale=0.7, segment_ids=PACKED)
@@ -328,7 +333,7 @@ def test_operation_reads_its_metadata() -> None:
     config = SimpleNamespace(fwd_params=BLOCKS, bwd_params=None, platform="auto")
     ring = RingAttn(OperationMetadata(jnp.float32, operation_configs={"ring": config}))
     assert ring._kernel == KernelConfig("auto", 4, 8)
-    assert ring(*map(jnp.asarray, QKV)).attention_outputs.dtype == jnp.float32
+    assert ring(*jax_qkv()).attention_outputs.dtype == jnp.float32
     assert ring.get_impl_name() == "ring"
 
 

@@ -1,7 +1,28 @@
-"""Pallas (Mosaic TPU) kernels for ring attention in JAX. A placeholder: nothing can be called yet.
+"""Ring attention for JAX with Pallas (Mosaic) kernels for TPUs first in line.
 
-This package will hold the forward and backward kernels, and later a ring whose transfers run inside
-the kernel; the loop that runs them is in ``ring_jax``.
+:func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax``. On other platforms,
+and for what the kernels refuse, ``kernel="auto"`` takes ``xla``.
 """
 
+from typing import ClassVar
+
+import ring_jax
+from ring_jax import KernelConfig as KernelConfig
+from ring_jax import Mask as Mask
+from ring_jax import UnsupportedError as UnsupportedError
+from ring_jax._attention import RingAttention
+from ring_jax._types import Kernel
+from ring_jax._xla import XlaKernel
+from ring_jax_tpu._pallas import PallasKernel as PallasKernel
+
 __version__ = "0.1.0"
+
+KERNELS: tuple[Kernel, ...] = (PallasKernel(), XlaKernel())
+
+ring_attention = RingAttention(KERNELS)
+
+
+class ContextParallel(ring_jax.ContextParallel):
+    """:class:`ring_jax.ContextParallel` with these kernels."""
+
+    kernels: ClassVar[tuple[Kernel, ...]] = KERNELS

@@ -39,12 +39,35 @@ class Ring:
 
 
 def together[*Ts](*values: *Ts) -> tuple[*Ts]:
-    """Keep the compiler from moving work on one of these ahead of another.
+    """Tie arrays that arrive during a kernel to that kernel's results.
 
-    Transfers that are tied to the result of the kernel beside them can be neither hoisted above
-    earlier kernels nor sunk below later ones, which is what XLA otherwise does on some targets.
+    The compiler can then neither hoist all transfers above the first kernel nor sink them below the
+    last, as XLA otherwise does on some TPUs.
     """
     return cast("tuple[*Ts]", lax.optimization_barrier(values))
+
+
+def after[M](moved: M, results: Any) -> M:
+    """The same arrays, one element of which seems to depend on the results of a kernel.
+
+    XLA can be told to remove barriers (``xla_tpu_aggressive_opt_barrier_removal``); this tie stays.
+    """
+    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
+    if not corners:
+        return moved
+    never = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
+
+    def tie(x: jax.Array) -> jax.Array:
+        if x.size == 0:
+            return x
+        at = (0,) * x.ndim
+        corner = lax.slice(x, at, (1,) * x.ndim)
+        tied: jax.Array = lax.dynamic_update_slice(
+            x, jnp.where(never, jnp.zeros_like(corner), corner), at
+        )
+        return tied
+
+    return cast("M", jax.tree.map(tie, moved))
 
 
 def vary_alike(arrays: Any, axes: frozenset[Any]) -> Any:

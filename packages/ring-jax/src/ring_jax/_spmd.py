@@ -1,9 +1,9 @@
 """The loop of one program on all devices: move K/V, call a kernel for each step, merge.
 
 The step program is the plan's. What overlaps is said by ties (``together``): the K/V that arrive
-for the next step are tied to the result of this step's kernel, so that the compiler starts the
-transfer before that kernel and waits for it after. dK/dV travel one step late: while a step's
-kernel runs, the sum of the steps before is on its way.
+for the next step are tied to the result of this step's kernel (twice, see ``after``), so that the
+compiler starts the transfer before that kernel and waits for it after. dK/dV travel one step late:
+while a step's kernel runs, the sum of the steps before is on its way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import Stage
-from ring_jax._ring import Ring, axes_of, together, vary_alike
+from ring_jax._ring import Ring, after, axes_of, together, vary_alike
 from ring_jax._sides import Side, step_tables
 from ring_jax._types import (
     Array,
@@ -53,6 +53,7 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
             home = loop.home(stage.step, loop.help(stage.step, helping, own))
         if following is not None:
             into, arriving, next_helping = together(into, arriving, next_helping)
+            arriving = after(arriving, into)
         held, helping = arriving, next_helping
     into = into if home is None else merge(into, home)
     return into, held if len(stages) > 1 else None
@@ -82,6 +83,7 @@ def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | 
             rows, dkv, arriving, next_helping, travelling = together(
                 rows, dkv, arriving, next_helping, travelling
             )
+            arriving = after(arriving, (rows, dkv))
         dkv = dkv if travelling is None else dkv + travelling
         if is_own:
             at_home = dkv

@@ -1,0 +1,23 @@
+"""Calls in the style of ejkernel and EasyDeL, answered by :func:`ring_jax.ring_attention`.
+
+:func:`ring_attention` and :func:`flash_attention` take the arguments of ejkernel's functions of
+these names (0.0.31 to 0.0.80.3), :class:`RingAttn` those of EasyDeL's operation (0.3.0), under the
+names and with the defaults they have there. Each argument is honoured, or it raises
+:class:`ring_core.UnsupportedError`, which names it and what to do instead; a keyword that does not
+exist is a ``TypeError``. What changes for whoever comes from there:
+
+* Results are those of dense attention on every ring size, backward too, and never depend on which
+  kernel ran: ``chunk_size`` always is Llama 4's chunked attention and never the size of a tile.
+* ``softmax_aux`` is ``[H]``, one sink a head, or ``[H, n]``, and has a gradient. Sinks that all
+  heads share have to be broadcast by the caller.
+* Where keys are longer or shorter than queries, ``causal`` and ``sliding_window`` align the last
+  query with the last key.
+* A query that sees nothing gets zeros.
+* Dropout drops the same elements on every device count and kernel, other ones than there.
+"""
+
+from ring_jax.compat._functions import flash_attention as flash_attention
+from ring_jax.compat._functions import ring_attention as ring_attention
+from ring_jax.compat._operation import AttentionOutput as AttentionOutput
+from ring_jax.compat._operation import OperationMetadata as OperationMetadata
+from ring_jax.compat._operation import RingAttn as RingAttn

@@ -1,0 +1,120 @@
+"""Programs compiled for TPUs that are not there, and what their schedules say."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ring_jax_tpu import ring_attention
+
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+CP, LOCAL, HEADS, KV_HEADS, DIM = 4, 8192, 8, 2, 128
+
+
+@lru_cache
+def devices(topology: str) -> tuple[Any, ...]:
+    """Four devices of a topology."""
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return tuple(found[:CP])
+
+
+def compiled(
+    topology: str, schedule: Any, *, backward: bool, flags: dict[str, Any] | None = None,
+    local: int = LOCAL, **options: Any,
+) -> Any:  # fmt: skip
+    """A call on bfloat16 arrays of ``local`` tokens a device, compiled."""
+    mesh = Mesh(np.array(devices(topology)), ("cp",))
+    tokens = P(None, "cp")
+    call = partial(ring_attention, axis_name="cp", schedule=schedule, **options)
+    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    sharding = NamedSharding(mesh, tokens)
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, CP * local, heads, DIM), jnp.bfloat16, sharding=sharding)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(ring, q, k, v)
+        return out, pull(dout)
+
+    # Inside a model the neighbours write and read the layout that the kernels want.
+    chosen = Format(Layout.AUTO, sharding)
+    function, given = (both, (q, k, v, q)) if backward else (ring, (q, k, v))
+    jitted = jax.jit(function, in_shardings=chosen, out_shardings=chosen)
+    return jitted.lower(*given).compile(compiler_options=flags)
+
+
+def schedule_of(program: Any) -> list[tuple[str, str, str]]:
+    """``(what, name, operands)`` in the order a device runs them: start, done or kernel."""
+    text = program.as_text()
+    assert "is_scheduled=true" in text
+    entry = text[text.index("\nENTRY ") :]
+    found = []
+    for line in entry.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)", line)
+        if match is None:
+            continue
+        name, operation, rest = match.groups()
+        if operation in ("collective-permute-start", "collective-permute-done"):
+            found.append((operation.rsplit("-", 1)[1], name, rest))
+        elif operation == "custom-call" and "tpu_custom_call" in line:
+            found.append(("kernel", name, rest))
+    return found
+
+
+def letters(program: Any) -> str:
+    """The schedule as a word: ``S`` start, ``D`` done, ``K`` kernel."""
+    names = {"start": "S", "done": "D", "kernel": "K"}
+    return "".join(names[what] for what, _, _ in schedule_of(program))
+
+
+def exposed(program: Any) -> list[str]:
+    """Transfers that no kernel runs beside: their done follows their start with none between."""
+    begun: dict[str, int] = {}
+    kernels, alone = 0, []
+    for what, name, rest in schedule_of(program):
+        if what == "kernel":
+            kernels += 1
+        elif what == "start":
+            begun[name] = kernels
+        else:
+            start = begun_by(rest)
+            if begun[start] == kernels:
+                alone.append(start)
+    return alone
+
+
+def begun_by(operands: str) -> str:
+    """The start that a done waits for."""
+    names = re.findall(r"[\w.-]*collective-permute-start[\w.-]*", operands)
+    return str(names[0])
+
+
+def permuted_bytes(program: Any) -> list[int]:
+    """Bytes of each transfer."""
+    width = {"bf16": 2, "f32": 4, "s32": 4}
+    sizes = []
+    for line in program.as_text().splitlines():
+        match = re.search(r"= \((\w+)\[([\d,]+)\].*collective-permute-start\(", line)
+        if match:
+            dtype, shape = match.groups()
+            sizes.append(math.prod(map(int, shape.split(","))) * width[dtype])
+    return sizes
+
+
+def memory_allowed() -> tuple[float, float]:
+    """Bytes for the forward and for the backward: slots and accumulators."""
+    slots = 2 * LOCAL * KV_HEADS * 2 * DIM * 2
+    rows = LOCAL * HEADS * DIM * 4
+    grads = 3 * LOCAL * KV_HEADS * 2 * DIM * 4
+    return slots + rows, slots + rows + grads

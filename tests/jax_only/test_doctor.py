@@ -1,0 +1,126 @@
+"""The doctor tells a machine that works from one that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ring_core import support_matrix
+from ring_jax import ring_attention
+from ring_jax.__main__ import self_test
+from ring_jax._types import Grads
+from ring_jax._xla import XlaKernel
+
+FOR_TPU = """
+from dataclasses import dataclass
+from ring_core import Capabilities
+from ring_jax._attention import RingAttention
+from ring_jax._xla import XlaKernel
+
+@dataclass(frozen=True)
+class Unavailable:
+    capabilities = Capabilities("pallas", devices=("tpu",), dtypes=("float32",), bands="any")
+
+__version__ = "9.9"
+ring_attention = RingAttention((Unavailable(), XlaKernel()))
+"""
+OFF_BY_A_LITTLE = """
+import sys
+from ring_jax import __main__
+from ring_jax._xla import XlaKernel
+
+right = XlaKernel.backward
+def wrong(*args):
+    grads = right(*args)
+    return grads._replace(dq=grads.dq * 1.001)
+XlaKernel.backward = wrong
+sys.exit(__main__.main(["doctor"]))
+"""
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_a_healthy_machine() -> None:
+    done = run("-m", "ring_jax", "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["healthy"]
+    assert found["versions"].keys() >= {"python", "numpy", "ring-core", "ring-jax", "jax", "jaxlib"}
+    assert found["backend"] == "cpu"
+    assert found["devices"]
+    assert found["kernels"][0] == {
+        "name": "xla", "package": "ring_jax", "available": True, "why": ""
+    }  # fmt: skip
+    assert [check["what"] for check in found["checks"]] == ["out", "dq", "dk", "dv"]
+    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
+
+
+def test_a_kernel_for_another_device(tmp_path: Path) -> None:
+    (tmp_path / "ring_jax_tpu.py").write_text(FOR_TPU)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("-m", "ring_jax", "doctor", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert ["ring-jax-tpu", "9.9", "(not", "installed)"] in words
+    assert ["pallas", "ring_jax_tpu", "no:", "runs", "on", "tpu,", "not", "on", "cpu"] in words
+    assert "all is well" in done.stdout
+
+
+def test_wrong_gradients_are_found() -> None:
+    done = run("-c", OFF_BY_A_LITTLE)
+    assert done.returncode == 1, done.stderr
+    states = {
+        line.split()[1]: line.split()[2] for line in done.stdout.splitlines() if "limit" in line
+    }
+    assert states == {"out": "ok", "dq": "FAILED", "dk": "ok", "dv": "ok"}
+    assert "something is wrong" in done.stdout
+
+
+def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(XlaKernel, "forward", fail)
+    (check,) = self_test(XlaKernel())
+    assert (check.what, check.passed, check.error) == ("runs", False, None)
+    assert "no such instruction" in check.trace
+
+
+def test_a_result_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = XlaKernel.backward
+
+    def wrong(*args: Any) -> Grads:
+        grads = right(*args)
+        return grads._replace(dkv=grads.dkv * float("nan"))
+
+    monkeypatch.setattr(XlaKernel, "backward", wrong)
+    assert {check.what: check.passed for check in self_test(XlaKernel())} == {
+        "out": True, "dq": True, "dk": False, "dv": False
+    }  # fmt: skip
+
+
+def test_no_device() -> None:
+    done = run("-m", "ring_jax", "doctor", JAX_PLATFORMS="cuda")
+    assert done.returncode == 1
+    assert "JAX finds no device; JAX_PLATFORMS='cuda'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_matrix() -> None:
+    done = run("-m", "ring_jax", "matrix")
+    assert done.returncode == 0, done.stderr
+    own = support_matrix([kernel.capabilities for kernel in ring_attention.kernels])
+    columns = len(ring_attention.kernels) + 1  # other installed packages may add more
+    cells = ["|".join(line.split("|")[: columns + 1]) for line in done.stdout.splitlines()]
+    assert "\n".join(f"{line}|" for line in cells) == own

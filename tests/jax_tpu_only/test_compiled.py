@@ -1,0 +1,67 @@
+"""What the ring does on TPUs, read from the schedules of programs compiled without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from backends.tpu_compiled import (
+    CP,
+    DIM,
+    KV_HEADS,
+    LOCAL,
+    TOPOLOGIES,
+    compiled,
+    exposed,
+    letters,
+    memory_allowed,
+    permuted_bytes,
+)
+
+from ring_core import Mask, make_plan
+
+CAUSAL = {"causal": True}
+KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice as wide
+
+
+def transfers(schedule: Any, **mask: Any) -> tuple[list[int], list[int]]:
+    """Bytes of each transfer of the forward and of both passes, by the plan."""
+    plan = make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, schedule=schedule)
+    forward = [KV for stage in plan.forward if stage.kv_hop is not None]
+    backward = [KV for stage in plan.backward if stage.kv_hop is not None]
+    backward += [2 * KV for stage in plan.backward if stage.grad_hop is not None]
+    return forward, sorted(forward + backward)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_forward(topology: str) -> None:
+    """Every transfer starts before the kernel it hides behind and is waited for after it."""
+    program = compiled(topology, "zigzag", backward=False, **CAUSAL)
+    assert letters(program) == "SKD" * (CP - 1) + "K"
+    assert permuted_bytes(program) == transfers("zigzag", **CAUSAL)[0]
+    assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[0]
+
+
+@pytest.mark.parametrize("removal", [False, True])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_forward_and_backward(topology: str, *, removal: bool) -> None:
+    """The same for dK/dV, also where the compiler is told to drop barriers."""
+    flags = {"xla_tpu_aggressive_opt_barrier_removal": True} if removal else None
+    program = compiled(topology, "zigzag", backward=True, flags=flags, **CAUSAL)
+    assert exposed(program) == []
+    assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
+    assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
+
+
+def test_dead_steps_are_not_run() -> None:
+    """A window over the plain ring: one hop, whatever the number of devices."""
+    window = {"causal": True, "window": (1023, 0)}
+    program = compiled("v5e:2x2", "plain", backward=True, **window)
+    assert sorted(permuted_bytes(program)) == transfers("plain", **window)[1] == [KV, 2 * KV]
+    assert exposed(program) == []
+
+
+@pytest.mark.parametrize("schedule", ["plain", "striped", "balanced"])
+def test_other_schedules_compile(schedule: Any) -> None:
+    program = compiled("v6e:2x2", schedule, backward=True, local=1024, **CAUSAL)
+    assert letters(program).count("K") >= 2
