@@ -128,6 +128,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def demo_jax(session: nox.Session) -> None:
+    """Train the same kind of model in JAX on a ring of host devices; arguments go to the example."""
+    install(session, ["ring-core", "ring-jax"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/train_bytes_jax.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def bench_cpu(session: nox.Session) -> None:
     """Time plans and the CPU kernels; arguments go to the benchmark."""
     install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)

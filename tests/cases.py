@@ -231,6 +231,7 @@ def _option_cases() -> list[Case]:
         "poison-v": {"poison": "v"},
         "spread": {"spread": 40.0},
         "batch-0": {"batch": 0},
+        "bias-float64": {"bias": "full", "dtype": "float64", "alibi": 1, "dropout_p": 0.2},
         "everything": {
             "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
             "softmax_scale": 0.4, "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,

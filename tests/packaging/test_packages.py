@@ -23,7 +23,8 @@ PACKAGES = {
     path.parent.name: tomllib.loads(path.read_text())["project"]
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
-PLACEHOLDERS = ["ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+JAX_PACKAGES = ["ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+PLACEHOLDERS = ["ring-jax-gpu"]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton", "jax-triton"}
 #: torch installs Triton itself, so a package on torch may import it.
 BROUGHT_ALONG = {"torch": {"triton"}, "jax-triton": {"triton"}}
@@ -105,6 +106,13 @@ def torch_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment(tmp_path_factory.mktemp("torch") / "venv", *wheels)
 
 
+@pytest.fixture(scope="session")
+def jax_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with ring-jax and ring-jax-tpu and all they ask for."""
+    wheels = [wheel(built, name) for name in ["ring-core", "ring-jax", "ring-jax-tpu"]]
+    return environment(tmp_path_factory.mktemp("jax") / "venv", *wheels)
+
+
 # Prints the top-level names that anything tried to import, found or not. Names with an underscore
 # are the standard library's own, for other platforms.
 WATCH = """
@@ -142,6 +150,21 @@ for owner, names in {
 import ring_torch
 assert not torch.cuda.is_initialized()
 assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
+"""
+
+# jax starts a backend when it is first asked for devices; none may have been.
+NO_JAX_DEVICE = """
+import sys
+import ring_jax, ring_jax.compat, ring_jax_tpu
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "an import asked for a device"
+assert not {"torch", "triton", "jax_triton", "flax", "equinox", "matplotlib"} & set(sys.modules)
+
+import jax.numpy as jnp
+x = jnp.ones((1, 8, 2, 4))
+for package in (ring_jax, ring_jax_tpu):
+    out = package.ring_attention(x, x, x, axis_name=None, causal=True)
+    assert jnp.allclose(out, 1.0), out
 """
 
 MODULES_OF = """
@@ -248,11 +271,22 @@ def test_torch_installs_without_jax(torch_only: Path) -> None:
     listed = uv("pip", "list", "--quiet", "--python", torch_only, "--format", "json")
     installed = {entry["name"] for entry in json.loads(listed)}
     assert {"ring-core", "ring-torch", "torch"} <= installed
-    assert not installed & {"jax", "jaxlib", "jax-triton", "matplotlib", *PLACEHOLDERS}
+    assert not installed & {"jax", "jaxlib", "jax-triton", "matplotlib", *JAX_PACKAGES}
 
 
 def test_importing_torch_backend_asks_for_no_device(torch_only: Path) -> None:
     run(torch_only, "-I", "-c", NO_DEVICE)
+
+
+def test_jax_installs_without_torch_or_triton(jax_only: Path) -> None:
+    listed = uv("pip", "list", "--quiet", "--python", jax_only, "--format", "json")
+    installed = {entry["name"] for entry in json.loads(listed)}
+    assert {"ring-core", "ring-jax", "ring-jax-tpu", "jax"} <= installed
+    assert not installed & {"torch", "triton", "jax-triton", "flax", "libtpu", "matplotlib"}
+
+
+def test_importing_jax_backends_asks_for_no_device_and_they_run(jax_only: Path) -> None:
+    run(jax_only, "-I", "-c", NO_JAX_DEVICE)
 
 
 def test_constraints_pin_every_requirement_and_nothing_local() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ring_core import TABLE_COLUMNS, TILE, Capabilities
@@ -22,6 +23,7 @@ from ring_jax._types import Array, Columns, Grads, Result, Rows, Static, Upstrea
 
 BLOCK = 512
 _FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
+_ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Sight:
         grad = dscores.reshape(batch, kv_heads * group, n, m)
         axes = tuple(axis for axis in (0, 1) if dbias.shape[axis] == 1)
         grad = grad.sum(axis=axes, keepdims=True)
-        at = (0, 0, i.start, j.start)
+        at = (_ZERO, _ZERO, i.start, j.start)
         old = lax.dynamic_slice(dbias, at, grad.shape)
         return lax.dynamic_update_slice(dbias, old + grad, at)
 
@@ -271,7 +273,7 @@ class Sight:
 
     def _bias(self, bias: Array, i: Block, j: Block) -> Array:
         size = (*bias.shape[:2], self.block_q, self.block_k)
-        part = lax.dynamic_slice(bias, (0, 0, i.start, j.start), size)
+        part = lax.dynamic_slice(bias, (_ZERO, _ZERO, i.start, j.start), size)
         if bias.shape[1] == 1:
             return part[:, :, None]
         kv_heads = self.columns.kv.shape[1]

@@ -1,0 +1,74 @@
+"""Blocks that are computed are those that hold a visible pair: no more, no fewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cases import Case, masks
+
+from ring_core import SCHEDULES, TABLE_COLUMNS, TILE, Plan
+from ring_jax._sides import Side
+from ring_jax._types import Inputs, Message, Queries, Static
+from ring_jax._xla import XlaKernel
+from ring_jax_tpu._blocks import Blocks
+from ring_jax_tpu._visits import EMPTY, FULL, block_kinds
+
+CP, LENGTH = 4, 4 * 6 * TILE
+NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]
+
+
+def shown(plan: Plan, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.bool_]:
+    """The pairs that a rank computes in a step for its own queries, or for another's."""
+    visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=bool)
+    for row in plan.table(step)[rank].tolist():
+        item = dict(zip(TABLE_COLUMNS, row, strict=True))
+        if item["q_stop"] == item["q_start"] or (item["q_rank"] != rank) != helped:
+            continue
+        rows = slice(item["q_start"], item["q_stop"])
+        columns = slice(item["k_start"], item["k_stop"])
+        dense = plan.mask.dense(plan.q_positions(item["q_rank"]), plan.k_positions(item["kv_rank"]))
+        distance = np.subtract.outer(
+            np.arange(item["q_stop"] - item["q_start"]), np.arange(item["k_stop"] - item["k_start"])
+        )
+        inside = (distance >= item["lo"]) & (distance <= item["hi"])
+        visible[rows, columns] |= dense[rows, columns] & inside
+    return visible
+
+
+def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
+    """The kinds of the blocks that a rank's kernel is told."""
+    static = Static(plan, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
+    side = Side(static, NOTHING, jnp.int32(rank))
+    work = side.helped_work(step) if helped else side.own_work(step)
+    if work is None:
+        return None
+    empty: Any = jnp.zeros((1, 1, 1, 1))
+    shift = plan.steps[step].shift
+    q_rank, k_rank = (side.behind(shift), side.rank) if helped else (side.rank, side.behind(shift))
+    rows = side.rows(step, q_rank, Queries(empty, None, None))
+    columns = side.columns(step, k_rank, Message(empty, None))
+    return np.asarray(block_kinds(rows, columns, work, blocks))[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", masks(LENGTH, CP))
+def test_live_blocks(name: str, schedule: Any) -> None:
+    plan = replace(Case("", masks(LENGTH, CP)[name], schedule, CP), seq_len=LENGTH).plan
+    local = LENGTH // CP
+    size = 2 * TILE
+    blocks = Blocks(size, TILE, local, local)
+    for step in range(plan.num_steps):
+        for rank in range(CP):
+            for helped in (False, True):
+                kinds = computed(plan, rank, step, blocks, helped=helped)
+                if kinds is None:
+                    continue
+                visible = shown(plan, rank, step, helped=helped)
+                tiles = visible.reshape(local // size, size, local // TILE, TILE)
+                np.testing.assert_array_equal(kinds != EMPTY, tiles.any(axis=(1, 3)))
+                assert tiles.all(axis=(1, 3))[kinds == FULL].all()
