@@ -1,0 +1,311 @@
+"""What TPU kernels cost, told from their machine code: ``nox -s tpu_static``.
+
+Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions
+a cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
+key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON where
+``--json`` says, for this project's kernels and for jax's own splash attention, at the block sizes
+that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
+
+The loop of a kernel walks over blocks. What lies outside all branches runs for each of them; a
+branch with products of matrices runs for the blocks of its kind, the smaller of two for full blocks
+and the larger for partly masked ones; another branch runs once for each row of blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+LENGTH, HEADS, KV_HEADS, DIM = 8192, 8, 2, 128
+WINDOW = 1024
+SIZES = ((512, 512), (512, 1024), (1024, 1024), (1024, 2048))
+
+#: Steps of a plain ring as ``(mask, offset of the queries)``; all shards but the first run these.
+MASKS: dict[str, tuple[tuple[str, int], ...]] = {
+    "full": (("full", 0),),
+    "causal": (("causal", 0),),
+    "window over a ring": (("window", 0), ("window", LENGTH)),
+}
+
+
+class Blocks(NamedTuple):
+    """How many blocks a kernel visits, and what it finds."""
+
+    full: int
+    partial: int
+    empty: int  # visited all the same
+    rows: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Bundles of a kernel's loop: always run, once a row of blocks, with products of matrices."""
+
+    always: int
+    rare: int
+    full: int
+    partial: int
+
+    def total(self, blocks: Blocks) -> int:
+        """Bundles issued."""
+        visits = blocks.full + blocks.partial + blocks.empty
+        products = self.full * blocks.full + self.partial * blocks.partial
+        return self.always * visits + self.rare * blocks.rows + products
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile everything and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument(
+        "--child", help=argparse.SUPPRESS
+    )  # one compilation, in a process of its own
+    options = parser.parse_args(argv)
+    if options.child:
+        compile_one(**json.loads(options.child))
+        return 0
+    shape = f"T = {LENGTH} a device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
+    print(f"bundles a thousand visible pairs and heads, {shape}\n")
+    print(f"{'':12} {'':20} {'forward':>25} {'backward':>25}")
+    print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
+    rows = [row for topology in options.topology for row in measure(topology)]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measure(topology: str) -> Iterator[dict[str, Any]]:
+    """The rows of one generation, printed as they are found."""
+    code = {
+        (who, direction, sizes): loops(topology, who, direction, sizes)
+        for who in ("ours", "splash")
+        for direction in ("forward", "backward")
+        for sizes in SIZES
+    }
+    for name, steps in MASKS.items():
+        row: dict[str, Any] = {"topology": topology, "mask": name}
+        pairs = HEADS * sum(visible(*step) for step in steps)
+        for direction in ("forward", "backward"):
+            for who in ("ours", "splash"):
+                costs = {
+                    sizes: sum(
+                        loop.total(visited(who, kernel, sizes, *step))
+                        for kernel, loop in found.items()
+                        for step in steps
+                    )
+                    for (whose, way, sizes), found in code.items()
+                    if (whose, way) == (who, direction) and found
+                }
+                best = min(costs, key=lambda sizes: costs[sizes])
+                row[f"{direction} {who}"] = 1000 * costs[best] / pairs
+                row[f"{direction} {who} blocks"] = best
+            row[f"{direction} ratio"] = row[f"{direction} ours"] / row[f"{direction} splash"]
+        figures = [
+            f"{row[f'{way} ours']:6.2f} {row[f'{way} splash']:7.2f} {row[f'{way} ratio']:6.2f}"
+            for way in ("forward", "backward")
+        ]
+        print(f"{topology:12} {name:20} {figures[0]:>25} {figures[1]:>25}", flush=True)
+        yield row
+
+
+def visible(mask: str, offset: int) -> int:
+    """Visible pairs of a step, a head."""
+    if mask == "full":
+        return LENGTH * LENGTH
+    if mask == "causal":
+        return LENGTH * (LENGTH + 1) // 2
+    return sum(
+        max(0, min(i + offset, LENGTH - 1) - max(0, i + offset - WINDOW + 1) + 1)
+        for i in range(LENGTH)
+    )
+
+
+def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Blocks:
+    """The blocks of a step: ours visits live ones, splash as many in each row as in the fullest."""
+    q, k = sizes
+    low, high = {"full": (-LENGTH, LENGTH), "causal": (0, LENGTH), "window": (0, WINDOW - 1)}[mask]
+    full = partial = 0
+    by_row: dict[int, int] = {}
+    for top in range(0, LENGTH, q):
+        for left in range(0, LENGTH, k):
+            nearest, furthest = top + offset - (left + k - 1), top + q - 1 + offset - left
+            if furthest < low or nearest > high:
+                continue
+            inside = nearest >= low and furthest <= high
+            full, partial = full + inside, partial + (not inside)
+            outer = left if by_columns(kernel) else top
+            by_row[outer] = by_row.get(outer, 0) + 1
+    outers = LENGTH // (k if by_columns(kernel) else q)
+    empty = 0 if who == "ours" else outers * max(by_row.values()) - full - partial
+    rows = len(by_row) if who == "ours" else outers
+    return Blocks(*(HEADS * n for n in (full, partial, empty, rows)))
+
+
+def by_columns(kernel: str) -> bool:
+    """Whether a kernel walks over the blocks column by column."""
+    return any(word in kernel for word in ("dkv", "keys", "all"))
+
+
+def loops(topology: str, who: str, direction: str, sizes: tuple[int, int]) -> dict[str, Loop]:
+    """Compile in a process of its own and read what was dumped; empty if it does not fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"topology": topology, "who": who, "direction": direction, "sizes": sizes}
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+        }
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", json.dumps(task)],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            if re.search("RESOURCE_EXHAUSTED|UnsupportedError|vmem", done.stderr):
+                return {}
+            raise RuntimeError(done.stderr[-3000:])
+        dumps = Path(folder).glob("*-final_bundles.txt")
+        found = {
+            match[1]: parse(path.read_text())
+            for path in dumps
+            if "analysis" not in path.name
+            and is_of(direction, path.name)
+            and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
+        }
+    assert found, f"no kernel was dumped for {task}"
+    return found
+
+
+def is_of(direction: str, name: str) -> bool:
+    """Whether a dump is of a kernel of this pass; a backward's program runs the forward, too."""
+    return (direction == "forward") == bool(re.search("attend|fwd", name))
+
+
+class Branch(NamedTuple):
+    """A branch over some bundles."""
+
+    start: int
+    stop: int
+
+    def holds(self, addresses: list[int]) -> bool:
+        """Whether one of the addresses lies inside."""
+        return any(self.start < at < self.stop for at in addresses)
+
+    def covers(self, other: Branch) -> bool:
+        """Whether another branch lies inside."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def parse(text: str) -> Loop:
+    """Count the bundles of a kernel's loop by what they run for."""
+    lines = re.findall(r"^ *(0x[0-9a-f]+|0) +(?:\w\w)?: +(>*)(.*)$", text, re.MULTILINE)
+    body = [(int(address, 16), rest) for address, depth, rest in lines if depth]
+    ends = {
+        number: address
+        for address, rest in body
+        for number in re.findall(r"Start/End empty region (\d+)", rest)
+    }
+    jumps = [
+        Branch(address, ends[number])
+        for address, rest in body
+        for number in re.findall(r"sbr\.rel.*?target = \$region(\d+)", rest)
+        if ends.get(number, -1) > address
+    ]
+    products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
+    computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
+    chosen = sorted(b.stop - b.start for b in computing)
+    skipped = [
+        b
+        for b in jumps
+        if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
+    ]
+    rare = sum(b.stop - b.start for b in skipped)
+    return Loop(len(body) - rare - sum(chosen), rare, chosen[0], chosen[-1])
+
+
+def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
+    """The branches that compute: below those that only wrap others."""
+    largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
+    inside = [b for b in heavy if b not in largest]
+    wraps = all(
+        any(b.holds([at]) for b in inside) for at in products if any(b.holds([at]) for b in largest)
+    )
+    return branches_of_kinds(inside, products) if inside and wraps else largest
+
+
+def compile_one(topology: str, who: str, direction: str, sizes: list[int]) -> None:
+    """Compile a kernel for one device of a topology."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    attend = _ours(sizes) if who == "ours" else _splash(sizes)
+    q, k = (
+        jax.ShapeDtypeStruct((1, heads, LENGTH, DIM), jnp.bfloat16, sharding=sharding)
+        for heads in (HEADS, KV_HEADS)
+    )
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return jax.vjp(attend, q, k, v)[0]
+
+    def backward(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    function, given = (forward, (q, k, k)) if direction == "forward" else (backward, (q, k, k, q))
+    jax.jit(function).lower(*given).compile()
+
+
+def _ours(sizes: list[int]) -> Any:
+    from ring_core import KernelConfig
+    from ring_jax_tpu import ring_attention
+
+    config = KernelConfig("pallas", *sizes)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        tokens = (x.swapaxes(1, 2) for x in (q, k, v))
+        out = ring_attention(*tokens, axis_name=None, causal=True, kernel=config)
+        return out.swapaxes(1, 2)
+
+    return attend
+
+
+def _splash(sizes: list[int]) -> Any:
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    q, k = sizes
+    blocks = kernels.BlockSizes(
+        block_q=q, block_kv=k, block_kv_compute=min(k, 512), block_q_dkv=q, block_kv_dkv=k,
+        block_kv_dkv_compute=min(k, 512), use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * (HEADS // KV_HEADS))
+    kernel = kernels.make_splash_mqa_single_device(mask, block_sizes=blocks)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        grouped = q.reshape(1, KV_HEADS, HEADS // KV_HEADS, LENGTH, DIM)
+        return jax.vmap(jax.vmap(kernel))(grouped, k, v).reshape(q.shape)
+
+    return attend
+
+
+if __name__ == "__main__":
+    sys.exit(main())
