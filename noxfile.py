@@ -141,6 +141,13 @@ def bench_cpu(session: nox.Session) -> None:
     session.run("python", "benchmarks/cpu.py", *session.posargs)
 
 
+@nox.session(python="3.12", default=False)
+def tpu_static(session: nox.Session) -> None:
+    """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
+    install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/tpu_static.py", *session.posargs)
+
+
 @nox.session(default=False)
 def constraints(session: nox.Session) -> None:
     """Write ``constraints.txt`` anew, with current versions of everything any session installs."""

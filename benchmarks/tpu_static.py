@@ -2,8 +2,8 @@
 
 Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions
 a cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
-key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON where
-``--json`` says, for this project's kernels and for jax's own splash attention, at the block sizes
+key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON
+where ``--json`` says, for this project's kernels and for jax's own splash attention, at the block sizes
 that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
 
 The loop of a kernel walks over blocks. What lies outside all branches runs for each of them; a
@@ -277,7 +277,7 @@ def _ours(sizes: list[int]) -> Any:
     from ring_core import KernelConfig
     from ring_jax_tpu import ring_attention
 
-    config = KernelConfig("pallas", *sizes)
+    config = KernelConfig("pallas", block_q=sizes[0], block_k=sizes[1])
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         tokens = (x.swapaxes(1, 2) for x in (q, k, v))
