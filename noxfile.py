@@ -129,7 +129,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def demo_jax(session: nox.Session) -> None:
-    """Train the same kind of model in JAX on a ring of host devices; arguments go to the example."""
+    """Train the same kind of model in JAX, on host devices; arguments go to the example."""
     install(session, ["ring-core", "ring-jax"], ["examples"], *CONSTRAINED)
     session.run("python", "examples/train_bytes_jax.py", *session.posargs)
 

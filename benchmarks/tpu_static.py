@@ -1,10 +1,10 @@
 """What TPU kernels cost, told from their machine code: ``nox -s tpu_static``.
 
-Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions
-a cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
+Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions a
+cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
 key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON
-where ``--json`` says, for this project's kernels and for jax's own splash attention, at the block sizes
-that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
+where ``--json`` says, for this project's kernels and for jax's own splash attention, at the block
+sizes that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
 
 The loop of a kernel walks over blocks. What lies outside all branches runs for each of them; a
 branch with products of matrices runs for the blocks of its kind, the smaller of two for full blocks

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ring_core import SCHEDULES, reference
@@ -54,7 +54,7 @@ def close(got: Any, expected: Any) -> None:
 
 
 def gradients(function: Callable[..., Any], *args: jax.Array) -> Any:
-    def loss(*args: jax.Array) -> jax.Array:
+    def loss(*args: jax.Array) -> Any:
         return (function(*args) * random(*Q, seed=3)).sum()
 
     return jax.grad(loss, argnums=tuple(range(len(args))))(*args)
@@ -144,6 +144,7 @@ def test_layout(schedule: Any) -> None:
     x = random(16, 3)
     assert cp.cp_size == 4
     shard = cp.shard(x, dim=0)
+    assert isinstance(shard.sharding, NamedSharding)
     assert shard.sharding.spec[0] == "cp"
     np.testing.assert_array_equal(shard, np.asarray(x)[np.asarray(cp.positions(16))])
     np.testing.assert_array_equal(cp.unshard(shard, dim=0), x)
@@ -152,7 +153,7 @@ def test_layout(schedule: Any) -> None:
 def test_lse_is_returned_and_differentiable() -> None:
     tokens, rows = P(None, "cp"), P(None, None, "cp")
 
-    def both(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def both(*args: jax.Array) -> Any:
         return CALL(*args, return_lse=True)
 
     function = jax.shard_map(

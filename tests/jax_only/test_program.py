@@ -47,7 +47,7 @@ def permutes(program: Any) -> list[int]:
     return [math.prod(map(int, shape.split("x"))) * WIDTH[dtype] for shape, dtype in shapes]
 
 
-MASKS = {
+MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
     "window": {"causal": True, "window": (512, 0)},
@@ -72,7 +72,7 @@ def test_transfers_are_the_plans(name: str, schedule: Any) -> None:
 
 def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
     """65,536 tokens on 8 devices, window 512: one neighbour, forward and back."""
-    window = {"causal": True, "window": (511, 0)}
+    window: dict[str, Any] = {"causal": True, "window": (511, 0)}
     plan = make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP)
     assert plan.num_steps == 2
     assert len(permutes(lowered(1 << 16, "plain", backward=False, **window))) == 1

@@ -20,7 +20,7 @@ from backends.tpu_compiled import (
 
 from ring_core import Mask, make_plan
 
-CAUSAL = {"causal": True}
+CAUSAL: dict[str, Any] = {"causal": True}
 KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice as wide
 
 
@@ -46,7 +46,9 @@ def test_forward(topology: str) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_forward_and_backward(topology: str, *, removal: bool) -> None:
     """The same for dK/dV, also where the compiler is told to drop barriers."""
-    flags = {"xla_tpu_aggressive_opt_barrier_removal": True} if removal else None
+    flags: dict[str, Any] | None = (
+        {"xla_tpu_aggressive_opt_barrier_removal": True} if removal else None
+    )
     program = compiled(topology, "zigzag", backward=True, flags=flags, **CAUSAL)
     assert exposed(program) == []
     assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
@@ -55,7 +57,7 @@ def test_forward_and_backward(topology: str, *, removal: bool) -> None:
 
 def test_dead_steps_are_not_run() -> None:
     """A window over the plain ring: one hop, whatever the number of devices."""
-    window = {"causal": True, "window": (1023, 0)}
+    window: dict[str, Any] = {"causal": True, "window": (1023, 0)}
     program = compiled("v5e:2x2", "plain", backward=True, **window)
     assert sorted(permuted_bytes(program)) == transfers("plain", **window)[1] == [KV, 2 * KV]
     assert exposed(program) == []

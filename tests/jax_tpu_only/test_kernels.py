@@ -1,0 +1,264 @@
+"""The Pallas kernels: interpreted against the oracle, and compiled for TPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from backends.jax_devices import GRADS, JaxBackend
+from cases import CASES, Case, diagonals, prefix
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tolerances import assert_close
+
+import ring_jax
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_jax._attention import RingAttention
+from ring_jax._types import Columns, Rows, Work
+from ring_jax._xla import XlaKernel
+from ring_jax_tpu._blocks import Blocks, Shape, default_sizes, vmem_mib
+from ring_jax_tpu._pallas import PallasKernel
+from ring_jax_tpu._visits import EMPTY, FULL, block_kinds, by_columns, by_rows, unpack
+
+ring_attention = RingAttention((PallasKernel(), XlaKernel()))
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+SMALL = KernelConfig("pallas", block_q=128, block_k=128)
+CAUSAL = Mask(causal=True)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Pallas kernels run on the host, which looks for races and fills fresh memory with NaN."""
+    try:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            yield
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+# Several blocks on one device; lengths that are no multiple of a block.
+_CASES = [
+    Case("causal", CAUSAL),
+    Case("full", Mask(), heads=(2, 2)),
+    Case("window", Mask(causal=True, window=(40, 0)), lse_grad=True),
+    Case("window-both", Mask(window=(100, 33))),
+    Case("chunks", Mask(causal=True, chunk_size=77)),
+    Case("documents", Mask(cu_seqlens=(0, 1, 100, 102, 151, 300))),
+    Case("predicate", Mask(causal=True, predicate=diagonals)),
+    Case("predicate-documents", Mask(predicate=prefix, cu_seqlens=(0, 153, 300))),
+    Case("keys", CAUSAL, seq_len=130, kv_seq_len=300),
+    Case("fewer-keys", CAUSAL, kv_seq_len=140),
+    Case("gqa", CAUSAL, heads=(6, 2), batch=2, dims=(24, 8)),
+    Case("bfloat16", CAUSAL, dtype="bfloat16", dims=(64, 64)),
+    Case("softcap", CAUSAL, softcap=1.5, softmax_scale=0.7, sinks=0),
+    Case("segments", CAUSAL, segments="padded", batch=2),
+    Case("segments-pair", Mask(), segments="pair"),
+    Case("alibi", CAUSAL, alibi=2, batch=2),
+    Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
+    Case("bias", CAUSAL, bias="masked", batch=2),
+    Case("bias-shared", CAUSAL, bias="shared", batch=2),
+    Case("poison-v", CAUSAL, poison="v"),
+    Case("poison-padding", Mask(), segments="padded", poison="padding"),
+    Case(
+        "everything", CAUSAL, softcap=2.0, sinks=0, bias="masked", alibi=1, dropout_p=0.1,
+        segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6), batch=2, lse_grad=True,
+    ),
+]  # fmt: skip
+SEVERAL_BLOCKS = [case if case.seq_len == 130 else replace(case, seq_len=300) for case in _CASES]
+
+
+def alone(case: Case, config: KernelConfig) -> dict[str, npt.NDArray[Any]]:
+    """A case on one device, without a ring."""
+    x = {
+        name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
+        for name, value in case.inputs.items()
+    }
+
+    def call(some: dict[str, Any]) -> Any:
+        y = {**x, **some}
+        return ring_attention(
+            y["q"], y["k"], y["v"], axis_name=None, mask=case.mask,
+            segment_ids=(y["q_ids"], y["k_ids"]) if case.segments else None,
+            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=y.get("sinks"),
+            bias=y.get("bias"), alibi_slopes=y.get("alibi_slopes"), dropout_p=case.dropout_p,
+            dropout_seed=case.dropout_seed, return_lse=True, kernel=config,
+        )  # fmt: skip
+
+    @jax.jit
+    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+        (out, lse), pull = jax.vjp(call, some)
+        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+
+    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
+    with interpreted():
+        results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
+        return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
+
+
+@pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
+def test_two_backward_kernels(case: Case) -> None:
+    assert_close(case, alone(case, replace(SMALL, fused_backward=False)))
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-v", "everything"])
+def test_fused_backward_kernel(name: str) -> None:
+    (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
+    assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal-zigzag-cp2", "window-large-plain-cp2", "causal-balanced-cp3",
+        "documents-chunks-striped-cp4", "predicate-zigzag-cp2", "sinks-many-zigzag",
+        "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag",
+    ],
+)  # fmt: skip
+def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    with interpreted():
+        results = JaxBackend().run(CASES[name], kernel="pallas")
+    assert_close(CASES[name], results)
+
+
+def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cannot follow a grid of traced size under ``check_vma=True``."""
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
+    case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(200, 0)), "zigzag", 2, 512)
+    with interpreted():
+        config: Any = SMALL
+        results = JaxBackend().run(case, kernel=config)
+    assert_close(case, results)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(), CAUSAL, Mask(causal=True, window=(300, 0)), Mask(window=(10, 200)),
+        Mask(causal=True, chunk_size=256), Mask(causal=True, cu_seqlens=(0, 130, 600, 1024)),
+    ],
+    ids=lambda mask: mask.describe(),
+)  # fmt: skip
+@pytest.mark.parametrize("shift", [0, 1])
+def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
+    """Full blocks show everything and empty ones nothing, in a zigzag ring's own coordinates."""
+    case = Case("kinds", mask, "zigzag", 2, 1024)
+    plan, size = case.plan, 128
+    step = next((n for n, step in enumerate(plan.steps) if step.shift == shift), None)
+    if step is None:
+        return
+    q_pos, k_pos = plan.q_positions(1), plan.k_positions((1 - shift) % 2)
+    borders = plan.boundaries
+    cells = [
+        None if borders is None else jnp.searchsorted(jnp.asarray(borders), x, side="right")
+        for x in (q_pos, k_pos)
+    ]
+    q, kv, no = jnp.zeros((1, 1, 512, 8)), jnp.zeros((1, 1, 512, 16)), None
+    rows = Rows(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no)
+    columns = Columns(kv, jnp.asarray(k_pos), cells[1], no)
+    work = Work(jnp.asarray(plan.table(step)[1]), None)
+    blocks = Blocks(size, size, 512, 512)
+    kinds = block_kinds(rows, columns, work, blocks)
+    seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)
+    np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
+    np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
+    for visits, outer in ((by_rows(kinds), 0), (by_columns(kinds), 1)):
+        words = [unpack(word) for word in np.asarray(visits.words[0])[: int(visits.steps)]]
+        live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda at: at[outer])
+        assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live
+        assert sum(word.is_first for word in words) == sum(word.is_last for word in words)
+
+
+def _refused(**options: Any) -> str:
+    q = jnp.zeros((1, 8192, 2, 128), options.pop("dtype", "bfloat16"))
+    with pytest.raises(UnsupportedError) as error:
+        ring_attention(q, q, q, axis_name=None, **options)
+    return str(error.value)
+
+
+def test_refusals_say_what_would_work() -> None:
+    assert "block_q=128" in _refused(kernel=KernelConfig("pallas", block_q=100))
+    large = _refused(kernel=KernelConfig("pallas", block_q=2048, block_k=2048))
+    assert "MiB of on-chip memory, and 16 MiB is the limit" in large
+    assert "not float16" in _refused(dtype="float16", kernel="pallas")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_default_blocks_fit(head_dim: int, itemsize: int) -> None:
+    for has_bias, has_dropout in ((False, False), (True, False), (True, True)):
+        shape = Shape(head_dim, head_dim, itemsize, has_bias, has_dropout)
+        assert vmem_mib("forward", shape, *default_sizes("forward", shape)) <= 16
+        assert vmem_mib("backward", shape, *default_sizes("backward", shape)) <= 16
+
+
+@lru_cache
+def _device(topology: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+
+
+def compile_for(
+    topology: str, *, tokens: tuple[int, int] = (2048, 2048), dims: tuple[int, int] = (128, 128),
+    dtype: str = "bfloat16", config: KernelConfig | None = None,
+    arrays: dict[str, tuple[str, tuple[int, ...]]] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Compile forward and backward for a chip of a topology: Mosaic accepts the kernels."""
+    mesh = Mesh(np.array([_device(topology)]), ("cp",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    spec = partial(jax.ShapeDtypeStruct, sharding=everywhere)
+    q = spec((1, tokens[0], 4, dims[0]), dtype)
+    k, v = (spec((1, tokens[1], 2, dim), dtype) for dim in dims)
+    dout = spec((1, tokens[0], 4, dims[1]), dtype)
+    more = {name: spec(shape, kind) for name, (kind, shape) in (arrays or {}).items()}
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    def both(q: Any, k: Any, v: Any, dout: Any, more: dict[str, Any]) -> Any:
+        def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            given = {**more, "bias": bias}
+            return ring_attention(
+                q, k, v, axis_name=None, kernel=config or "pallas", **given, **options
+            )
+
+        out, pull = jax.vjp(call, q, k, v, more.get("bias"))
+        return out, pull(dout)
+
+    jax.jit(both).lower(q, k, v, dout, more).compile()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_compiles(topology: str, *, fused: bool) -> None:
+    config = KernelConfig("pallas", fused_backward=fused)
+    compile_for(topology, tokens=(8192, 8192), config=config, causal=True)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "narrow": {"dims": (64, 64)},
+    "v-dim": {"dims": (192, 128)},
+    "float32": {"dims": (256, 256), "dtype": "float32"},
+    "odd": {"tokens": (2004, 1000)},
+    "tiny": {"tokens": (6, 6), "dims": (8, 8)},
+    "documents": {"mask": Mask(causal=True, cu_seqlens=(0, 5, 700, 2048))},
+    "predicate": {"mask": Mask(causal=True, predicate=diagonals)},
+    "segments": {"softcap": 30.0, "arrays": {"segment_ids": ("int32", (1, 2048))}},
+    "dropout": {
+        "dropout_p": 0.1, "dropout_seed": 3, "arrays": {"alibi_slopes": ("float32", (4,))},
+    },
+    "bias": {"arrays": {"bias": ("float32", (1, 1, 2048, 2048))}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_compile(name: str) -> None:
+    compile_for("v5e:2x2", **OPTIONS[name])
