@@ -110,6 +110,24 @@ def test_two_backward_kernels(case: Case) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=False)))
 
 
+def test_vmap() -> None:
+    """A vmapped axis is run through one by one, with lists of its own where ids differ."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 256, 1, 8)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(rng.integers(0, 2, (2, 1, 256)).cumsum(axis=2) // 60, jnp.int32)
+    config = replace(SMALL, fused_backward=True)
+
+    def loss(q: Any, k: Any, v: Any, ids: Any, kernel: KernelConfig) -> Any:
+        out = ring_attention(q, k, v, axis_name=None, segment_ids=ids, causal=True, kernel=kernel)
+        return (out * jnp.cos(v)).sum()
+
+    grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
+    with interpreted():
+        got = jax.block_until_ready(grads(q, k, v, ids, config))
+    for a, b in zip(got, grads(q, k, v, ids, KernelConfig("xla")), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-v", "everything"])
 def test_fused_backward_kernel(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)

@@ -1,0 +1,87 @@
+"""The forward kernel: merge what queries see into what they had seen before.
+
+A running softmax (Milakov and Gimelshein, arXiv 1805.02867) that starts from the accumulated
+``(out, lse)``: merging the steps of a ring costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax._types import Result
+from ring_jax_tpu._launch import Launch, Operands, pad, query_head_grid
+from ring_jax_tpu._scores import Ref, Tile, add_seen
+from ring_jax_tpu._visits import FULL, PARTIAL, by_rows
+
+
+def forward(launch: Launch, into: Result) -> Result:
+    """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
+    blocks, facts = launch.blocks, launch.facts
+    q_len = into.lse.shape[2]
+    grid = query_head_grid(by_rows(launch.kinds), into.lse.shape)
+    padded = Result(*(pad(x, 2, blocks.q_len) for x in into))
+    specs: Any = (launch.query_rows(grid, facts.v_dim), launch.query_numbers(grid))
+    out, lse = launch.run(
+        _attend,
+        grid,
+        extra=(),
+        extra_specs=(),
+        into=padded._replace(lse=padded.lse[:, :, None]),
+        into_specs=Result(*specs),
+        scratch=(
+            pltpu.VMEM((1, blocks.q), jnp.float32),
+            pltpu.VMEM((1, blocks.q), jnp.float32),
+            pltpu.VMEM((facts.v_dim, blocks.q), jnp.float32),
+        ),
+    )
+    return Result(out[:, :, :q_len], lse[:, :, 0, :q_len])
+
+
+def _attend(
+    tile: Tile, x: Operands, _: tuple[()], old: Result, new: Result, top: Ref, total: Ref, acc: Ref
+) -> None:
+    """One visit; ``top [1, q]`` and ``total [1, q]`` are of the softmax, ``acc [Dv, q]`` of out."""
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        lse = old.lse[...]
+        top[...] = lse
+        total[...] = jnp.where(lse != -jnp.inf, 1.0, 0.0)
+        acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
+
+    for kind in (FULL, PARTIAL):
+
+        @pl.when(tile.visit.kind == kind)
+        def _merge(kind: int = kind) -> None:
+            _merge_block(tile, x, top, total, acc, masked=kind == PARTIAL)
+
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        mass = total[...]
+        new.out[...] = (acc[...] / jnp.where(mass == 0, 1.0, mass)).T
+        new.lse[...] = top[...] + jnp.log(mass)
+
+
+def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, *, masked: bool) -> None:
+    """The step of the running softmax."""
+    k, v = split(x.kv, tile.facts.head_dim)
+    scores, _, visible = tile.scores(x.q[...], k, masked=masked)
+    new_top = jnp.maximum(top[...], scores.max(axis=0, keepdims=True))
+    safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    shrink = jnp.exp(top[...] - safe)
+    weights = jnp.exp(scores - safe)
+    top[...] = new_top
+    total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+    keep = tile.kept()
+    weights = weights if keep is None else weights * keep
+    acc[...] *= shrink
+    add_seen(acc, "tn", weights, visible, v)
+
+
+def split(kv: Ref, head_dim: int) -> tuple[Any, Any]:
+    """Keys ``[k, D]`` and values ``[k, Dv]`` of a block."""
+    return kv[:, :head_dim], kv[:, head_dim:]

@@ -1,0 +1,297 @@
+"""From what the loop hands over to what a Pallas call takes: whole blocks, and where each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax._ring import axes_of, vary_alike
+from ring_jax._types import Array, Columns, Rows, Static, Work
+from ring_jax_tpu._blocks import Blocks, Pass, Shape, choose_blocks
+from ring_jax_tpu._scores import Facts, Marks, Scalars, Tile
+from ring_jax_tpu._visits import Visit, Visits, block_kinds, item_bounds, unpack
+
+_NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
+
+
+class Operands(NamedTuple):
+    """What every kernel reads; inside a kernel, references to the blocks of one visit."""
+
+    q: Any  # [B, H, T, D]
+    kv: Any  # [B, K, S, D + Dv]
+    rows: Marks
+    columns: Marks
+    bias: Any  # [B or 1, H or 1, T, S], or None
+
+
+class Place(NamedTuple):
+    """Where a step of a grid is: batch row, query head, block."""
+
+    batch: Any
+    head: Any
+    visit: Visit
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of one of the kernels, its lengths padded to whole blocks.
+
+    Padding is only ever needed for lengths that are no multiple of a block; no item shows it.
+    """
+
+    facts: Facts
+    shape: Shape
+    blocks: Blocks
+    kinds: Array  # [1 or B, I, J]
+    scalars: Scalars  # without visits
+    operands: Operands
+
+    @classmethod
+    def of(
+        cls, direction: Pass, static: Static, rows: Rows, columns: Columns, work: Work
+    ) -> Launch:
+        """Choose blocks and pad to them."""
+        (batch, heads, q_len, head_dim), (_, kv_heads, k_len, dims) = rows.q.shape, columns.kv.shape
+        shape = Shape(
+            head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
+            rows.seed is not None,
+        )  # fmt: skip
+        blocks = choose_blocks(static.config, direction, shape, q_len, k_len)
+        kinds = block_kinds(rows, columns, work, blocks)
+        bounds = item_bounds(work)
+        by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
+        facts = Facts(
+            static, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
+            bounds.shape[0], slopes_stride=heads if by_batch else 0,
+        )  # fmt: skip
+        slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)
+        scalars = Scalars(None, bounds.reshape(-1), slopes, _dropout_words(rows))
+        needs_positions = slopes is not None or static.plan.mask.predicate is not None
+        operands = Operands(
+            pad(rows.q, 2, blocks.q_len),
+            pad(columns.kv, 2, blocks.k_len),
+            _marks(
+                rows.positions if needs_positions else None,
+                rows.indices if scalars.dropout is not None else None,
+                rows.cells, rows.ids, blocks.q_len, _NO_ROW,
+            ),
+            _marks(
+                columns.positions if needs_positions or scalars.dropout is not None else None,
+                None, columns.cells, columns.ids, blocks.k_len, _NO_COLUMN,
+            ),
+            None if rows.bias is None else pad(pad(rows.bias, 2, blocks.q_len), 3, blocks.k_len),
+        )  # fmt: skip
+        return cls(facts, shape, blocks, kinds, scalars, operands)
+
+    def run[T](
+        self,
+        kernel: Callable[..., None],
+        grid: Grid,
+        extra: Any,
+        extra_specs: Any,
+        into: T,
+        into_specs: Any,
+        scratch: tuple[Any, ...],
+    ) -> T:
+        """Run ``kernel(tile, operands, extra, old, new, *scratch)`` at every step of a grid.
+
+        ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
+        blocks that are not visited keep their values.
+        """
+        scalars = self.scalars._replace(visits=grid.visits.words.reshape(-1))
+        room: tuple[Any, ...] = ()
+        if scalars.dropout is not None:
+            room = (pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32),)
+
+        def body(scalars: Scalars, operands: Operands, *refs: Any) -> None:
+            ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
+            place = grid.place(scalars, *ids)
+            drawn, refs = (refs[-1], refs[:-1]) if room else (None, refs)
+            tile = Tile(
+                self.facts, scalars, operands.rows, operands.columns, operands.bias, *place, drawn
+            )
+            kernel(tile, operands, *refs)
+
+        arrays = (scalars, self.operands, extra, into)
+        scalars, operands, extra, into = vary_alike(arrays, axes_of(arrays))
+        before = len(jax.tree.leaves((scalars, operands, extra)))
+        semantics = [
+            pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY for n in range(len(grid.sizes))
+        ]
+
+        # Pallas's own vmap knows neither memory that a kernel copies from itself nor, where lists
+        # differ, a traced number of steps; a vmapped axis is run through one by one instead.
+        def call(
+            steps: Array | None, scalars: Scalars, operands: Operands, extra: Any, into: Any
+        ) -> Any:
+            steps_or_one = 1 if steps is None else steps
+            results: tuple[Any] = pl.pallas_call(
+                body,
+                out_shape=(jax.tree.map(jax.typeof, into),),
+                grid_spec=pltpu.PrefetchScalarGridSpec(
+                    num_scalar_prefetch=1,
+                    grid=tuple(steps_or_one if size is None else size for size in grid.sizes),
+                    in_specs=(self._specs(grid), extra_specs, into_specs),
+                    out_specs=(into_specs,),
+                    scratch_shapes=(*scratch, *room),
+                ),
+                input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
+                compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+                name=f"ring_{kernel.__name__.strip('_')}",
+            )(scalars, operands, extra, into)
+            return results[0]
+
+        steps = None if isinstance(grid.visits.steps, int) else grid.visits.steps
+        result: T = sequential_vmap(call)(steps, scalars, operands, extra, into)
+        return result
+
+    def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
+        """The block of ``[B, H, T, width]``."""
+        shape = (None, None, self.blocks.q, width)
+        return grid.spec(shape, lambda at: (at.batch, at.head, at.visit.q_block, 0))
+
+    def query_numbers(self, grid: Grid) -> pl.BlockSpec:
+        """The block of ``[B, H, 1, T]``."""
+        shape = (None, None, 1, self.blocks.q)
+        return grid.spec(shape, lambda at: (at.batch, at.head, 0, at.visit.q_block))
+
+    def key_rows(self, grid: Grid) -> pl.BlockSpec:
+        """The block of ``[B, K, S, D + Dv]``."""
+        group, dims = self.facts.group, self.operands.kv.shape[3]
+        shape = (None, None, self.blocks.k, dims)
+        return grid.spec(shape, lambda at: (at.batch, lax.div(at.head, group), at.visit.k_block, 0))
+
+    def bias_block(self, grid: Grid) -> pl.BlockSpec:
+        """The block of ``[B or 1, H or 1, T, S]``."""
+        many_batch, many_heads = (size > 1 for size in self.operands.bias.shape[:2])
+        shape = (None, None, self.blocks.q, self.blocks.k)
+        return grid.spec(
+            shape,
+            lambda at: (
+                at.batch if many_batch else 0,
+                at.head if many_heads else 0,
+                at.visit.q_block,
+                at.visit.k_block,
+            ),
+        )
+
+    def _specs(self, grid: Grid) -> Operands:
+        x = self.operands
+
+        def numbers(x: Array, size: int, block: Callable[[Place], Any]) -> pl.BlockSpec:
+            many = x.shape[0] > 1
+            return grid.spec((None, 1, size), lambda at: (at.batch if many else 0, 0, block(at)))
+
+        return Operands(
+            self.query_rows(grid, self.facts.head_dim),
+            self.key_rows(grid),
+            jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
+            jax.tree.map(
+                lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns
+            ),
+            None if x.bias is None else self.bias_block(grid),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The steps of a kernel.
+
+    Attributes:
+        visits: The blocks it visits.
+        sizes: Of the axes; ``None`` is the one along the visits.
+        parallel: How many of the first axes may be split over a chip's cores.
+        place: From scalars and the step along each axis to where that is.
+    """
+
+    visits: Visits
+    sizes: tuple[int | None, ...]
+    parallel: int
+    place: Callable[..., Place]
+
+    def spec(
+        self, shape: tuple[int | None, ...], index: Callable[[Place], tuple[Any, ...]]
+    ) -> pl.BlockSpec:
+        """A block whose index depends on the place."""
+        return pl.BlockSpec(shape, lambda *ids: index(self.place(ids[-1], *ids[:-1])))
+
+
+def query_head_grid(visits: Visits, q: tuple[int, ...]) -> Grid:
+    """All visits for each query head of ``[B, H, ...]``."""
+    stride = _list_stride(visits)
+
+    def place(scalars: Scalars, batch: Any, head: Any, step: Any) -> Place:
+        return Place(batch, head, unpack(scalars.visits[batch * stride + step]))
+
+    return Grid(visits, (*q[:2], None), 2, place)
+
+
+def key_head_grid(visits: Visits, kv: tuple[int, ...], group: int) -> Grid:
+    """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
+    stride = _list_stride(visits)
+
+    def place(scalars: Scalars, batch: Any, kv_head: Any, step: Any, member: Any) -> Place:
+        visit = unpack(scalars.visits[batch * stride + step])
+        visit = visit._replace(
+            is_first=visit.is_first & (member == 0), is_last=visit.is_last & (member == group - 1)
+        )
+        return Place(batch, kv_head * group + member, visit)
+
+    return Grid(visits, (*kv[:2], None, group), 2, place)
+
+
+def bias_grid(visits: Visits, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
+    """Each visit for each bias, for all batch rows and query heads that share it."""
+    shared = q[0] // bias[0], q[1] // bias[1]
+
+    def place(
+        scalars: Scalars, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
+    ) -> Place:
+        last = (inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1)
+        visit = unpack(scalars.visits[step])._replace(
+            is_first=(inner_batch == 0) & (inner_head == 0), is_last=last
+        )
+        return Place(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
+
+    return Grid(visits, (*bias[:2], None, *shared), 2, place)
+
+
+def _list_stride(visits: Visits) -> int:
+    """Words between the lists of two batch rows; 0 if they share one."""
+    many, length = visits.words.shape
+    return length if many > 1 else 0
+
+
+def _dropout_words(rows: Rows) -> Array | None:
+    if rows.seed is None or rows.offsets is None:
+        return None
+    return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.offsets])
+
+
+def _marks(
+    positions: Array | None, indices: Array | None, cells: Array | None, ids: Array | None,
+    length: int, padding: int,
+) -> Marks:  # fmt: skip
+    """Numbers of tokens as Pallas takes them; negative ids become one that equals no other's."""
+    ids = None if ids is None else jnp.where(ids < 0, padding, ids)
+    every = (positions, indices, cells, ids)
+    return Marks(
+        *(None if x is None else pad(jnp.atleast_2d(x), 1, length)[:, None] for x in every)
+    )
+
+
+def pad(x: Array, axis: int, length: int, fill: float = 0) -> Array:
+    """Lengthen one axis."""
+    missing = length - x.shape[axis]
+    if missing == 0:
+        return x
+    edges = [(0, missing if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, edges, constant_values=fill)

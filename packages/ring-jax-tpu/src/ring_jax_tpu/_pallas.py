@@ -1,0 +1,57 @@
+"""``pallas``: Mosaic kernels for TPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ring_core import Capabilities
+from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax_tpu._backward import backward
+from ring_jax_tpu._blocks import prefers_fused
+from ring_jax_tpu._forward import forward
+from ring_jax_tpu._launch import Launch
+
+
+@dataclass(frozen=True)
+class PallasKernel:
+    """Visits the blocks that are not empty, whatever the mask; see :mod:`ring_jax_tpu._visits`."""
+
+    capabilities = Capabilities(
+        name="pallas",
+        devices=("tpu",),
+        dtypes=("float32", "bfloat16"),
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        bias=True,
+        alibi=True,
+        dropout=True,
+        deterministic=True,
+        lse_grad=True,
+        block_sizes=True,
+        fused_backward=True,
+    )
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """Attend and merge into ``into``."""
+        if into.lse.size == 0:
+            return into
+        return forward(Launch.of("forward", static, rows, columns, work), into)
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """Add the items' gradients to ``into``."""
+        if into.dq.size == 0:
+            return into
+        launch = Launch.of("backward", static, rows, columns, work)
+        fused = static.config.fused_backward
+        if fused is None:
+            fused = prefers_fused(launch.shape, launch.blocks)
+        return backward(launch, upstream, into, fused=fused)

@@ -1,0 +1,194 @@
+"""One block of scores on chip: what it shows, and the options that change it.
+
+Scores are held transposed, keys along sublanes and queries along lanes: ``[k, q]``. Maxima and sums
+over keys are then sums of registers, and everything there is one of a query is a row ``[1, q]``
+that needs no padding to whole registers. What there is one of a key arrives as a row too and is
+turned into a column only where a mask asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ring_jax._philox import dropout_keep
+from ring_jax._types import Static
+from ring_jax_tpu._visits import BOUNDS, Visit
+
+Ref = Any  # a reference to memory inside a kernel
+SUBLANES = 8
+
+_AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+
+
+class Scalars(NamedTuple):
+    """What is prefetched to scalar memory; inside a kernel, references to it."""
+
+    visits: Any  # int32 [(1 or B) * length]
+    bounds: Any  # int32 [R * 6]
+    slopes: Any  # float32 [(1 or B) * H], or None
+    dropout: Any  # int32 [4]: seed low, seed high, first batch row, first head; or None
+
+
+class Marks(NamedTuple):
+    """Numbers of tokens, int32 ``[1 or B, 1, T]`` or ``None``; inside a kernel ``[1, block]``."""
+
+    positions: Any
+    indices: Any
+    cells: Any
+    ids: Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a kernel knows when it is traced."""
+
+    static: Static
+    heads: int
+    group: int  # query heads a key/value head
+    v_dim: int
+    block_q: int
+    block_k: int
+    num_items: int
+    slopes_stride: int  # from a batch row's slopes to the next one's; 0 if they share them
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.static.head_dim
+
+
+class Scores(NamedTuple):
+    """Masked scores, slope of the soft cap, what is shown (``None``: all); ``[k, q]``."""
+
+    scores: Any
+    slope: Any | None
+    visible: Any | None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of scores of one head; references stand for its own rows and columns."""
+
+    facts: Facts
+    scalars: Scalars
+    rows: Marks
+    columns: Marks
+    bias: Ref | None  # [q, k]
+    batch: Any
+    head: Any
+    visit: Visit
+    drawn: Ref | None = None  # int32 [k, q], room for dropout's numbers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(keys, queries)``."""
+        return self.facts.block_k, self.facts.block_q
+
+    def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
+        """The scores of queries ``[q, D]`` against keys ``[k, D]``."""
+        static = self.facts.static
+        x, slope = dot("nt", k, q) * static.scale, None
+        if static.softcap is not None:
+            squashed = jnp.tanh(x / static.softcap)
+            x, slope = squashed * static.softcap, 1 - squashed * squashed
+        visible = self._visible() if masked else None
+        if self.bias is not None:
+            bias = self.bias[...].astype(jnp.float32).T
+            shown = bias > -jnp.inf
+            x, visible = x + bias, shown if visible is None else visible & shown
+        if self.scalars.slopes is not None:
+            place = self.batch * self.facts.slopes_stride + self.head
+            distance = jnp.abs(self.rows.positions[...] - as_column(self.columns.positions))
+            x -= self.scalars.slopes[place] * distance.astype(jnp.float32)
+        x = x if visible is None else jnp.where(visible, x, -jnp.inf)
+        return Scores(x, slope, visible)
+
+    def kept(self) -> Any | None:
+        """Dropout's factor for each score; ``None`` without dropout.
+
+        Ten rounds of Philox over a whole block would be a program of its own size: they run strip
+        by strip, on registers.
+        """
+        p, words = self.facts.static.dropout_p, self.scalars.dropout
+        if words is None or self.drawn is None:
+            return None
+        seed: Any = [jnp.asarray(words[n]).astype(jnp.uint32) for n in range(2)]
+        batch, head = self.batch + words[2], self.head + words[3]
+        queries, drawn = self.rows.indices[...], self.drawn
+        drawn[...] = jnp.broadcast_to(as_column(self.columns.positions), self.shape)
+
+        def strip(n: Any, _: None) -> None:
+            at = pl.ds(pl.multiple_of(n * SUBLANES, SUBLANES), SUBLANES)
+            keep = dropout_keep(p, seed, batch, head, queries, drawn[at, :])
+            drawn[at, :] = keep.astype(jnp.int32)
+
+        lax.fori_loop(0, self.shape[0] // SUBLANES, strip, None)
+        return jnp.where(drawn[...] > 0, 1 / (1 - p), 0.0)
+
+    def _visible(self) -> Any:
+        """What the block shows."""
+        row = lax.broadcasted_iota(jnp.int32, self.shape, 1) + self.visit.q_block * self.shape[1]
+        col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
+        visible = self._in_item(0, row, col)
+        for item in range(1, self.facts.num_items):
+            visible |= self._in_item(item, row, col)
+        if self.rows.cells is not None:
+            visible &= self.rows.cells[...] == as_column(self.columns.cells)
+        if self.rows.ids is not None:
+            visible &= self.rows.ids[...] == as_column(self.columns.ids)
+        if self.facts.static.plan.mask.predicate is not None:
+            rule = self.facts.static.plan.mask.rule
+            visible &= rule(self.rows.positions[...], as_column(self.columns.positions))
+        return visible
+
+    def _in_item(self, item: int, row: Any, col: Any) -> Any:
+        """What an item shows of the block."""
+        at = [self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))]
+        q_start, q_stop, k_start, k_stop, lo, hi = at
+        distance = (row - q_start) - (col - k_start)
+        inside = (row >= q_start) & (row < q_stop) & (col >= k_start) & (col < k_stop)
+        return inside & (distance >= lo) & (distance <= hi)
+
+
+def as_column(ref: Ref) -> Any:
+    """A row ``[1, n]`` as a column ``[n, 1]``."""
+    return jnp.broadcast_to(ref[...], (SUBLANES, ref.shape[1])).T[:, :1]
+
+
+def dot(form: str, a: Any, b: Any) -> Any:
+    """``a @ b`` with one side transposed (``t``), accumulated in float32; float32 stays exact."""
+    axes = _AXES[form]
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a, b, (((axes[0],), (axes[1],)), ((), ())), precision=exact,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def add_seen(acc: Ref, form: str, weights: Any, visible: Any | None, x: Any) -> None:
+    """Add ``weights @ x`` in one of its forms, reading ``x [n, D]`` only where it is seen.
+
+    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and what sees it becomes
+    ``nan``. The form ``nn`` is ``weights @ x``, ``[k, q] @ [q, D]``; ``tn`` is ``x.T @ weights``,
+    ``[D, k] @ [k, q]``.
+    """
+
+    def product(weights: Any, x: Any) -> Any:
+        return dot("nn", weights, x) if form == "nn" else dot("tn", x, weights)
+
+    if visible is None:
+        acc[...] += product(weights.astype(x.dtype), x)
+        return
+    finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
+    acc[...] += product(weights.astype(x.dtype), jnp.where(finite, x, jnp.zeros_like(x)))
+    odd = jnp.where(finite, 0.0, 1.0)
+
+    @pl.when(odd.max() > 0)
+    def _spoil() -> None:
+        seen = product(jnp.where(visible, 1.0, 0.0).astype(x.dtype), odd.astype(x.dtype))
+        acc[...] += jnp.where(seen > 0, jnp.nan, 0.0)

@@ -1,0 +1,19 @@
+"""What the README says of the kernels is what the kernels say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ring_jax.__main__ import main
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """If this fails, paste what ``python -m ring_jax matrix`` prints between the two comments."""
+    assert main(["matrix"]) == 0
+    printed = capsys.readouterr().out.strip()
+    shown = README.read_text().split("<!-- jax support matrix -->")[1]
+    assert shown.split("<!-- end of jax support matrix -->")[0].strip() == printed
