@@ -7,8 +7,9 @@ where ``--json`` says, for this project's kernels and for jax's own splash atten
 sizes that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
 
 The loop of a kernel walks over blocks. What lies outside all branches runs for each of them; a
-branch with products of matrices runs for the blocks of its kind, the smaller of two for full blocks
-and the larger for partly masked ones; another branch runs once for each row of blocks.
+branch with products of matrices runs for the blocks of its kind, the first of two for full blocks
+and the second for partly masked ones; another branch runs once for each row of blocks. What NaN or
+infinity in partly masked blocks would cost is left out.
 """
 
 from __future__ import annotations
@@ -227,14 +228,30 @@ def parse(text: str) -> Loop:
     ]
     products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
     computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
-    chosen = sorted(b.stop - b.start for b in computing)
+    chosen = [length_of(b, jumps, products) for b in sorted(computing)]
     skipped = [
         b
         for b in jumps
         if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
     ]
     rare = sum(b.stop - b.start for b in skipped)
-    return Loop(len(body) - rare - sum(chosen), rare, chosen[0], chosen[-1])
+    within = sum(b.stop - b.start for b in computing)
+    return Loop(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
+
+
+def length_of(branch: Branch, jumps: list[Branch], products: list[int]) -> int:
+    """Bundles of a branch, without what is branched over inside: what NaN and infinity ask for.
+
+    Where all products are inside, the first branch is what finite numbers take.
+    """
+    inside = [b for b in jumps if b != branch and branch.covers(b)]
+    largest = sorted(b for b in inside if not any(o != b and o.covers(b) for o in inside))
+    own = branch.stop - branch.start - sum(b.stop - b.start for b in largest)
+    mine = [at for at in products if branch.holds([at])]
+    if any(not any(b.holds([at]) for b in largest) for at in mine):
+        return own
+    taken = next(b for b in largest if b.holds(mine))
+    return own + length_of(taken, jumps, products)
 
 
 def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:

@@ -25,7 +25,7 @@ from ring_jax_tpu._launch import (
     pad,
     query_head_grid,
 )
-from ring_jax_tpu._scores import Ref, Tile, add_seen, dot
+from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot
 from ring_jax_tpu._visits import FULL, PARTIAL, by_columns, by_rows, for_every_batch
 
 
@@ -121,7 +121,7 @@ def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool) -> Slopes
     k, v = split(x.kv, tile.facts.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     lse = above.lse[...]
-    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
     weights = weights if visible is None else jnp.where(visible, weights, 0.0)
     dweights = dot("nt", v, above.dout[...])
     keep = tile.kept()

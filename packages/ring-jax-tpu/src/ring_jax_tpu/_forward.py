@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax._types import Result
 from ring_jax_tpu._launch import Launch, Operands, pad, query_head_grid
-from ring_jax_tpu._scores import Ref, Tile, add_seen
+from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot
 from ring_jax_tpu._visits import FULL, PARTIAL, by_rows
 
 
@@ -49,7 +49,7 @@ def _attend(
     @pl.when(tile.visit.is_first)
     def _start() -> None:
         lse = old.lse[...]
-        top[...] = lse
+        top[...] = lse * LOG2E
         total[...] = jnp.where(lse != -jnp.inf, 1.0, 0.0)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
@@ -63,23 +63,50 @@ def _attend(
     def _finish() -> None:
         mass = total[...]
         new.out[...] = (acc[...] / jnp.where(mass == 0, 1.0, mass)).T
-        new.lse[...] = top[...] + jnp.log(mass)
+        new.lse[...] = top[...] / LOG2E + jnp.log(mass)
 
 
 def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, *, masked: bool) -> None:
     """The step of the running softmax."""
-    k, v = split(x.kv, tile.facts.head_dim)
-    scores, _, visible = tile.scores(x.q[...], k, masked=masked)
-    new_top = jnp.maximum(top[...], scores.max(axis=0, keepdims=True))
+    if not masked:
+        for part, q_at, k_at in tile.parts():
+            _merge_part(part, x, q_at, k_at, top, total, acc, masked=False, finite=True)
+        return
+    _, v = split(x.kv, tile.facts.head_dim)
+    odd = jnp.where(jnp.abs(v.astype(jnp.float32)) < jnp.inf, 0.0, 1.0).max() > 0
+
+    @pl.when(jnp.logical_not(odd))
+    def _finite() -> None:
+        for part, q_at, k_at in tile.parts():
+            _merge_part(part, x, q_at, k_at, top, total, acc, masked=True, finite=True)
+
+    @pl.when(odd)
+    def _odd() -> None:
+        every = slice(None)
+        _merge_part(tile, x, every, every, top, total, acc, masked=True, finite=False)
+
+
+def _merge_part(
+    tile: Tile, x: Operands, q_at: slice, k_at: slice, top: Ref, total: Ref, acc: Ref, *,
+    masked: bool, finite: bool,
+) -> None:  # fmt: skip
+    """The step for some of a block's queries and keys."""
+    k, v = split(x.kv.at[k_at, :], tile.facts.head_dim)
+    scores, _, visible = tile.scores(x.q[q_at, :], k, masked=masked)
+    old_top = top[:, q_at]
+    new_top = jnp.maximum(old_top, scores.max(axis=0, keepdims=True))
     safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    shrink = jnp.exp(top[...] - safe)
-    weights = jnp.exp(scores - safe)
-    top[...] = new_top
-    total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+    shrink = jnp.exp2(old_top - safe)
+    weights = jnp.exp2(scores - safe)
+    top[:, q_at] = new_top
+    total[:, q_at] = total[:, q_at] * shrink + weights.sum(axis=0, keepdims=True)
     keep = tile.kept()
     weights = weights if keep is None else weights * keep
-    acc[...] *= shrink
-    add_seen(acc, "tn", weights, visible, v)
+    if finite:
+        acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
+    else:
+        acc[...] *= shrink
+        add_seen(acc, "tn", weights, visible, v)
 
 
 def split(kv: Ref, head_dim: int) -> tuple[Any, Any]:

@@ -8,7 +8,9 @@ turned into a column only where a mask asks for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ from ring_jax_tpu._visits import BOUNDS, Visit
 
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
+LOG2E = math.log2(math.e)
+PART_Q, PART_K = 256, 128  # scores that stay in registers from product to product
 
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
@@ -63,7 +67,11 @@ class Facts:
 
 
 class Scores(NamedTuple):
-    """Masked scores, slope of the soft cap, what is shown (``None``: all); ``[k, q]``."""
+    """Masked scores, slope of the soft cap, what is shown (``None``: all); ``[k, q]``.
+
+    Scores are in units of base 2, ``log2(e)`` times the logits: the factor costs nothing beside the
+    softmax scale, and chips know ``2 ** x``.
+    """
 
     scores: Any
     slope: Any | None
@@ -91,22 +99,55 @@ class Tile:
 
     def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
         """The scores of queries ``[q, D]`` against keys ``[k, D]``."""
-        static = self.facts.static
-        x, slope = dot("nt", k, q) * static.scale, None
-        if static.softcap is not None:
-            squashed = jnp.tanh(x / static.softcap)
-            x, slope = squashed * static.softcap, 1 - squashed * squashed
+        static, slope = self.facts.static, None
+        products = dot("nt", k, q)
+        if static.softcap is None:
+            x = products * (static.scale * LOG2E)
+        else:
+            squashed = jnp.tanh(products * (static.scale / static.softcap))
+            x, slope = squashed * (static.softcap * LOG2E), 1 - squashed * squashed
         visible = self._visible() if masked else None
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
             shown = bias > -jnp.inf
-            x, visible = x + bias, shown if visible is None else visible & shown
+            x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:
             place = self.batch * self.facts.slopes_stride + self.head
             distance = jnp.abs(self.rows.positions[...] - as_column(self.columns.positions))
-            x -= self.scalars.slopes[place] * distance.astype(jnp.float32)
+            x -= (self.scalars.slopes[place] * LOG2E) * distance.astype(jnp.float32)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
         return Scores(x, slope, visible)
+
+    def parts(self) -> Iterator[tuple[Tile, slice, slice]]:
+        """The block in parts, each with its queries and its keys.
+
+        Masks that take a program of their own (dropout, predicates) are left whole.
+        """
+        facts, whole = self.facts, self.facts.static.plan.mask.predicate is not None
+        whole |= self.scalars.dropout is not None
+        q_size = facts.block_q if whole else math.gcd(facts.block_q, PART_Q)
+        k_size = facts.block_k if whole else math.gcd(facts.block_k, PART_K)
+        q_parts, k_parts = facts.block_q // q_size, facts.block_k // k_size
+        for i in range(q_parts):
+            for j in range(k_parts):
+                q_at = slice(i * q_size, (i + 1) * q_size)
+                k_at = slice(j * k_size, (j + 1) * k_size)
+                visit = self.visit._replace(
+                    q_block=self.visit.q_block * q_parts + i,
+                    k_block=self.visit.k_block * k_parts + j,
+                )
+                yield (
+                    replace(
+                        self,
+                        facts=replace(facts, block_q=q_size, block_k=k_size),
+                        rows=_views(self.rows, q_at),
+                        columns=_views(self.columns, k_at),
+                        bias=None if self.bias is None else self.bias.at[q_at, k_at],
+                        visit=visit,
+                    ),
+                    q_at,
+                    k_at,
+                )
 
     def kept(self) -> Any | None:
         """Dropout's factor for each score; ``None`` without dropout.
@@ -132,7 +173,8 @@ class Tile:
 
     def _visible(self) -> Any:
         """What the block shows."""
-        row = lax.broadcasted_iota(jnp.int32, self.shape, 1) + self.visit.q_block * self.shape[1]
+        row = lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+        row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
         visible = self._in_item(0, row, col)
         for item in range(1, self.facts.num_items):
@@ -147,12 +189,22 @@ class Tile:
         return visible
 
     def _in_item(self, item: int, row: Any, col: Any) -> Any:
-        """What an item shows of the block."""
+        """What an item shows of the block: for each row the columns from one to another.
+
+        These two are worked out on a single row of registers; two comparisons a score remain.
+        """
         at = [self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))]
         q_start, q_stop, k_start, k_stop, lo, hi = at
-        distance = (row - q_start) - (col - k_start)
-        inside = (row >= q_start) & (row < q_stop) & (col >= k_start) & (col < k_stop)
-        return inside & (distance >= lo) & (distance <= hi)
+        diagonal = row - q_start + k_start
+        first = jnp.maximum(diagonal - hi, k_start)
+        last = jnp.minimum(diagonal - lo, k_stop - 1)
+        last = jnp.where((row >= q_start) & (row < q_stop), last, -1)
+        return (col >= first) & (col <= last)
+
+
+def _views(marks: Marks, at: slice) -> Marks:
+    """References to some of the tokens."""
+    return Marks(*(None if ref is None else ref.at[:, at] for ref in marks))
 
 
 def as_column(ref: Ref) -> Any:
