@@ -242,7 +242,7 @@ def parse(text: str) -> Loop:
 def length_of(branch: Branch, jumps: list[Branch], products: list[int]) -> int:
     """Bundles of a branch, without what is branched over inside: what NaN and infinity ask for.
 
-    Where all products are inside, the first branch is what finite numbers take.
+    Where all products are inside, finite numbers take the branch that has none inside.
     """
     inside = [b for b in jumps if b != branch and branch.covers(b)]
     largest = sorted(b for b in inside if not any(o != b and o.covers(b) for o in inside))
@@ -250,7 +250,8 @@ def length_of(branch: Branch, jumps: list[Branch], products: list[int]) -> int:
     mine = [at for at in products if branch.holds([at])]
     if any(not any(b.holds([at]) for b in largest) for at in mine):
         return own
-    taken = next(b for b in largest if b.holds(mine))
+    heavy = [b for b in largest if b.holds(mine)]
+    taken = min(heavy, key=lambda b: sum(b.covers(other) for other in inside))
     return own + length_of(taken, jumps, products)
 
 

@@ -8,6 +8,7 @@ takes a kernel of its own.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from ring_jax_tpu._launch import (
     pad,
     query_head_grid,
 )
-from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot
+from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot, is_odd
 from ring_jax_tpu._visits import FULL, PARTIAL, by_columns, by_rows, for_every_batch
 
 
@@ -106,6 +107,14 @@ def _upstream_specs(launch: Launch, grid: Grid) -> Upstream:
     return Upstream(dout, numbers, numbers)
 
 
+class Sums(NamedTuple):
+    """Where gradients are added; ``None`` what this kernel leaves to another."""
+
+    dq: Ref | None  # [D, q]
+    dk: Ref | None  # [k, D]
+    dv: Ref | None  # [k, Dv]
+
+
 class Slopes(NamedTuple):
     """Of the loss, at one block; ``[k, q]``."""
 
@@ -115,11 +124,15 @@ class Slopes(NamedTuple):
     visible: Any | None
 
 
-def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool) -> Slopes:
-    """Probabilities and the gradients of scores."""
+def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: bool) -> Slopes:
+    """Probabilities and the gradients of scores.
+
+    Where all numbers are finite masked probabilities are 0, and so is what they multiply.
+    """
     static = tile.facts.static
     k, v = split(x.kv, tile.facts.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
+    visible = None if finite else visible
     lse = above.lse[...]
     weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
     weights = weights if visible is None else jnp.where(visible, weights, 0.0)
@@ -147,9 +160,7 @@ def _add_to_queries(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            k, _ = split(x.kv, tile.facts.head_dim)
-            slopes = _slopes(tile, x, above, masked=kind == PARTIAL)
-            add_seen(acc, "tn", slopes.dproducts, slopes.visible, k)
+            _add_block(tile, x, above, Sums(acc, None, None), masked=kind == PARTIAL)
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
@@ -165,7 +176,7 @@ def _add_to_keys(
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            _add_block_to_keys(x, above, _slopes(tile, x, above, masked=kind == PARTIAL), dk, dv)
+            _add_block(tile, x, above, Sums(None, dk, dv), masked=kind == PARTIAL)
 
     _finish_keys(tile, new, dk, dv)
 
@@ -196,11 +207,8 @@ def _add_to_all(
         def _add(kind: int = kind) -> None:
             pl.when(writing[0] == 1)(write.wait)
             read.start()
-            slopes = _slopes(tile, x, above, masked=kind == PARTIAL)
-            _add_block_to_keys(x, above, slopes, dk, dv)
-            k, _ = split(x.kv, tile.facts.head_dim)
             part[...] = jnp.zeros_like(part)
-            add_seen(part, "tn", slopes.dproducts, slopes.visible, k)
+            _add_block(tile, x, above, Sums(part, dk, dv), masked=kind == PARTIAL)
             read.wait()
             dq[...] += part[...].T
             write.start()
@@ -222,7 +230,8 @@ def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, a
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            acc[...] += _slopes(tile, x, above, masked=kind == PARTIAL).dlogits.T
+            masked = kind == PARTIAL
+            acc[...] += _slopes(tile, x, above, masked=masked, finite=False).dlogits.T
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
@@ -235,9 +244,42 @@ def _start_keys(tile: Tile, old: Ref, dk: Ref, dv: Ref) -> None:
         dk[...], dv[...] = split(old, tile.facts.head_dim)
 
 
-def _add_block_to_keys(x: Operands, above: Upstream, slopes: Slopes, dk: Ref, dv: Ref) -> None:
-    add_seen(dv, "nn", slopes.weights, slopes.visible, above.dout[...])
-    add_seen(dk, "nn", slopes.dproducts, slopes.visible, x.q[...])
+def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+    """Add a block's gradients; where numbers are not finite, with care."""
+    if not masked:
+        _add_finite(tile, x, above, into, masked=False)
+        return
+    odd = functools.reduce(jnp.logical_or, map(is_odd, (x.kv[...], x.q[...], above.dout[...])))
+    # A row that saw nothing has an lse of -inf; one that saw NaN has NaN in both.
+    odd |= is_odd(above.delta[...]) | is_odd(
+        jnp.where(above.lse[...] == -jnp.inf, 0.0, above.lse[...])
+    )
+    pl.when(jnp.logical_not(odd))(lambda: _add_finite(tile, x, above, into, masked=True))
+    pl.when(odd)(lambda: _add_odd(tile, x, above, into))
+
+
+def _add_finite(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+    slopes = _slopes(tile, x, above, masked=masked, finite=True)
+    q, dout = x.q[...], above.dout[...]
+    dproducts = slopes.dproducts.astype(q.dtype)
+    if into.dv is not None:
+        into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
+    if into.dk is not None:
+        into.dk[...] += dot("nn", dproducts, q)
+    if into.dq is not None:
+        k, _ = split(x.kv, tile.facts.head_dim)
+        into.dq[...] += dot("tn", k, dproducts)
+
+
+def _add_odd(tile: Tile, x: Operands, above: Upstream, into: Sums) -> None:
+    slopes = _slopes(tile, x, above, masked=True, finite=False)
+    if into.dv is not None:
+        add_seen(into.dv, "nn", slopes.weights, slopes.visible, above.dout[...])
+    if into.dk is not None:
+        add_seen(into.dk, "nn", slopes.dproducts, slopes.visible, x.q[...])
+    if into.dq is not None:
+        k, _ = split(x.kv, tile.facts.head_dim)
+        add_seen(into.dq, "tn", slopes.dproducts, slopes.visible, k)
 
 
 def _finish_keys(tile: Tile, new: Ref, dk: Ref, dv: Ref) -> None:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax._types import Result
 from ring_jax_tpu._launch import Launch, Operands, pad, query_head_grid
-from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot
+from ring_jax_tpu._scores import EVERY, LOG2E, Ref, Tile, add_seen, dot, is_odd
 from ring_jax_tpu._visits import FULL, PARTIAL, by_rows
 
 
@@ -73,7 +73,7 @@ def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, *, mas
             _merge_part(part, x, q_at, k_at, top, total, acc, masked=False, finite=True)
         return
     _, v = split(x.kv, tile.facts.head_dim)
-    odd = jnp.where(jnp.abs(v.astype(jnp.float32)) < jnp.inf, 0.0, 1.0).max() > 0
+    odd = is_odd(v)
 
     @pl.when(jnp.logical_not(odd))
     def _finite() -> None:
@@ -82,8 +82,7 @@ def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, *, mas
 
     @pl.when(odd)
     def _odd() -> None:
-        every = slice(None)
-        _merge_part(tile, x, every, every, top, total, acc, masked=True, finite=False)
+        _merge_part(tile, x, EVERY, EVERY, top, total, acc, masked=True, finite=False)
 
 
 def _merge_part(

@@ -23,6 +23,7 @@ from ring_jax_tpu._visits import BOUNDS, Visit
 
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
+EVERY = slice(None)
 LOG2E = math.log2(math.e)
 PART_Q, PART_K = 256, 128  # scores that stay in registers from product to product
 
@@ -220,6 +221,11 @@ def dot(form: str, a: Any, b: Any) -> Any:
         a, b, (((axes[0],), (axes[1],)), ((), ())), precision=exact,
         preferred_element_type=jnp.float32,
     )  # fmt: skip
+
+
+def is_odd(x: Any) -> Any:
+    """Whether some number is not finite."""
+    return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, 0.0, 1.0).max() > 0
 
 
 def add_seen(acc: Ref, form: str, weights: Any, visible: Any | None, x: Any) -> None:
