@@ -84,6 +84,13 @@ def lowest(session: nox.Session, backend: str) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def nightly(session: nox.Session) -> None:
+    """Run the whole table of cases in JAX, all masks on 8 devices included."""
+    install(session, BACKENDS["jax"], GROUPS["jax"], *CONSTRAINED)
+    session.run("pytest", "tests", "--backend=jax", "--all", "-n", "auto", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def gpu(session: nox.Session) -> None:
     """Run the table of cases on this machine's GPUs, one NCCL process each."""
     install(session, BACKENDS["torch"], ["test"], *CONSTRAINED)
