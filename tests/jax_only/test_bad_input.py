@@ -58,6 +58,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p must be in \[0, 1\), got 1.0"),
     "dropout without seed": ({"dropout_p": 0.1}, "needs dropout_seed"),
     "seed": ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be an integer"),
+    "seed without dropout": ({"dropout_seed": -1}, "dropout_seed must be an integer"),
     "seed as a float": ({"dropout_p": 0.1, "dropout_seed": jnp.float32(1)}, r"dropout_seed .* got float32 \[\]"),
     "seed as words": ({"dropout_p": 0.1, "dropout_seed": ids(2)}, r"dropout_seed .* got int32 \[2\]"),
     "scale": ({"softmax_scale": float("inf")}, "softmax_scale must be a finite number"),

@@ -95,12 +95,10 @@ def check_call(
         plan, axis_name, scale, cap, float(dropout_p), chosen, config, described[0].dtype,
         sizes.head_dim,
     )  # fmt: skip
+    words = None if dropout_seed is None else seed_words(dropout_seed)
     seed = offsets = None
     if dropout_p > 0:
-        seed, offsets = (
-            seed_words(dropout_seed),
-            jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets]),
-        )
+        seed, offsets = words, jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
     slopes = None
     if alibi_slopes is not None:
         slopes = _without_gradient(jnp.atleast_2d(alibi_slopes))
@@ -130,7 +128,7 @@ def axis_size(axis_name: Hashable | None) -> int:
         ) from error
 
 
-def seed_words(seed: int | Array | None) -> Array:
+def seed_words(seed: int | Array) -> Array:
     """A dropout seed as its low and high 32 bits, uint32 ``[2]``.
 
     Raises:
@@ -139,7 +137,6 @@ def seed_words(seed: int | Array | None) -> Array:
     if isinstance(seed, int):
         checks.check_seed(seed)
         return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
-    assert seed is not None  # checked before
     shape, dtype = jnp.shape(seed), jnp.result_type(seed)
     if dtype == jnp.uint32 and shape == (2,):
         return jnp.asarray(seed)
