@@ -14,7 +14,7 @@ import pytest
 FOLDERS = {
     "core": {"core", "conformance", "meta"},
     "torch": {"torch_only", "conformance", "meta"},
-    "torch-cuda": {"conformance"},
+    "torch-cuda": {"conformance", "torch_cuda_only"},
     "jax": {"jax_only", "conformance", "meta"},
     "jax-gpu": {"jax_gpu_only"},
     "jax-tpu": {"jax_tpu_only"},

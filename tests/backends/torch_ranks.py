@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from cases import CASES, Case
+from cases import Case
 from mutants import applied
 
 import ring_torch
@@ -33,14 +34,22 @@ class TorchBackend:
             self._pools[world_size] = LocalRanks(world_size, cuda=self._cuda)
         return self._pools[world_size]
 
-    def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
+    def run(
+        self,
+        case: Case,
+        mutant: str | None = None,
+        kernel: str = "auto",
+        transport: str = "auto",
+    ) -> Arrays:
         """Run one case on its ring size and put the results together."""
+        ways = (kernel, transport)
         if mutant is None:
             ranks = self.pool(case.cp_size)
             try:
-                parts = ranks.run(run_rank, case.name, kernel, None, self._cuda)
-            except LocalRankError:
-                self._pools.pop(case.cp_size).close()
+                parts = ranks.run(run_rank, _bare(case), ways, None, self._cuda)
+            except LocalRankError as error:
+                if "UnsupportedError" not in str(error):  # such a call sent nothing
+                    self._pools.pop(case.cp_size).close()
                 raise
             return gather(case, case.plan, parts)
         pool = LocalRanks(
@@ -48,7 +57,7 @@ class TorchBackend:
         )  # a broken backend may leave messages behind
         try:
             return gather(
-                case, case.plan, pool.run(run_rank, case.name, kernel, mutant, self._cuda)
+                case, case.plan, pool.run(run_rank, _bare(case), ways, mutant, self._cuda)
             )
         finally:
             pool.close()
@@ -59,13 +68,21 @@ class TorchBackend:
             pool.close()
 
 
-def run_rank(rank: int, name: str, kernel: str, mutant: str | None, cuda: bool) -> Arrays:
+def _bare(case: Case) -> Case:
+    """The case without what it has computed so far."""
+    return replace(case)
+
+
+Ways = tuple[str, str]  # kernel and transport
+
+
+def run_rank(rank: int, case: Case, ways: Ways, mutant: str | None, cuda: bool) -> Arrays:
     """One rank's part of a case, forward and backward."""
     with applied(mutant):
-        return _run_rank(rank, CASES[name], kernel, torch.device("cuda" if cuda else "cpu"))
+        return _run_rank(rank, case, ways, torch.device("cuda" if cuda else "cpu"))
 
 
-def _run_rank(rank: int, case: Case, kernel: str, device: torch.device) -> Arrays:
+def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays:
     plan, x = case.plan, case.inputs
     q_at, k_at = plan.positions(rank), plan.k_positions(rank)
 
@@ -87,7 +104,7 @@ def _run_rank(rank: int, case: Case, kernel: str, device: torch.device) -> Array
     options: dict[str, Any] = {
         "schedule": case.schedule, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
-        "dropout_seed": case.dropout_seed, "kernel": kernel,
+        "dropout_seed": case.dropout_seed, "kernel": ways[0], "transport": ways[1],
     }  # fmt: skip
     dout = tensor(x["dout"][:, q_at])
     if case.lse_grad:

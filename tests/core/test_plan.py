@@ -5,64 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from cases import diagonals, prefix
+from cases import prefix
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import plans, shown
 
 from ring_core import (
-    SCHEDULES,
     TABLE_COLUMNS,
     TABLE_UNBOUNDED,
     TILE,
     Mask,
     Plan,
-    WorkItem,
     make_plan,
 )
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any plan: all rules combined, odd sizes, keys unlike queries."""
-    cp_size, schedule = draw(st.integers(1, 9)), draw(st.sampled_from(SCHEDULES))
-    unit = 2 * cp_size if schedule == "zigzag" else cp_size
-    seq_len = unit * draw(st.integers(1, 9))
-    side = st.none() | st.integers(0, seq_len + 2)
-    cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=8))
-    kv_seq_len = unit * draw(st.integers(1, 9)) if cuts is None and draw(st.booleans()) else None
-    mask = Mask(
-        causal=draw(st.booleans()),
-        window=draw(st.none() | st.tuples(side, side)),
-        chunk_size=draw(st.none() | st.integers(1, seq_len + 2)),
-        cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
-        predicate=draw(st.none() | st.sampled_from([diagonals, prefix])),
-    )
-    return make_plan(
-        mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
-    )
-
-
-def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:
-    """The cells an item shows, from its own fields."""
-    rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
-    distance = np.arange(rows)[:, None] - np.arange(columns)
-    cells = np.ones((rows, columns), dtype=bool)
-    if item.lo is not None:
-        cells &= distance >= item.lo
-    if item.hi is not None:
-        cells &= distance <= item.hi
-    if item.cu_q is not None and item.cu_k is not None:
-        q_doc, k_doc = np.zeros(rows, int), np.zeros(columns, int)
-        for n in range(len(item.cu_q) - 1):
-            q_doc[item.cu_q[n] : item.cu_q[n + 1]] = n
-            k_doc[item.cu_k[n] : item.cu_k[n + 1]] = n
-        cells &= q_doc[:, None] == k_doc
-    if item.tiles is not None:
-        positions = plan.q_positions(item.q_rank)[item.q_slice]
-        cells &= plan.mask.dense(positions, plan.k_positions(item.kv_rank)[item.k_slice])
-    return cells
 
 
 @given(plans())

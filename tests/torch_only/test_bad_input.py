@@ -59,9 +59,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
     "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
-    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, sdpa, eager"),
+    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, eager"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
-    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p"),
+    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p, gather, pull"),
     "group": ({"group": 3}, "group must be a process group"),
 }  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_a_named_kernel_never_falls_back(name: str) -> None:
 def test_auto_names_all_reasons_when_nothing_fits() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"no kernel can do this call. sdpa: .*; eager: has no choice of fused",
+        match=r"no kernel can do this call. fa4: .*; eager: has no choice of fused",
     ):
         ring_attention(**tensors(kernel=KernelConfig(fused_backward=True)))
 

@@ -16,6 +16,10 @@ from ring_core._capabilities import UnsupportedError as UnsupportedError
 from ring_core._capabilities import refusals as refusals
 from ring_core._capabilities import require as require
 from ring_core._capabilities import support_matrix as support_matrix
+from ring_core._gather import Fetch as Fetch
+from ring_core._gather import Gather as Gather
+from ring_core._gather import gather_refusals as gather_refusals
+from ring_core._item import WorkItem as WorkItem
 from ring_core._layout import Layout as Layout
 from ring_core._layout import Run as Run
 from ring_core._mask import Mask as Mask
@@ -24,7 +28,6 @@ from ring_core._merge import merge as merge
 from ring_core._plan import TABLE_COLUMNS as TABLE_COLUMNS
 from ring_core._plan import TABLE_UNBOUNDED as TABLE_UNBOUNDED
 from ring_core._plan import Plan as Plan
-from ring_core._plan import WorkItem as WorkItem
 from ring_core._plan import make_plan as make_plan
 from ring_core._program import HELP_PIECES as HELP_PIECES
 from ring_core._program import Stage as Stage

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._item import WorkItem
 from ring_core._mask import Mask
-from ring_core._plan import WorkItem
 from ring_core._seen import seen_matmul
 from ring_core.philox import dropout_keep
 

@@ -42,6 +42,8 @@ class Capabilities:
             same names.
         lse_grad: The gradient of ``lse`` reaches Q and K.
         backward: Whether there is a backward at all.
+        exact_nan: A NaN or infinity reaches only rows that see it; without, also others of its
+            tile, up to 255 positions away.
         block_sizes: ``KernelConfig.block_q`` and ``block_k`` may be chosen.
         fused_backward: ``KernelConfig.fused_backward`` may be chosen.
     """
@@ -63,6 +65,7 @@ class Capabilities:
     deterministic: bool = False
     lse_grad: bool = False
     backward: bool = True
+    exact_nan: bool = True
     block_sizes: bool = False
     fused_backward: bool = False
 

@@ -76,6 +76,20 @@ class BandGeometry:
             rows = self._without_dead(q_rank, kv_rank, rows)
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
 
+    def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> Rows:
+        """One rectangle for each run of a rank's queries against neighbouring keys.
+
+        For a layout of keys whose local indices are their positions.
+        """
+        assert self.k_layout.cp_size == 1
+        q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
+        rect = self._untrimmed(q_local, k_local, q_pos, k_pos)
+        rect = _band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
+        if self.boundaries is None:
+            return Rows(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
+        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return self._without_dead(q_rank, 0, rows)
+
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from ring_core._band import UNBOUNDED
 from ring_core._blocks import TILE, BlockGeometry
+from ring_core._gather import Gather, make_gather
 from ring_core._geometry import BandGeometry, Rows
+from ring_core._item import WorkItem
 from ring_core._layout import Layout
-from ring_core._mask import Mask, Window
+from ring_core._mask import Mask
 from ring_core._program import Stage, backward_program, forward_program
 from ring_core._schedule import Help, ScheduleName, Step, layout_of, live_steps, step_rows
 
@@ -26,95 +28,6 @@ TABLE_COLUMNS = (
     "q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi", "doc_start", "doc_stop",
 )  # fmt: skip
 TABLE_UNBOUNDED = 2**31 - 1
-
-
-@dataclass(frozen=True, eq=False)
-class WorkItem:
-    """One kernel launch: a rectangle of a rank's queries and a rank's keys, and what it shows.
-
-    Row ``i`` and column ``j`` count from the corner ``(q_start, k_start)`` of the local indices.
-    The item shows the cells with ``lo <= i - j <= hi`` (``None``: unbounded) that lie in the same
-    document, if it spans several, and that the predicate admits, if there is one.
-
-    Attributes:
-        q_rank: The rank whose queries these are.
-        kv_rank: The rank whose keys and values these are.
-        out_rank: The rank the result belongs to.
-        q_start, q_stop: Local query rows.
-        k_start, k_stop: Local key columns.
-        lo, hi: The band.
-        cu_q, cu_k: Documents (or chunks) inside the rectangle, ``[documents + 1]`` each, counted
-            from its corner; document ``n`` is rows ``cu_q[n]:cu_q[n + 1]`` and columns
-            ``cu_k[n]:cu_k[n + 1]``. ``None`` where the rectangle lies inside a single one.
-        tiles: For a predicate, the kind (empty 0, partial 1, full 2) of each 128 x 128 tile of the
-            rectangle; then the band is unbounded and partial tiles need the mask's whole rule.
-    """
-
-    q_rank: int
-    kv_rank: int
-    out_rank: int
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    lo: int | None
-    hi: int | None
-    cu_q: Ints | None = field(default=None, repr=False)
-    cu_k: Ints | None = field(default=None, repr=False)
-    tiles: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
-
-    @property
-    def q_slice(self) -> slice:
-        """The query rows."""
-        return slice(self.q_start, self.q_stop)
-
-    @property
-    def k_slice(self) -> slice:
-        """The key columns."""
-        return slice(self.k_start, self.k_stop)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every cell of the rectangle is shown."""
-        return self.lo is None and self.hi is None and self.cu_q is None and self.tiles is None
-
-    @property
-    def window(self) -> Window:
-        """The band as flash-attention's window: ``(left, right)``, aligned bottom right.
-
-        Row ``i`` shows columns ``i + d - left`` to ``i + d + right`` with ``d = columns - rows``;
-        ``None`` is unbounded. Trimming makes both sides non-negative.
-        """
-        d = (self.k_stop - self.k_start) - (self.q_stop - self.q_start)
-        return None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
-
-    def cut(self, pieces: int) -> tuple[WorkItem, ...]:
-        """The item in at most ``pieces`` pieces of rows, each over all of its columns.
-
-        A square causal item stays whole: its pieces would be neither full nor causal, and a kernel
-        may know only these. Pieces of a predicate's item begin at tiles.
-        """
-        rows = self.q_stop - self.q_start
-        if self.lo == 0 and self.hi is None and rows == self.k_stop - self.k_start:
-            return (self,)
-        size = -(-rows // pieces)
-        if self.tiles is not None:
-            size = -(-size // TILE) * TILE
-        return tuple(
-            self._rows(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))
-        )
-
-    def _rows(self, start: int, stop: int) -> WorkItem:
-        cu_q, tiles = self.cu_q, self.tiles
-        return replace(
-            self,
-            q_start=self.q_start + start,
-            q_stop=self.q_start + stop,
-            lo=None if self.lo is None else self.lo - start,
-            hi=None if self.hi is None else self.hi - start,
-            cu_q=None if cu_q is None else np.clip(cu_q, start, stop) - start,
-            tiles=None if tiles is None else tiles[start // TILE : -(-stop // TILE)],
-        )
 
 
 @dataclass(frozen=True)
@@ -154,6 +67,7 @@ class Plan:
     _work: Ints = field(repr=False)
     _items: dict[int, tuple[tuple[WorkItem, ...], ...]] = field(repr=False, default_factory=dict)
     _helped: dict[tuple[int, int], tuple[WorkItem, ...]] = field(repr=False, default_factory=dict)
+    _gathers: dict[tuple[int, bool], Gather] = field(repr=False, default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -216,6 +130,12 @@ class Plan:
             assert rows is not None
             self._helped[rank, step] = self._work_items(rows, 0, rank, int(helper[0]))
         return self._helped[rank, step]
+
+    def gather(self, rank: int, *, own: bool = True) -> Gather:
+        """What a rank does if it fetches all keys it needs, its own among them or not."""
+        if (rank, own) not in self._gathers:
+            self._gathers[rank, own] = make_gather(self, rank, own=own)
+        return self._gathers[rank, own]
 
     def table(self, step: int) -> npt.NDArray[np.int32]:
         """Items of all ranks, ``int32[cp_size, R, len(TABLE_COLUMNS)]``, padded with empty rows.

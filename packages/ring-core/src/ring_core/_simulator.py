@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from ring_core import _block, checks
 from ring_core._block import Params, Precision, Rows, Side
+from ring_core._item import WorkItem
 from ring_core._merge import finalize, merge
-from ring_core._plan import Plan, WorkItem
+from ring_core._plan import Plan
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]

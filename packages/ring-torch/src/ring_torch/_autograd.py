@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_torch._backward import run_backward
-from ring_torch._call import Call, Inputs
-from ring_torch._forward import run_forward
+from ring_torch._backward import Grads, run_backward
+from ring_torch._call import Call, Inputs, keys_of, packing_of
+from ring_torch._comm import Facts, agree
+from ring_torch._forward import header_device, run_forward
+from ring_torch._gather import Carrier, Messages
+from ring_torch._gathered import gathered_backward, gathered_forward
 from ring_torch.kernels._api import Upstream
 
 
 class RingAttention(torch.autograd.Function):
     """``(out, lse)`` of a call.
 
-    Saved for the backward: the inputs, ``out``, ``lse`` and the K/V that arrived last.
+    Saved for the backward: the inputs, ``out``, ``lse`` and the keys that arrived last, or
+    all of them where they are few.
     """
 
     @staticmethod
@@ -29,13 +33,14 @@ class RingAttention(torch.autograd.Function):
         """Run the forward loop and add the sinks."""
         inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
         with torch.autocast(q.device.type, enabled=False):
-            wide_out, lse, last = run_forward(call, inputs)
+            out, lse, kept = _run_forward(call, inputs)
             if sinks is not None:
-                lse = _add_sinks(wide_out, lse, sinks)
-        out = wide_out.to(call.dtype)
+                out = out.to(call.wide)
+                lse = _add_sinks(out, lse, sinks)
+        out = out.to(call.dtype)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, last)
+        ctx.save_for_backward(*inputs, out, lse, *kept)
         return out, lse
 
     @staticmethod
@@ -43,14 +48,19 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward loop."""
         call: Call = ctx.call
-        *tensors, out, lse, last = ctx.saved_tensors
-        inputs = Inputs(*tensors)
+        tensors = ctx.saved_tensors
+        count = len(Inputs._fields)
+        inputs, (out, lse, *kept) = Inputs(*tensors[:count]), tensors[count:]
         dout = torch.zeros_like(out) if dout is None else dout
         with torch.autocast(out.device.type, enabled=False):
-            delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
-            delta = delta if dlse is None else delta - dlse
-            grads = run_backward(call, inputs, Upstream(dout, out, lse, delta), last)
-            dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, lse, delta)
+            delta = None
+            if call.kernel.needs_delta or inputs.sinks is not None:
+                delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
+                delta = delta if dlse is None else delta - dlse
+            grads = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
+            dsinks = None
+            if inputs.sinks is not None and delta is not None:
+                dsinks = _sink_grads(inputs.sinks, lse, delta)
         dq, dk, dv = (grad.to(call.dtype) for grad in grads[:3])
         dbias = (
             None
@@ -58,6 +68,34 @@ class RingAttention(torch.autograd.Function):
             else grads.dbias.to(inputs.bias.dtype)
         )
         return None, dq, dk, dv, None, None, dsinks, dbias, None
+
+
+def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``(out, lse)`` without sinks, and keys that the backward starts from."""
+    if call.transport == "p2p":
+        out, lse, last = run_forward(call, inputs)
+        return out, lse, [] if last is None else [last]
+    result, kept = gathered_forward(call, inputs, _carrier(call, inputs, call.forward_facts))
+    return *result, kept or []
+
+
+def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
+    if call.transport == "p2p":
+        return run_backward(call, inputs, upstream, kept[0] if kept else None)
+    return gathered_backward(
+        call, inputs, upstream, _carrier(call, inputs, call.backward_facts), kept
+    )
+
+
+def _carrier(call: Call, inputs: Inputs, facts: Facts) -> Carrier:
+    """What moves keys in a pass whose ranks agree on what they are about to do."""
+    packing = packing_of(keys_of(inputs))
+    if call.transport == "pull":
+        from ring_torch._window import pulls
+
+        return pulls(call, packing, facts)
+    agree(call.ring, call.number, facts, header_device(call))
+    return Messages(call, packing)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -38,19 +38,21 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         last: The packed K/V that the forward received last.
     """
     plan, ring = call.plan, call.ring
-    agree(ring, {"pass": "backward", **call.facts}, header_device(call))
+    agree(ring, call.number, call.backward_facts, header_device(call))
     rows, keys = call.rows(inputs), keys_of(inputs)
     own = columns = call.columns(ring.rank, keys)
     packing, held = packing_of(keys), last
     if held is not None:
         columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(held))
-    row_grads = _zero_row_grads(call, rows)
+    row_grads = zero_row_grads(call, rows)
     moving = Moving(call, packing_of(keys[:2], call.wide))
 
     def help_with(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
         theirs = helped_rows(call, item, rows, tensors)
-        grads = _zero_row_grads(call, theirs)
-        _help(call, item, theirs, own, Upstream(*tensors[-4:]), grads, moving)
+        grads = zero_row_grads(call, theirs)
+        sent = tensors[len(rows_tensors(rows)) :]
+        delta = sent[3] if len(sent) > 3 else None
+        _help(call, item, theirs, own, Upstream(sent[0], sent[1], sent[2], delta), grads, moving)
         return _row_grad_tensors(grads)
 
     def add(part: slice, tensors: list[Tensor]) -> None:
@@ -60,7 +62,10 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
     errands = Errands(
         call,
         plan.backward,
-        take=lambda part: [*rows_tensors(rows.take(part)), *upstream.take(part)],
+        take=lambda part: [
+            *rows_tensors(rows.take(part)),
+            *(x for x in upstream.take(part) if x is not None),
+        ],
         like=lambda part: _row_grad_tensors(row_grads.take(part)),
         add=add,
     )
@@ -172,7 +177,7 @@ def _help(
         )
 
 
-def _zero_row_grads(call: Call, rows: Rows) -> RowGrads:
+def zero_row_grads(call: Call, rows: Rows) -> RowGrads:
     dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
     dbias = (
         None

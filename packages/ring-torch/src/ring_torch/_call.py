@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask, Plan, Request, ScheduleName, checks, make_plan
-from ring_torch._comm import Packing, Ring
+from ring_torch._comm import Facts, Packing, Ring
+from ring_torch._transport import TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
-from ring_torch.kernels._api import Columns, Kernel, Params, Rows
-
-TRANSPORTS = ("auto", "p2p")
+from ring_torch.kernels._api import Columns, Kernel, Params, Rows, wide
 
 
 class Inputs(NamedTuple):
@@ -44,7 +44,11 @@ class Call:
     wide: torch.dtype  # of accumulators
     device: torch.device
     needs_index: bool  # some option asks for global positions
-    facts: dict[str, Any]  # what must be equal on all ranks
+    needs_grad: bool
+    transport: str
+    number: int  # of the calls on this group
+    forward_facts: Facts  # what must be equal on all ranks, beside the number
+    backward_facts: Facts
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Query indices, query positions, key positions of a rank, where an option needs them."""
@@ -114,75 +118,160 @@ def check_call(
         ValueError: An argument is malformed.
         UnsupportedError: No kernel, or not the one named, can do the call.
     """
-    tensors = {"q": q, "k": k, "v": v}
-    described = [_described(x, name) for name, x in tensors.items()]
-    sizes = checks.check_qkv(*described)
-    device = described[0].device
-    rule = checks.check_mask(
-        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    q_ids, k_ids = None, None
+    if segment_ids is not None:
+        sizes = checks.check_qkv(
+            *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
+        )
+        q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
+    names = ("q", "k", "v", "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
     )
-    plan = make_plan(
-        rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
-        kv_seq_len=sizes.k_len * ring.size,
+    options = Options(
+        causal, window, chunk_size, tuple(cu_seqlens) if isinstance(cu_seqlens, list) else cu_seqlens,
+        mask, softmax_scale, softcap, dropout_p, dropout_seed, deterministic, return_lse, kernel,
+        transport,
     )  # fmt: skip
-    scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
-    checks.check_dropout(dropout_p, dropout_seed)
-    checks.check_seed(dropout_seed)
-    for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
-        checks.check_flag(name, flag)
-    checks.check_choice("transport", transport, TRANSPORTS)
-    checks.check_sinks(_optional(sinks, "sinks"), sizes, device)
-    checks.check_bias(_optional(bias, "bias"), sizes, plan.kv_seq_len, device)
-    checks.check_alibi_slopes(_optional(alibi_slopes, "alibi_slopes"), sizes, device)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
+    facts = tuple(
+        None if x is None else _fact(x, name) for x, name in zip(inputs, names, strict=True)
+    )
+    given = (ring, schedule, facts, options, _types(options), grad, number > 0)
+    try:
+        hash(given)
+    except TypeError:
+        call = _prepare.__wrapped__(*given)
+    else:
+        call = _prepare(*given)
+    return replace(call, number=number), inputs
+
+
+class Options(NamedTuple):
+    """A call's options beside tensors, as given."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    chunk_size: int | None
+    cu_seqlens: Sequence[int] | None
+    mask: Mask | None
+    softmax_scale: float | None
+    softcap: float | None
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    return_lse: bool
+    kernel: str | KernelConfig
+    transport: str
+
+
+class Fact(NamedTuple):
+    """What is static about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def described(self) -> checks.Tensor:
+        """As the checks take it."""
+        return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
+
+
+def _types(options: Options) -> tuple[type, ...]:
+    """Types of the options, for equal ones of unlike types are not the same: 1 is no flag."""
+    window = options.window if isinstance(options.window, tuple) else ()
+    return tuple(map(type, (*options, *window)))
+
+
+@lru_cache(maxsize=256)
+def _prepare(
+    ring: Ring,
+    schedule: ScheduleName,
+    facts: tuple[Fact | None, ...],
+    options: Options,
+    types: tuple[type, ...],
+    grad: bool,
+    probe: bool,
+) -> Call:
+    """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
+    del types  # it only tells calls apart
+    q, *rest = (None if fact is None else fact.described() for fact in facts)
+    k, v, q_ids, k_ids, sinks, bias, slopes = rest
+    assert q is not None and k is not None and v is not None and facts[0] is not None
+    sizes, device = checks.check_qkv(q, k, v), facts[0].device
+    plan = _plan(ring, schedule, sizes, options)
+    scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
+    cap = checks.check_softcap(options.softcap)
+    checks.check_dropout(options.dropout_p, options.dropout_seed)
+    checks.check_seed(options.dropout_seed)
+    for name in ("deterministic", "return_lse"):
+        checks.check_flag(name, getattr(options, name))
+    checks.check_choice("transport", options.transport, TRANSPORTS)
+    checks.check_sinks(sinks, sizes, q.device)
+    checks.check_bias(bias, sizes, plan.kv_seq_len, q.device)
+    checks.check_alibi_slopes(slopes, sizes, q.device)
+    if facts[-1] is not None and facts[-1].requires_grad:
         raise ValueError(
             "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
         )
-    q_ids, k_ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
     for side, ids in (("queries", q_ids), ("keys", k_ids)):
         if ids is not None:
-            checks.check_segment_ids(_described(ids, "segment_ids"), sizes, side, device)
+            checks.check_segment_ids(ids, sizes, side, q.device)
+    config = _config(options.kernel)
+    request = Request(
+        device=device.type, dtype=q.dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        segment_ids=q_ids is not None, softcap=cap is not None, bias=bias is not None,
+        alibi=slopes is not None, dropout=options.dropout_p > 0,
+        deterministic=options.deterministic, grad=grad, lse_grad=grad and options.return_lse,
+    )  # fmt: skip
+    choice = choose(config, request, plan)
+    transport = choose_transport(options.transport, ring, plan, device, probe=probe)
+    params = Params(
+        plan.mask, scale, cap, float(options.dropout_p), options.dropout_seed or 0, config.block_q,
+        config.block_k, _boundaries(plan, device), options.deterministic,
+    )  # fmt: skip
+    shapes = zip(
+        ("q", "k", "v", "sinks", "bias", "alibi_slopes"),
+        (q, k, v, sinks, bias, slopes),
+        strict=True,
+    )
+    words = {
+        "schedule": schedule, "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "softmax_scale": scale, "softcap": cap,
+        "dropout": [float(options.dropout_p), options.dropout_seed],
+        "deterministic": options.deterministic, "return_lse": options.return_lse,
+        "segment_ids": q_ids is not None, "needs_grad": grad,
+        "kernel": choice.kernel.capabilities.name, "transport": transport,
+        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
+    }  # fmt: skip
+    needs_index = (
+        bias is not None or slopes is not None or options.dropout_p > 0
+        or plan.mask.predicate is not None
+    )  # fmt: skip
+    return Call(
+        ring, plan, params, choice.kernel, choice, facts[0].dtype, wide(facts[0].dtype), device,
+        needs_index, grad, transport, 0, Facts.of(words, "forward"), Facts.of(words, "backward"),
+    )  # fmt: skip
+
+
+def _plan(ring: Ring, schedule: ScheduleName, sizes: checks.Sizes, options: Options) -> Plan:
+    rule = checks.check_mask(
+        options.mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        cu_seqlens=options.cu_seqlens,
+    )  # fmt: skip
+    return make_plan(
+        rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
+        kv_seq_len=sizes.k_len * ring.size,
+    )  # fmt: skip
+
+
+def _config(kernel: str | KernelConfig) -> KernelConfig:
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     if not isinstance(config, KernelConfig):
         raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
-
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, sinks, bias)
-    )
-    request = Request(
-        device=q.device.type, dtype=described[0].dtype, head_dim=sizes.head_dim,
-        v_head_dim=sizes.v_head_dim,
-        segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
-        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
-        grad=grad,
-        lse_grad=grad and return_lse,
-    )  # fmt: skip
-    choice = choose(config, request, plan)
-    params = Params(
-        rule, scale, cap, float(dropout_p), dropout_seed or 0, config.block_q, config.block_k,
-        _boundaries(plan, q.device),
-    )  # fmt: skip
-    optional = {"sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
-    facts = {
-        "call": number,
-        "q": list(q.shape), "k": list(k.shape), "v": list(v.shape), "dtype": described[0].dtype, "schedule": schedule,
-        "mask": rule.describe(), "plan": plan.digest.hex(), "softmax_scale": scale, "softcap": cap,
-        "dropout": [float(dropout_p), dropout_seed], "deterministic": deterministic, "return_lse": return_lse,
-        "segment_ids": segment_ids is not None, "needs_grad": grad, "kernel": choice.kernel.capabilities.name,
-        **{name: None if x is None else [*x.shape, str(x.dtype)] for name, x in optional.items()},
-    }  # fmt: skip
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    needs_index = (
-        bias is not None or alibi_slopes is not None or dropout_p > 0 or rule.predicate is not None
-    )
-    return (
-        Call(
-            ring, plan, params, choice.kernel, choice, q.dtype, wide, q.device, needs_index, facts
-        ),
-        inputs,
-    )
+    return config
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
@@ -191,11 +280,7 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
     return torch.as_tensor(plan.boundaries, device=device)
 
 
-def _described(x: object, name: str) -> checks.Tensor:
+def _fact(x: object, name: str) -> Fact:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
-
-
-def _optional(x: object, name: str) -> checks.Tensor | None:
-    return None if x is None else _described(x, name)
+    return Fact(tuple(x.shape), x.dtype, x.device, x.requires_grad)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,17 @@ _HEADER_BYTES = 2048
 _DIGEST_BYTES = 8
 _ALIGNMENT = 16
 
-# Calls so far on each group: a fact about the group, which is not ours to extend.
-_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+@dataclass
+class _Past:
+    """What has happened on a group."""
+
+    calls: int = 0
+    agreed: set[bytes] = field(default_factory=set)  # digests of facts compared in words
+
+
+# Facts about groups, which are not ours to extend.
+_pasts: WeakKeyDictionary[dist.ProcessGroup, _Past] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,9 @@ class Ring:
         """
         if self.group is None:
             return 0
-        _calls[self.group] = _calls.get(self.group, 0) + 1
-        return _calls[self.group]
+        past = _pasts.setdefault(self.group, _Past())
+        past.calls += 1
+        return past.calls
 
     def start(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
@@ -119,16 +129,43 @@ def ring_of(group: Any) -> Ring:
     return Ring(group, rank, dist.get_world_size(group))
 
 
-def agree(ring: Ring, facts: dict[str, Any], device: torch.device) -> None:
+@dataclass(frozen=True)
+class Facts:
+    """What must be equal on all ranks for a pass of a call."""
+
+    words: dict[str, Any]  # anything that ``json`` writes
+    digest: bytes
+
+    @classmethod
+    def of(cls, words: dict[str, Any], name: str) -> Facts:
+        """Facts of the pass of this name."""
+        words = {"pass": name, **words}
+        text = json.dumps(words, sort_keys=True).encode()
+        return cls(words, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+    def numbered(self, number: int) -> bytes:
+        """What tells this call from any other: the digest, mixed with the call's number."""
+        mixed = (int.from_bytes(self.digest, "little") + number) % (1 << 8 * _DIGEST_BYTES)
+        return mixed.to_bytes(_DIGEST_BYTES, "little")
+
+    def header(self, number: int) -> bytes:
+        """The digest and as much as fits of the facts in words."""
+        text = json.dumps({"call": number, **self.words}, sort_keys=True).encode()
+        return (self.numbered(number) + text)[:_HEADER_BYTES]
+
+
+def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
     """Check that the rank behind makes the same call, before any of its data is used.
 
     Everybody sends a header of fixed size ahead: a digest of what it is about to do, and the facts
     in words, so that a difference can be named. Messages of unequal size would crash gloo, and of
-    equal size but other shapes would pass unnoticed.
+    equal size but other shapes would pass unnoticed. On a GPU the host reads the header of the
+    first such call; from then on the stream compares digests, and a difference ends it in an error.
 
     Args:
         ring: The ranks.
-        facts: What must be equal on all ranks; anything that ``json`` writes.
+        number: The call's number.
+        facts: What must be equal on all ranks.
         device: Where headers have to lie for this group.
 
     Raises:
@@ -136,28 +173,41 @@ def agree(ring: Ring, facts: dict[str, Any], device: torch.device) -> None:
     """
     if ring.size == 1:
         return
-    text = json.dumps(facts, sort_keys=True).encode()
-    digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    header = (digest + text)[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+    on_stream = device.type != "cpu" and has_agreed(ring, facts)
+    digest = facts.numbered(number)
+    header = digest if on_stream else facts.header(number)
+    mine = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+    if device.type != "cpu":
+        mine = mine.pin_memory().to(device, non_blocking=True)
     theirs = torch.empty_like(mine)
     ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    received = bytes(theirs.cpu().tolist()) if device.type != "cpu" else theirs.numpy().tobytes()
-    if received[:_DIGEST_BYTES] == digest:
+    if on_stream:
+        same = (mine[:_DIGEST_BYTES] == theirs[:_DIGEST_BYTES]).all()
+        torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
         return
-    difference = _difference(facts, received[_DIGEST_BYTES:].rstrip(b"\0"))
-    raise RankMismatchError(
-        f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: {difference}. All ranks must make "
-        f"the same calls in the same order with equal local shapes, dtypes and options"
-    )
+    received = bytes(theirs.cpu().numpy())
+    if received[:_DIGEST_BYTES] != digest:
+        difference = _difference(header[_DIGEST_BYTES:], received[_DIGEST_BYTES:].rstrip(b"\0"))
+        raise RankMismatchError(
+            f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: {difference}. All ranks must make "
+            f"the same calls in the same order with equal local shapes, dtypes and options"
+        )
+    assert ring.group is not None
+    _pasts.setdefault(ring.group, _Past()).agreed.add(facts.digest)
 
 
-def _difference(mine: dict[str, Any], received: bytes) -> str:
+def has_agreed(ring: Ring, facts: Facts) -> bool:
+    """Whether this group has compared such calls in words before."""
+    assert ring.group is not None
+    return facts.digest in _pasts.setdefault(ring.group, _Past()).agreed
+
+
+def _difference(mine_text: bytes, received: bytes) -> str:
     try:
-        theirs = json.loads(received)
+        mine: dict[str, Any] = json.loads(mine_text)
+        theirs: dict[str, Any] = json.loads(received)
     except ValueError:
-        return f"the other call is {received[:200]!r}, mine is {json.dumps(mine, sort_keys=True)[:200]!r}"
-    mine = json.loads(json.dumps(mine))
+        return f"the other call is {received[:200]!r}, mine is {mine_text[:200]!r}"
     names = sorted(
         name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
     )

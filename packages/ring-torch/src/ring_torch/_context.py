@@ -174,7 +174,7 @@ class ContextParallel:
             dropout_seed=dropout_seed,
             deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
         )  # fmt: skip
-        return f"{call.choice.describe()}\ntransport p2p\n\n{call.plan.describe()}"
+        return f"{call.choice.describe()}\ntransport {call.transport}\n\n{call.plan.describe()}"
 
 
 class _Unshard(torch.autograd.Function):

@@ -9,7 +9,7 @@ from ring_core import WorkItem
 from ring_torch._call import Call, Inputs, keys_of, packing_of
 from ring_torch._comm import NOTHING, agree
 from ring_torch._help import Errands, helped_rows, rows_tensors
-from ring_torch.kernels._api import Columns, Result, Rows, merge_into
+from ring_torch.kernels._api import Columns, Result, Rows, empty_result, merge_into
 
 
 def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -23,10 +23,10 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
         packed K/V that arrived last (``None`` if nothing travelled).
     """
     plan, ring = call.plan, call.ring
-    agree(ring, {"pass": "forward", **call.facts}, header_device(call))
+    agree(ring, call.number, call.forward_facts, header_device(call))
     rows, keys = call.rows(inputs), keys_of(inputs)
     own = columns = call.columns(ring.rank, keys)
-    into = empty_result(call, rows.q, inputs.v.shape[3])
+    into = empty_result(rows.q, inputs.v.shape[3])
     packing = packing_of(keys)
     held: Tensor | None = None
     spare: Tensor | None = None
@@ -78,18 +78,10 @@ def _attend(
 
 def _help(call: Call, item: WorkItem, rows: Rows, own: Columns, inputs: Inputs) -> Result:
     """Run an item for another rank's queries, over this rank's own keys."""
-    result = empty_result(call, rows.q, inputs.v.shape[3])
+    result = empty_result(rows.q, inputs.v.shape[3])
     if rows.q.shape[0] > 0:
         call.kernel.forward(rows, own.take(item.k_slice), item, call.params, result)
     return result
-
-
-def empty_result(call: Call, q: Tensor, v_dim: int) -> Result:
-    """Nothing seen yet: the identity of the merge."""
-    batch, length, heads, _ = q.shape
-    out = torch.zeros(batch, length, heads, v_dim, dtype=call.wide, device=call.device)
-    lse = torch.full((batch, heads, length), -torch.inf, dtype=call.wide, device=call.device)
-    return Result(out, lse)
 
 
 def header_device(call: Call) -> torch.device:

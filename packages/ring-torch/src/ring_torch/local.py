@@ -74,6 +74,9 @@ class LocalRanks:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def __len__(self) -> int:
+        return len(self._pipes)
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank; what each returned.
 

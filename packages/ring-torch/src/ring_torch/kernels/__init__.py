@@ -15,10 +15,16 @@ from ring_core import (
     support_matrix,
 )
 from ring_torch.kernels._api import Kernel
+from ring_torch.kernels._flash import capability
+from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.sdpa import CpuFlashKernel, CudaFlashKernel
+from ring_torch.kernels.fa2 import FA2
+from ring_torch.kernels.fa3 import FA3
+from ring_torch.kernels.fa4 import FA4
+from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
 
-KERNELS: tuple[Kernel, ...] = (CudaFlashKernel(), CpuFlashKernel(), EagerKernel())
+#: As fast as they are on Hopper and Blackwell.
+KERNELS: tuple[Kernel, ...] = (FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), EagerKernel())
 KERNEL_NAMES: tuple[str, ...] = (
     "auto",
     *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS),
@@ -53,21 +59,44 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    every = [kernel.capabilities for kernel in KERNELS]
     if config.name != "auto":
-        named = [kernel for kernel in KERNELS if kernel.capabilities.name == config.name]
-        fitting = [kernel for kernel in named if request.device in kernel.capabilities.devices]
-        kernel = (fitting or named)[0]
-        require(kernel.capabilities, request, plan, others=every)
-        return Choice(kernel, ())
+        return Choice(_named(config.name, request, plan), ())
     passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
-    for kernel in KERNELS:
-        reasons = refusals(kernel.capabilities, request, plan)
+    for kernel in in_order(request.device):
+        reasons = refusals(kernel.capabilities, request, plan) or _absence(kernel, request)
         if not reasons:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel.capabilities, reasons))
     why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
     raise UnsupportedError(f"no kernel can do this call. {why}")
+
+
+def in_order(device: str) -> tuple[Kernel, ...]:
+    """The kernels, fastest first on this machine: before Hopper ``fa2`` leads."""
+    if device != "cuda" or capability()[0] >= 9:
+        return KERNELS
+    return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))
+
+
+def _named(name: str, request: Request, plan: Plan) -> Kernel:
+    """The kernel of a name; it never falls back."""
+    named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
+    fitting = [kernel for kernel in named if request.device in kernel.capabilities.devices]
+    kernel = (fitting or named)[0]
+    here = [k.capabilities for k in KERNELS if not _absence(k, request)]
+    require(kernel.capabilities, request, plan, others=here)
+    if absent := _absence(kernel, request):
+        raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
+    return kernel
+
+
+def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:
+    """Why a kernel cannot run on this machine; empty if it can."""
+    devices = kernel.capabilities.devices
+    if devices and request.device not in devices:
+        return (f"runs on {', '.join(devices)}",)
+    missing = kernel.missing()
+    return () if missing is None else (missing,)
 
 
 def matrix() -> str:

@@ -7,6 +7,8 @@ Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +31,7 @@ class Params:
     block_q: int | None
     block_k: int | None
     boundaries: Tensor | None  # document and chunk borders, for predicates
+    deterministic: bool
 
 
 class Rows(NamedTuple):
@@ -81,18 +84,20 @@ class Result(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What the backward of some rows starts from; ``lse`` and ``delta`` are global."""
+    """What the backward of some rows starts from; ``lse`` and ``delta`` are global.
+
+    ``delta`` is left out for kernels that compute it themselves (:attr:`Kernel.needs_delta`).
+    """
 
     dout: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor  # rowsum(dout * out) - dlse
+    delta: Tensor | None  # rowsum(dout * out) - dlse
 
     def take(self, part: slice) -> Upstream:
         """The same for a slice of the rows."""
-        return Upstream(
-            self.dout[:, part], self.out[:, part], self.lse[:, :, part], self.delta[:, :, part]
-        )
+        delta = None if self.delta is None else self.delta[:, :, part]
+        return Upstream(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
 
 
 class RowGrads(NamedTuple):
@@ -117,12 +122,37 @@ class ColumnGrads(NamedTuple):
         return ColumnGrads(self.dk[:, part], self.dv[:, part])
 
 
+class ItemGrads(NamedTuple):
+    """The gradients of one item alone, in the inputs' dtype or wider."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
 class Kernel(Protocol):
     """A way to compute work items. Stateless."""
 
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
+        ...
+
+    @property
+    def needs_delta(self) -> bool:
+        """Whether its backward is given ``delta``, or computes it from the global ``out``."""
+        ...
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
+        ...
+
+    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+        """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
+
+        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything.
+        """
         ...
 
     def forward(
@@ -138,15 +168,56 @@ class Kernel(Protocol):
         """Add the item's gradients to the accumulators."""
         ...
 
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    ) -> ItemGrads:
+        """The item's gradients by themselves."""
+        ...
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_result(q: Tensor, v_dim: int) -> Result:
+    """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
+    batch, length, heads, _ = q.shape
+    dtype = wide(q.dtype)
+    out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
+    return Result(out, lse)
+
+
+def added_up(
+    kernel: Kernel, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+) -> ItemGrads:
+    """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
+    dtype = wide(rows.q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
+    dbias = None if rows.bias is None else torch.zeros_like(rows.bias, dtype=dtype)
+    kernel.backward(rows, columns, upstream, item, params, RowGrads(dq, dbias), ColumnGrads(dk, dv))
+    return ItemGrads(dq, dk, dv, dbias)
+
 
 def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
     """Merge a kernel's ``(out, lse)`` into what was accumulated, in place.
 
     The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
     """
+    if out.is_cuda and into.lse.dtype == torch.float32 and _has_triton():
+        from ring_torch.kernels._merge import merge_on_gpu
+
+        merge_on_gpu(into.out, into.lse, out, lse)
+        return
     for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
         rows = slice(start, start + _MERGED_ROWS)
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _merge_rows(into: Result, out: Tensor, lse: Tensor) -> None:

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
-from ring_torch.kernels._api import ColumnGrads, Columns, Params, Result, RowGrads, Rows, Upstream
+from ring_torch.kernels._api import (
+    ColumnGrads,
+    Columns,
+    ItemGrads,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    added_up,
+    empty_result,
+)
 from ring_torch.kernels._philox import dropout_keep
 
 BLOCK_K = 256
@@ -42,6 +53,18 @@ class EagerKernel:
         lse_grad=True,
         block_sizes=True,
     )
+
+    needs_delta = True
+
+    def missing(self) -> str | None:
+        """It runs everywhere."""
+        return None
+
+    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+        """``(out, lse)`` of the item, wide."""
+        into = empty_result(rows.q, columns.v.shape[3])
+        self.forward(rows, columns, item, params, into)
+        return into
 
     def forward(
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
@@ -93,7 +116,7 @@ class EagerKernel:
             safe = torch.where(
                 lse == -torch.inf, torch.inf, lse
             )  # probabilities of such rows are 0
-            delta = upstream.delta[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            delta = _known(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             dq = torch.zeros_like(q)
             for j in sight.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
@@ -125,6 +148,12 @@ class EagerKernel:
                     weights.mT, seen_by, do, clean=clean["do"]
                 ).transpose(1, 2)
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
+
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    ) -> ItemGrads:
+        """The item's gradients, wide."""
+        return added_up(self, rows, columns, upstream, item, params)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 On the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``; on CUDA torch's
 build of FlashAttention-2. Both take the global ``out`` and ``lse`` in the backward.
 
-Both multiply masked weights, which are 0, with whatever they meet. So blocks that are partly masked
-and hold NaN or infinity go to ``eager``, which reads only what is seen.
+Both multiply masked weights, which are 0, with whatever they meet. On the CPU, blocks that are
+partly masked and hold NaN or infinity go to ``eager``, which reads only what is seen; to look for
+them on CUDA would stall the host.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from ring_core import Capabilities, WorkItem
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
+    ItemGrads,
     Params,
     Result,
     RowGrads,
     Rows,
     Upstream,
+    added_up,
+    empty_result,
     merge_into,
 )
+from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
 from ring_torch.kernels.eager import EagerKernel
 
 aten = torch.ops.aten
@@ -38,6 +43,18 @@ class CpuFlashKernel:
     capabilities = Capabilities(
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
+
+    needs_delta = True  # to hand it to ``eager``
+
+    def missing(self) -> str | None:
+        """It comes with torch."""
+        return None
+
+    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+        """``(out, lse)`` of the item."""
+        into = empty_result(rows.q, columns.v.shape[3])
+        self.forward(rows, columns, item, params, into)
+        return into
 
     def forward(
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
@@ -78,61 +95,69 @@ class CpuFlashKernel:
             column_grads.dk.add_(dk.transpose(1, 2))
             column_grads.dv.add_(dv.transpose(1, 2))
 
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    ) -> ItemGrads:
+        """The item's gradients, wide."""
+        return added_up(self, rows, columns, upstream, item, params)
 
-class CudaFlashKernel:
-    """Torch's FlashAttention-2 on CUDA; takes any window."""
 
-    capabilities = Capabilities(
-        name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256, head_dim_multiple=8,
-        bands="any",
-    )  # fmt: skip
+class Flash:
+    """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
 
-    def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
-    ) -> None:
-        """One launch; K/V heads are shared in the kernel."""
-        if _would_leak(item, rows.q, columns.k, columns.v):
-            EagerKernel().forward(rows, columns, item, params, into)
-            return
-        left, right = _sides(item)
+    def missing(self) -> str | None:
+        """A GPU before Ampere."""
+        if capability()[0] < 8:
+            return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
-            rows.q, columns.k, columns.v, None, None, rows.q.shape[1], columns.k.shape[1], 0.0,
-            False, False,
-            scale=params.scale, window_size_left=left, window_size_right=right,
+            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, False, False,
+            scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        merge_into(into, out, lse)
+        return out, lse
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
-    ) -> None:  # fmt: skip
-        """One launch with the global ``out`` and ``lse``."""
-        if _would_leak(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
-            grads = row_grads, column_grads
-            EagerKernel().backward(rows, columns, upstream, item, params, *grads)
-            return
-        left, right = _sides(item)
-        unused = torch.empty(0, device=rows.q.device)  # dropout's state, of which there is none
-        dq, dk, dv = aten._flash_attention_backward(
-            upstream.dout.contiguous(), rows.q, columns.k, columns.v, upstream.out.contiguous(),
-            upstream.lse.contiguous(), None, None, rows.q.shape[1], columns.k.shape[1], 0.0, False,
-            unused, unused,
-            scale=params.scale, window_size_left=left, window_size_right=right,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        left, right = (unbounded(side) for side in options.window)
+        unused = torch.empty(0, device=q.device)  # dropout's state, of which there is none
+        grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, max_q, max_k, 0.0,
+            False, unused, unused,
+            scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        row_grads.dq.add_(dq)
-        column_grads.dk.add_(dk)
-        column_grads.dv.add_(dv)
+        return grads
+
+
+CUDA_FLASH = FlashKernel(
+    Flash(),
+    Capabilities(
+        name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        head_dim_multiple=8, bands="any", documents=True, exact_nan=False,
+    ),
+)  # fmt: skip
+
+
+def _lengths(
+    q: Tensor, k: Tensor, options: Options
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Documents as the operators take them."""
+    if options.documents is None:
+        return None, None, q.shape[1], k.shape[1]
+    return options.documents
 
 
 def _would_leak(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
     return not item.is_full and not all(bool(torch.isfinite(x).all()) for x in tensors)
-
-
-def _sides(item: WorkItem) -> tuple[int, int]:
-    """FlashAttention-2's window, where -1 is unbounded; trimming made all others non-negative."""
-    left, right = item.window
-    return -1 if left is None else left, -1 if right is None else right
 
 
 def _head_groups(q: Tensor, columns: Columns) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

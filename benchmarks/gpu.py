@@ -1,0 +1,243 @@
+"""How fast the ring is on GPUs, beside others: ``nox -s bench_gpu`` (``-- --help`` for settings).
+
+Every method first has to agree with float32 attention on a short sequence; one that does not prints
+no speed. Times are CUDA events, the median of up to 20 runs, of the slowest rank. TFLOP/s are a
+GPU's: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. ``eta`` is a
+method's rate over that of one GPU on the same sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gpu_methods import Mask, method
+
+import ring_core
+from ring_core import make_plan
+from ring_torch.local import LocalRankError, LocalRanks
+
+DIM = 128
+GATE_LENGTH = 2048
+K = 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A sequence to attend over: bf16, batch 1, head dim 128."""
+
+    seq_len: int
+    heads: int = 32
+    kv_heads: int = 8
+    mask: str = "causal"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
+
+
+SETTINGS = (
+    *(Setting(n * K) for n in (8, 32, 128, 512, 1024)),
+    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
+    Setting(128 * K, mask="full"),
+    Setting(512 * K, mask="window"),
+    Setting(128 * K, mask="documents"),
+)
+METHODS = (
+    "one", "zigzag/fa4/pull", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses", "all-gather",
+    "ring-flash-attn", "torch-cp",
+)  # fmt: skip
+
+
+def mask_of(name: str, seq_len: int) -> Mask:
+    """The masks of the benchmark at a length."""
+    if name == "documents":
+        rng = np.random.default_rng(0)
+        lengths = rng.lognormal(np.log(4096) - 0.5, 1.0, 4 * seq_len // 4096).astype(int) + 1
+        ends = np.cumsum(lengths)
+        return Mask(cu_seqlens=(0, *ends[ends < seq_len].tolist(), seq_len))
+    window = (4096 if seq_len > GATE_LENGTH else 300, 0)
+    return {"causal": Mask(), "full": Mask(causal=False), "window": Mask(window=window)}[name]
+
+
+def pairs_of(setting: Setting) -> int:
+    """Visible (query, key) pairs."""
+    mask = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
+    return int(make_plan(mask, seq_len=setting.seq_len, cp_size=1).work().sum())
+
+
+def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
+    """Fresh random q, k, v and dout ``[1, length, heads, DIM]``."""
+    torch.manual_seed(seed)
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    return [torch.randn(1, length, h, DIM, device="cuda", dtype=torch.bfloat16) for h in heads]
+
+
+def gate(rank: int, setting: Setting, name: str) -> dict[str, float]:
+    """Largest and root mean square error of a method on a short sequence, worst of the ranks."""
+    mask = mask_of(setting.mask, GATE_LENGTH)
+    way = method(name, mask)
+    q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    expected = _dense(*leaves, mask)
+    expected.backward(dout.float())
+    local = [way.shard(x).requires_grad_() for x in (q, k, v)]
+    out = way.attend(*local)
+    out.backward(way.shard(dout))
+    errors = {}
+    pairs = [("out", out, expected)]
+    pairs += [(f"d{n}", x.grad, y.grad) for n, x, y in zip("qkv", local, leaves, strict=True)]
+    for key, got, want in pairs:
+        error = (got.float() - way.shard(want)).detach()
+        part = torch.stack([error.abs().max(), error.square().mean().sqrt()])
+        dist.all_reduce(part, op=dist.ReduceOp.MAX)
+        errors[f"{key} max"], errors[f"{key} rms"] = part.tolist()
+    return errors
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Attention by definition, in float32."""
+    position = np.arange(q.shape[1])
+    visible = torch.tensor(ring_core.Mask(**mask.options).dense(position, position), device="cuda")
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
+    """Milliseconds of the forward and of both passes, spread, host time and peak memory."""
+    way = method(name, mask_of(setting.mask, setting.seq_len))
+    world = dist.get_world_size()
+    length = setting.seq_len if name == "one" else setting.seq_len // world
+    *qkv, dout = inputs(setting, length, seed=rank)
+    leaves = [x.requires_grad_() for x in qkv]
+    before = torch.cuda.memory_allocated()
+    results: dict[str, Any] = {}
+
+    def forward() -> None:
+        with torch.no_grad():
+            way.attend(*leaves)
+
+    def both() -> None:
+        way.attend(*leaves).backward(dout)
+        for leaf in leaves:
+            leaf.grad = None
+
+    for key, run in (("forward", forward), ("both", both)):
+        torch.cuda.reset_peak_memory_stats()
+        results[key] = _timed(run, seconds)
+        peak = torch.cuda.max_memory_allocated() - before
+        results[key]["peak_gib"] = peak / 2**30
+    return results
+
+
+def _timed(run: Any, seconds: float) -> dict[str, float]:
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    once = torch.tensor(time.perf_counter() - start, device="cuda")
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    repeats = max(3, min(20, int(seconds / float(once))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    dist.barrier()
+    host = time.perf_counter()
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    host = (time.perf_counter() - host) / repeats
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    mine = torch.tensor(times, device="cuda")
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    ordered = sorted(mine.tolist())
+    return {
+        "ms": statistics.median(ordered), "low": ordered[0], "high": ordered[-1],
+        "runs": repeats, "host_ms": 1e3 * host,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the settings asked for, row by row; rows already in the JSON are kept."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
+    parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
+    parser.add_argument("--json", type=Path, default=Path("out/bench_gpu.json"))
+    options = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    if options.json.exists():
+        rows = json.loads(options.json.read_text())["rows"]
+    chosen = [s for s in SETTINGS if s.name in options.settings]
+    for world in options.gpus:
+        with LocalRanks(world, cuda=True, patience=300) as ranks:
+            for setting in chosen:
+                for name in options.methods:
+                    key = {"gpus": world, "setting": setting.name, "method": name}
+                    if any(key.items() <= row.items() for row in rows):
+                        continue
+                    row = key | _row(ranks, setting, name, options.seconds)
+                    rows.append(row)
+                    print(_line(row), flush=True)
+                    _save(options.json, rows)
+    return 0
+
+
+def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
+    """One line of the table: gate first, then times."""
+    try:
+        errors = ranks.run(gate, setting, name)[0]
+        wrong = {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
+        if wrong:
+            return {"wrong": wrong}
+        times = ranks.run(measure, setting, name, seconds)[0]
+    except LocalRankError as error:
+        return {"failed": str(error).strip().splitlines()[-1]}
+    flops = 4 * pairs_of(setting) * setting.heads * DIM
+    shares = 1 if name == "one" else len(ranks)
+    for key, factor in (("forward", 1.0), ("both", 3.5)):
+        times[key]["tflops"] = factor * flops / shares / times[key]["ms"] / 1e9
+    return {"errors": errors, **times}
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['gpus']} {row['setting']:<22} {row['method']:<18}"
+    if "forward" not in row:
+        return f"{head} {row.get('wrong') or row.get('failed')}"
+    parts = [
+        f"{row[key]['tflops']:6.0f} TFLOP/s {row[key]['ms']:9.3f} ms host {row[key]['host_ms']:7.3f}"
+        for key in ("forward", "both")
+    ]
+    return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"
+
+
+def _save(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "python": platform.python_version(),
+        "settings": [asdict(setting) for setting in SETTINGS],
+    }  # fmt: skip
+    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

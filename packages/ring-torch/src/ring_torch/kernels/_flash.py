@@ -1,0 +1,203 @@
+"""What the fused CUDA kernels have in common: each is a forward and a backward of one call.
+
+A library gives a :class:`Flash`; :class:`FlashKernel` makes a kernel of it. Masked weights, which
+are 0, are multiplied with whatever stands in their tile, so a NaN may reach rows of its tile that
+do not see it (``Capabilities.exact_nan``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities, WorkItem
+from ring_torch.kernels._api import (
+    ColumnGrads,
+    Columns,
+    ItemGrads,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    merge_into,
+)
+
+Window = tuple[int | None, int | None]
+
+
+class Documents(NamedTuple):
+    """Packed documents: offsets int32 ``[documents + 1]`` into queries and keys, and lengths."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class Options(NamedTuple):
+    """What a launch is told beside its tensors."""
+
+    scale: float
+    softcap: float | None
+    window: Window  # as WorkItem.window
+    documents: Documents | None
+    deterministic: bool
+
+
+class Flash(Protocol):
+    """The calls of a library.
+
+    ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]``, ``lse [B, H, n]``, natural log.
+    With documents there is no batch: ``q [n, H, D]``, ``lse [H, n]``, and where a row sees nothing
+    ``lse`` is either infinity.
+    """
+
+    def missing(self) -> str | None:
+        """Why it cannot be called on this machine; ``None`` if it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)`` from the global ``out`` and ``lse``."""
+        ...
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """A kernel made of a library's calls."""
+
+    flash: Flash
+    capabilities: Capabilities
+    needs_delta: bool = False
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine; ``None`` if it can."""
+        return self.flash.missing()
+
+    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+        """One launch, or one a document where their windows differ."""
+        if item.cu_q is None:
+            return Result(*self.flash.forward(rows.q, columns.k, columns.v, _options(item, params)))
+        window = item.documents_window
+        if window is None:
+            return self._attend_each(rows, columns, item, params)
+        batch = rows.q.shape[0]
+        options = _options(item, params, window, _documents(item, batch, rows.q.device))
+        q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
+        out, lse = self.flash.forward(q, k, v, options)
+        lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        # Rows of documents without keys: libraries write either infinity.
+        lse = lse.masked_fill(lse.isinf(), -torch.inf)
+        return Result(out.unflatten(0, (batch, -1)), lse)
+
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
+        """Attend and merge into ``into``."""
+        merge_into(into, *self.attend(rows, columns, item, params))
+
+    def backward(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        row_grads: RowGrads, column_grads: ColumnGrads,
+    ) -> None:  # fmt: skip
+        """Add what :meth:`gradients` gives."""
+        grads = self.gradients(rows, columns, upstream, item, params)
+        row_grads.dq.add_(grads.dq)
+        column_grads.dk.add_(grads.dk)
+        column_grads.dv.add_(grads.dv)
+
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    ) -> ItemGrads:
+        """One launch with the global ``out`` and ``lse``, or one a document."""
+        if item.cu_q is None:
+            options = _options(item, params)
+            tensors = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+            lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
+            return ItemGrads(*self.flash.backward(*tensors, lse, options), None)
+        if item.documents_window is None:
+            return self._gradients_each(rows, columns, upstream, item, params)
+        batch = rows.q.shape[0]
+        documents = _documents(item, batch, rows.q.device)
+        options = _options(item, params, item.documents_window, documents)
+        packed = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+        dout, q, k, v, out = (x.flatten(0, 1) for x in packed)
+        lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
+        grads = self.flash.backward(dout, q, k, v, out, lse, options)
+        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
+        return ItemGrads(dq, dk, dv, None)
+
+    def _gradients_each(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    ) -> ItemGrads:
+        """One launch a document."""
+        dq, dk, dv = (torch.zeros_like(x) for x in (rows.q, columns.k, columns.v))
+        for one in item.each_document():
+            part = *_part(rows, columns, one), upstream.take(one.q_slice)
+            grads = self.gradients(*part, one, params)
+            dq[:, one.q_slice].copy_(grads.dq)
+            dk[:, one.k_slice].copy_(grads.dk)
+            dv[:, one.k_slice].copy_(grads.dv)
+        return ItemGrads(dq, dk, dv, None)
+
+    def _attend_each(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+        """One launch a document."""
+        batch, length, heads, _ = rows.q.shape
+        out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
+        lse = torch.full((batch, heads, length), -torch.inf, device=out.device)
+        whole = Result(out, lse)
+        for one in item.each_document():
+            part = whole.take(one.q_slice)
+            result = self.attend(*_part(rows, columns, one), one, params)
+            part.out.copy_(result.out)
+            part.lse.copy_(result.lse)
+        return whole
+
+
+def _part(rows: Rows, columns: Columns, item: WorkItem) -> tuple[Rows, Columns]:
+    return rows.take(item.q_slice), columns.take(item.k_slice)
+
+
+def _options(
+    item: WorkItem, params: Params, window: Window | None = None, documents: Documents | None = None
+) -> Options:
+    sides = item.window if window is None else window
+    return Options(params.scale, params.softcap, sides, documents, params.deterministic)
+
+
+@lru_cache(maxsize=256)
+def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
+    """The documents of an item, once for each sequence of a batch."""
+    assert item.cu_q is not None and item.cu_k is not None
+    cu_q, cu_k = (
+        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))])
+        for cu in (item.cu_q, item.cu_k)
+    )
+    return Documents(
+        torch.as_tensor(cu_q, dtype=torch.int32).to(device),
+        torch.as_tensor(cu_k, dtype=torch.int32).to(device),
+        int(np.diff(item.cu_q).max()),
+        int(np.diff(item.cu_k).max()),
+    )
+
+
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a CUDA device, of the current one by default."""
+    return torch.cuda.get_device_capability(device)
+
+
+def unbounded(side: int | None) -> int:
+    """A window's side as FlashAttention 2 and 3 take it: -1 is unbounded."""
+    return -1 if side is None else side

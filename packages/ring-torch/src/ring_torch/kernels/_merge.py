@@ -1,0 +1,53 @@
+"""The merge of :func:`ring_core.merge` as one Triton kernel: one pass over memory, in place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+
+
+def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators of these shapes."""
+    batch, rows, heads, dim = acc.shape
+    if acc.numel() == 0:
+        return
+    _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
+        acc, acc_lse, out, lse, rows,
+        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+        DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(
+    acc, acc_lse, out, lse, rows,
+    acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = row < rows
+    both = inside[:, None] & (column < DIM)[None, :]
+    row = row.to(tl.int64)
+    old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
+    new_at = lse + batch * lse_batch + head * lse_head + row
+    old = tl.load(old_at, mask=inside, other=float("-inf"))
+    new = tl.load(new_at, mask=inside, other=float("-inf"))
+    top = tl.maximum(old, new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old_part, new_part = tl.exp(old - safe), tl.exp(new - safe)
+    total = old_part + new_part
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
+    out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+    # Outputs whose lse is -inf may be anything: they are not read.
+    x = tl.load(acc_at, mask=both & (old_part > 0)[:, None], other=0.0)
+    y = tl.load(out_at, mask=both & (new_part > 0)[:, None], other=0.0).to(tl.float32)
+    merged = x * (old_part / divisor)[:, None] + y * (new_part / divisor)[:, None]
+    tl.store(acc_at, merged, mask=both)
+    tl.store(old_at, safe + tl.log(total), mask=inside)

@@ -1,0 +1,66 @@
+"""``cudnn``: the attention of cuDNN, which comes with torch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities
+from ring_torch.kernels._flash import FlashKernel, Options, capability
+
+aten = torch.ops.aten
+
+
+class Cudnn:
+    """Torch's operators for it; whole and square causal blocks."""
+
+    def missing(self) -> str | None:
+        """A GPU before Ampere, or a torch without cuDNN."""
+        return _missing()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(options), False,
+            scale=options.scale,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), unused, unused,
+            None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(options),
+            scale=options.scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+
+def _is_causal(options: Options) -> bool:
+    assert options.documents is None and options.window in ((None, None), (None, 0))
+    return options.window == (None, 0)
+
+
+@cache
+def _missing() -> str | None:
+    if not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    if capability()[0] < 8:
+        return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+    return None
+
+
+CUDNN = FlashKernel(
+    Cudnn(),
+    Capabilities(
+        name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
+        head_dim_multiple=8, bands="causal", exact_nan=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""``fa2``: FlashAttention-2 (``pip install flash-attn``), versions 2.6 to 2.8.
+
+Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", arXiv
+2307.08691.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities
+from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
+
+
+class Flash2:
+    """The functions of ``flash_attn.flash_attn_interface``."""
+
+    def missing(self) -> str | None:
+        """Not installed, of another version, or a GPU before Ampere."""
+        return _missing()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
+        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_common(options))
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        name = (
+            "_flash_attn_backward" if options.documents is None else "_flash_attn_varlen_backward"
+        )
+        _call(
+            name, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
+            deterministic=options.deterministic, **_common(options),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _common(options: Options) -> dict[str, Any]:
+    left, right = (unbounded(side) for side in options.window)
+    given: dict[str, Any] = {
+        "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
+        "window_size_left": left, "window_size_right": right, "softcap": options.softcap or 0.0,
+    }  # fmt: skip
+    if (documents := options.documents) is not None:
+        given |= {
+            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
+            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
+        }  # fmt: skip
+    return given
+
+
+def _call(name: str, **given: Any) -> Any:
+    """Call one of its functions: 2.6 takes a window as one pair, later ones as two numbers."""
+    function, names = _function(name)
+    if "window_size" in names:
+        given["window_size"] = (given.pop("window_size_left"), given.pop("window_size_right"))
+    return function(**given)
+
+
+@cache
+def _function(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
+    # The functions, not the operators made of them: those check for aliases, and cost more.
+    interface = import_module("flash_attn.flash_attn_interface")
+    function = getattr(interface, name)
+    function = getattr(function, "_init_fn", function)
+    return function, frozenset(inspect.signature(function).parameters)
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        installed = version("flash-attn")
+        import_module("flash_attn.flash_attn_interface")
+    except (PackageNotFoundError, ImportError) as error:
+        return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
+    major, minor, *_ = (int(part) for part in installed.split(".")[:2])
+    if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
+        return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
+    if capability()[0] < 8:
+        return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+    return None
+
+
+FA2 = FlashKernel(
+    Flash2(),
+    Capabilities(
+        name="fa2", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
+        exact_nan=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""``fa3``: FlashAttention-3, built from the ``hopper`` folder of flash-attention.
+
+Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision",
+arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities
+from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
+
+
+class Flash3:
+    """The functions of ``flash_attn_interface``."""
+
+    def missing(self) -> str | None:
+        """Not installed, or a GPU it has no kernels for."""
+        return _missing()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        out, lse, *_ = _call("_flash_attn_forward", {"q": q, "k": k, "v": v}, options)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        tensors = {
+            "dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse,
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+            "deterministic": options.deterministic,
+        }  # fmt: skip
+        _call("_flash_attn_backward", tensors, options)
+        dq, dk, dv = grads
+        return dq, dk, dv
+
+
+def _call(name: str, given: dict[str, Any], options: Options) -> Any:
+    """Call a function by the names this version has, with ``None`` for what is not used."""
+    function, parameters = _function(name)
+    left, right = (unbounded(side) for side in options.window)
+    known = given | {
+        "softmax_scale": options.scale, "causal": False, "is_causal": False,
+        "window_size": (left, right), "window_size_left": left, "window_size_right": right,
+        "softcap": options.softcap or 0.0,
+    }  # fmt: skip
+    if (documents := options.documents) is not None:
+        known |= {
+            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
+            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
+        }  # fmt: skip
+    required = {key: None for key, is_required in parameters.items() if is_required}
+    return function(**required | {key: known[key] for key in parameters.keys() & known.keys()})
+
+
+@cache
+def _function(name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
+    """A function and its parameters: whether each has to be given."""
+    function = getattr(import_module("flash_attn_interface"), name)
+    function = getattr(function, "_init_fn", function)
+    parameters = inspect.signature(function).parameters.values()
+    return function, {one.name: one.default is inspect.Parameter.empty for one in parameters}
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        import_module("flash_attn_interface")
+    except ImportError as error:
+        return f"FlashAttention-3 is not installed or does not load ({error})"
+    if capability()[0] not in (8, 9):
+        return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
+    return None
+
+
+FA3 = FlashKernel(
+    Flash3(),
+    Capabilities(
+        name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
+        exact_nan=False,
+    ),
+)  # fmt: skip

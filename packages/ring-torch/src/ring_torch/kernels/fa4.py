@@ -1,0 +1,87 @@
+"""``fa4``: FlashAttention-4 (``pip install flash-attn-4``), for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import Tensor
+
+from ring_core import Capabilities
+from ring_torch.kernels._flash import FlashKernel, Options, capability
+
+
+class Flash4:
+    """The functions of ``flash_attn.cute.interface``."""
+
+    def missing(self) -> str | None:
+        """Not installed, shadowed by another package, or a GPU it has no backward for."""
+        return _missing()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``."""
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q, k, v, return_lse=True, softcap=options.softcap, **_common(options)
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        dq, dk, dv = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softcap=options.softcap or 0.0,
+            deterministic=options.deterministic, **_common(options),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _common(options: Options) -> dict[str, Any]:
+    left, right = options.window
+    given: dict[str, Any] = {
+        "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
+    }  # fmt: skip
+    if (documents := options.documents) is not None:
+        given |= {
+            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
+            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
+        }  # fmt: skip
+    return given
+
+
+@cache
+def _interface() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        installed = version("flash-attn-4")
+    except PackageNotFoundError:
+        return "flash-attn-4 is not installed; pip install flash-attn-4"
+    try:
+        interface = _interface()
+    except ImportError as error:
+        return f"flash-attn-4 {installed} does not load: {error}"
+    if not hasattr(interface, "_bwd_postprocess_convert"):
+        return (
+            f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
+            f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
+        )
+    if capability()[0] not in (9, 10, 11):
+        return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
+    return None
+
+
+FA4 = FlashKernel(
+    Flash4(),
+    Capabilities(
+        name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
+        head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
+        exact_nan=False,
+    ),
+)  # fmt: skip

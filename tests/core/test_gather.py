@@ -1,0 +1,80 @@
+"""Over gathered keys every visible pair is computed once, and only what is seen is fetched."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plans, shown
+
+from ring_core import Gather, Mask, Plan, gather_refusals, make_plan
+
+
+def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
+    """How often the items show each pair of a rank's queries and all keys."""
+    count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
+    for item in gather.items:
+        columns = gather.positions[item.k_slice]
+        count[item.q_start : item.q_stop, columns] += shown(plan, item)
+    return count
+
+
+@given(plans(), st.data())
+def test_every_visible_pair_once(plan: Plan, data: st.DataObject) -> None:
+    if gather_refusals(plan):
+        return
+    rank = data.draw(st.integers(0, plan.cp_size - 1))
+    positions = plan.q_positions(rank)
+    dense = plan.mask.dense(positions, np.arange(plan.kv_seq_len))
+    np.testing.assert_array_equal(seen(plan, plan.gather(rank)), dense)
+    dense = dense.copy()
+    dense[:, plan.k_positions(rank)] = False
+    remote = plan.gather(rank, own=False)
+    np.testing.assert_array_equal(seen(plan, remote), dense)
+    assert all(fetch.rank != rank for fetch in remote.fetches)
+
+
+@given(plans(), st.data())
+def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> None:
+    if gather_refusals(plan):
+        return
+    rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
+    gather = plan.gather(rank, own=own)
+    buffer = np.full(gather.length, -1)
+    arrived = 0
+    for item, needs in zip(gather.items, gather.needs, strict=True):
+        assert needs >= arrived
+        for fetch in gather.fetches[arrived:needs]:
+            assert (buffer[fetch.target] == -1).all()
+            buffer[fetch.target] = plan.k_positions(fetch.rank)[fetch.source]
+        arrived = needs
+        assert (buffer[item.k_slice] >= 0).all()
+    assert arrived == len(gather.fetches)
+    np.testing.assert_array_equal(buffer, gather.positions)
+    assert gather.is_disjoint or not own
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    gather = plan.gather(rank)
+    assert [item.window for item in gather.items] == [(None, 0), (None, 0)]
+    assert [item.k_stop for item in gather.items] == [8 * (rank + 1), 8 * (8 - rank)]
+    remote = plan.gather(rank, own=False)
+    assert all(item.is_full for item in remote.items)
+    assert sum((item.q_stop - item.q_start) * item.k_stop for item in remote.items) == 8 * 8 * 6
+
+
+def test_a_window_fetches_its_halo() -> None:
+    plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, schedule="plain")
+    remote = plan.gather(2, own=False)
+    assert [(fetch.rank, fetch.source) for fetch in remote.fetches] == [(1, slice(11, 16))]
+    assert plan.gather(2).length == 16 + 5
+
+
+def test_what_cannot_be_gathered_says_why() -> None:
+    for schedule, word in (("striped", "striped"), ("balanced", "balanced")):
+        plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule=schedule)
+        assert word in gather_refusals(plan)[0]

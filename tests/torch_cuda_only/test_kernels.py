@@ -1,0 +1,52 @@
+"""Every kernel for GPUs, over every transport, on the whole table: right, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import CASES, Case
+from tolerances import assert_close
+
+from ring_torch.local import LocalRankError
+
+KERNELS = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "eager")
+WAYS = [(kernel, transport) for transport in ("p2p", "pull") for kernel in KERNELS]
+RING = [case for case in CASES.values() if case.cp_size > 1 and case.dtype == "float32"]
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[dict[str, dict[str, int]]]:
+    """How many cases each kernel and transport ran and refused, written to ``RING_TALLY``."""
+    counts: dict[str, dict[str, int]] = {}
+    yield counts
+    if path := os.environ.get("RING_TALLY"):
+        Path(path).write_text(json.dumps(counts, indent=2))
+
+
+@lru_cache(maxsize=2)
+def in_bfloat16(name: str) -> Case:
+    """The case in a dtype that all these kernels take, with what it has computed."""
+    return replace(CASES[name], dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("kernel", "transport"), [*WAYS, ("sdpa", "gather")])
+@pytest.mark.parametrize("case", RING, ids=[case.name for case in RING])
+def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any) -> None:
+    case = in_bfloat16(case.name)
+    count = tally.setdefault(f"{kernel}/{transport}", {"passed": 0, "refused": 0})
+    try:
+        results = backend.run(case, kernel=kernel, transport=transport)
+    except LocalRankError as error:
+        refusals = [f"kernel '{kernel}'", f"transport '{transport}'"]
+        assert "UnsupportedError" in str(error) and any(one in str(error) for one in refusals)
+        count["refused"] += 1
+        return
+    assert_close(case, results)
+    count["passed"] += 1
