@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ring_torch._backward import Grads, run_backward
-from ring_torch._call import Call, Inputs, keys_of, packing_of
+from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, agree
 from ring_torch._forward import header_device, run_forward
 from ring_torch._gather import Carrier, Messages
 from ring_torch._gathered import gathered_backward, gathered_forward
+from ring_torch._keys import Keys
 from ring_torch.kernels._api import Upstream
 
 
@@ -61,7 +62,7 @@ class RingAttention(torch.autograd.Function):
             dsinks = None
             if inputs.sinks is not None and delta is not None:
                 dsinks = _sink_grads(inputs.sinks, lse, delta)
-        dq, dk, dv = (grad.to(call.dtype) for grad in grads[:3])
+        dq, dk, dv = (grad.to(call.dtype).contiguous() for grad in grads[:3])
         dbias = (
             None
             if grads.dbias is None or inputs.bias is None
@@ -89,13 +90,13 @@ def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Ten
 
 def _carrier(call: Call, inputs: Inputs, facts: Facts) -> Carrier:
     """What moves keys in a pass whose ranks agree on what they are about to do."""
-    packing = packing_of(keys_of(inputs))
+    keys = Keys.of(inputs)
     if call.transport == "pull":
         from ring_torch._window import pulls
 
-        return pulls(call, packing, facts)
+        return pulls(call, keys, facts)
     agree(call.ring, call.number, facts, header_device(call))
-    return Messages(call, packing)
+    return Messages(call, keys)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

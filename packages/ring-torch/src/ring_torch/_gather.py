@@ -6,7 +6,7 @@ peers' memory (``_window``), which take no multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 
 from ring_core import Fetch, Gather
-from ring_torch._call import Call
-from ring_torch._comm import Packing
+from ring_torch._call import Call, Inputs
+from ring_torch._keys import Keys
 
 
 class Carrier(Protocol):
     """Moves what a call's ranks fetch. All ranks call its methods in the same order."""
 
-    def fetch(self, gather: Gather, own: Sequence[Tensor]) -> Arriving:
-        """Start fetching into new tensors like ``own``, ``[B, length, ...]``.
-
-        ``own`` is what this rank gives, ``[B, T_kv_local, ...]``: keys, values, segment ids.
-        """
+    @property
+    def keys(self) -> Keys:
+        """The shape of what travels."""
         ...
 
-    def accumulators(self, gather: Gather) -> list[Tensor]:
-        """Room for gradients of the keys and values fetched, ``[B, length, ...]``, wide."""
+    def fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
+        """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``."""
         ...
 
-    def send_home(
-        self, gather: Gather, grads: Sequence[Tensor], *, early: bool | None = None
-    ) -> Returning:
-        """Start sending the accumulators to the ranks the keys belong to.
+    def accumulator(self, gather: Gather) -> Tensor:
+        """Room for gradients of what was fetched, ``[B, gather.length, Keys.width]``, wide."""
+        ...
+
+    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
+        """Start sending the gradients to the ranks the keys belong to.
 
         All of them, or those that :meth:`ring_core.Gather.is_early` or the others.
         """
@@ -60,7 +60,7 @@ class Arriving:
 class Returning:
     """Gradients on their way."""
 
-    add_to: Callable[[Sequence[Tensor]], None]  # wait, and add what came to the own accumulators
+    add_to: Callable[[Tensor], None]  # wait, and add what came to the own ones
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,19 @@ class Messages:
     """Point-to-point messages: everybody sends everybody what they fetch, all at once."""
 
     call: Call
-    keys: Packing
+    keys: Keys
 
-    def fetch(self, gather: Gather, own: Sequence[Tensor]) -> Arriving:
+    def fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
         """Start all messages; any of them means waiting for all."""
-        ring = self.call.ring
+        ring, device = self.call.ring, self.call.device
+        own = self.keys.message.views(self.keys.message.buffer(device))
+        self.keys.write(own, inputs)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
-        sends = [
-            (x[:, one.source].contiguous(), peer)
-            for peer, one in asked_of(self.call, own=gather.own)
-            for x in own
-        ]
+        asked = asked_of(self.call, own=gather.own)
+        sends = [(x[:, one.source].contiguous(), peer) for peer, one in asked for x in own]
         places = [
             (x[:, one.target], one.rank)
             for one in gather.fetches
@@ -102,33 +101,29 @@ class Messages:
 
         return Arriving(tensors, lambda fetches: finish() if fetches else None, finish)
 
-    def accumulators(self, gather: Gather) -> list[Tensor]:
-        """New ones."""
-        shapes = ((x[0], gather.length, *x[2:]) for x in self.keys.shapes[:2])
-        return [torch.empty(s, dtype=self.call.wide, device=self.call.device) for s in shapes]
+    def accumulator(self, gather: Gather) -> Tensor:
+        """A new one."""
+        shape = (self.keys.batch, gather.length, self.keys.width)
+        return torch.empty(shape, dtype=self.call.wide, device=self.call.device)
 
-    def send_home(
-        self, gather: Gather, grads: Sequence[Tensor], *, early: bool | None = None
-    ) -> Returning:
+    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
         """The messages of :meth:`fetch`, turned round."""
         ring = self.call.ring
         sends = [
-            (x[:, one.target].contiguous(), one.rank)
+            (grads[:, one.target].contiguous(), one.rank)
             for one in some_fetches(gather, early)
             if one.rank != ring.rank
-            for x in grads
         ]
         coming = [
-            (one.source, [x.new_empty(_length(x, one)) for x in grads], peer)
+            (one.source, grads.new_empty(landing_shape(grads, one)), peer)
             for peer, one in asked_of(self.call, own=gather.own, early=early)
         ]
-        transfer = ring.start(sends, [(x, peer) for _, parts, peer in coming for x in parts])
+        transfer = ring.start(sends, [(part, peer) for _, part, peer in coming])
 
-        def add_to(totals: Sequence[Tensor]) -> None:
+        def add_to(total: Tensor) -> None:
             transfer.wait()
-            for where, parts, _ in coming:
-                for total, part in zip(totals, parts, strict=True):
-                    total[:, where].add_(part)
+            for where, part, _ in coming:
+                total[:, where].add_(part)
 
         return Returning(add_to)
 
@@ -154,5 +149,6 @@ def _landing(place: Tensor) -> Tensor:
     return place if place.is_contiguous() else torch.empty_like(place)
 
 
-def _length(x: Tensor, one: Fetch) -> tuple[int, ...]:
-    return (x.shape[0], one.source.stop - one.source.start, *x.shape[2:])
+def landing_shape(grads: Tensor, one: Fetch) -> tuple[int, ...]:
+    """The shape of the gradients that come home of what a peer fetched."""
+    return (grads.shape[0], one.source.stop - one.source.start, *grads.shape[2:])

@@ -7,7 +7,6 @@ block, and full rectangles of the others' keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from ring_core import Gather, WorkItem
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier
+from ring_torch._keys import Keys
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
@@ -40,21 +40,14 @@ def gathered_forward(
     """
     in_one = call.kernel.capabilities.bands == "any"
     gather = call.plan.gather(call.ring.rank, own=in_one)
-    arriving = carrier.fetch(gather, keys_of(inputs))
-    columns = _columns(call, gather, arriving.tensors)
+    arriving = carrier.fetch(gather, inputs)
+    columns = _columns(call, gather, carrier.keys, arriving.tensors)
     forward = _in_one_launch if in_one else _in_two_stages
     result = forward(call, inputs, gather, columns, arriving)
     arriving.finish()
-    keeps = in_one and _largest(call, arriving.tensors) <= KEPT_BYTES
+    longest = max(call.plan.gather(rank).length for rank in range(call.ring.size))
+    keeps = in_one and call.needs_grad and carrier.keys.size(longest) <= KEPT_BYTES
     return result, arriving.tensors if keeps else None
-
-
-def _largest(call: Call, tensors: Sequence[Tensor]) -> int:
-    """Bytes of the gathered keys on the rank that needs most: equal on all."""
-    length = max(call.plan.gather(rank).length for rank in range(call.ring.size))
-    shapes = ((x.shape[0], length, *x.shape[2:]) for x in tensors)
-    sizes = zip(shapes, tensors, strict=True)
-    return sum(math.prod(shape) * x.element_size() for shape, x in sizes)
 
 
 def _in_one_launch(
@@ -62,21 +55,23 @@ def _in_one_launch(
 ) -> Result:
     """Every row sees all its keys in one launch: nothing to merge."""
     rows = call.rows(inputs)
-    batch, length = rows.q.shape[:2]
-    whole: Result | None = None
+    whole = _unseen(call, gather, inputs)
     for item, needs in zip(gather.items, gather.needs, strict=True):
         arriving.wait(needs)
-        if batch == 0:
+        if rows.q.shape[0] == 0:
             break
         part = rows.take(item.q_slice), columns.take(item.k_slice)
-        result = call.kernel.attend(*part, item, call.params)
-        if item.q_stop - item.q_start == length:
-            return result
-        whole = whole or _unseen(gather, inputs, result)
         place = whole.take(item.q_slice)
-        place.out.copy_(result.out)
-        place.lse.copy_(result.lse)
-    return whole or empty_result(rows.q, inputs.v.shape[3])
+        result = call.kernel.attend(*part, item, call.params, place)
+        if (
+            result.out.dtype != whole.out.dtype
+        ):  # a wider kernel: its results are rounded at the end
+            whole = Result(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
+            place = whole.take(item.q_slice)
+        if result.out.data_ptr() != place.out.data_ptr():
+            place.out.copy_(result.out)
+            place.lse.copy_(result.lse)
+    return whole
 
 
 def _in_two_stages(
@@ -112,10 +107,10 @@ def _back_in_one_launch(
 
     Its keys' gradients that the last launch leaves alone travel home beside it.
     """
-    gather, rows = call.plan.gather(call.ring.rank), call.rows(inputs)
-    arriving = Arriving.done(kept) if kept else carrier.fetch(gather, keys_of(inputs))
-    columns = _columns(call, gather, arriving.tensors)
-    grads = ColumnGrads(*carrier.accumulators(gather))
+    gather, rows, keys = call.plan.gather(call.ring.rank), call.rows(inputs), carrier.keys
+    arriving = Arriving.done(kept) if kept else carrier.fetch(gather, inputs)
+    columns = _columns(call, gather, keys, arriving.tensors)
+    grads = carrier.accumulator(gather)
     dq: Tensor | None = None
     dbias = None if rows.bias is None else torch.zeros_like(rows.bias, dtype=call.wide)
     arriving.finish()
@@ -126,7 +121,7 @@ def _back_in_one_launch(
             travelling.append(carrier.send_home(gather, grads, early=True))
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         result = call.kernel.gradients(*part, item, call.params)
-        _put(grads, result, item, first=n == len(items) - 1)
+        _put(keys, grads, result, item, first=n == len(items) - 1)
         if dbias is not None and result.dbias is not None:
             dbias[:, :, item.q_slice].add_(result.dbias)
         if dq is None and result.dq.shape == rows.q.shape:
@@ -137,72 +132,71 @@ def _back_in_one_launch(
     if not items:
         travelling.append(carrier.send_home(gather, grads, early=True))
     travelling.append(carrier.send_home(gather, grads, early=False))
-    home = _own(call, gather, grads, inputs)
-    for returning in travelling:
-        returning.add_to(home)
-    return Grads(torch.zeros_like(rows.q) if dq is None else dq, *home, dbias)
-
-
-def _put(grads: ColumnGrads, result: ItemGrads, item: WorkItem, *, first: bool) -> None:
-    """Add an item's gradients to those of its columns; the first finds no numbers there."""
-    for total, part in zip(grads, (result.dk, result.dv), strict=True):
-        place = total[:, item.k_slice]
-        if first and place.shape == total.shape:
-            total.copy_(part)
-            continue
-        if first:
-            total.zero_()
-        place.add_(part)
-
-
-def _own(call: Call, gather: Gather, grads: ColumnGrads, inputs: Inputs) -> ColumnGrads:
-    """This rank's own keys' gradients, so far as they are its own work."""
-    home = ColumnGrads(*(torch.zeros_like(x, dtype=call.wide) for x in (inputs.k, inputs.v)))
+    home = _zeros(call, keys)
     for one in gather.fetches:
         if one.rank == call.ring.rank:
-            for total, part in zip(home, grads, strict=True):
-                total[:, one.source].copy_(part[:, one.target])
-    return home
+            home[:, one.source].copy_(grads[:, one.target])
+    for returning in travelling:
+        returning.add_to(home)
+    return Grads(torch.zeros_like(rows.q) if dq is None else dq, *keys.split(home), dbias)
+
+
+def _put(keys: Keys, grads: Tensor, result: ItemGrads, item: WorkItem, *, first: bool) -> None:
+    """Add an item's gradients to those of its columns; the first finds no numbers there."""
+    covers = item.k_stop - item.k_start == grads.shape[1]
+    if first and not covers:
+        grads.zero_()
+    for total, part in zip(keys.split(grads[:, item.k_slice]), result[1:3], strict=True):
+        if first and covers:
+            total.copy_(part)
+        else:
+            total.add_(part)
+
+
+def _zeros(call: Call, keys: Keys) -> Tensor:
+    """Gradients of the own keys and values, of which nothing is known yet."""
+    shape = (keys.batch, keys.length, keys.width)
+    return torch.zeros(shape, dtype=call.wide, device=call.device)
 
 
 def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:
     """The others' keys, and then the own ones while the others' gradients travel home."""
-    plan, rank = call.plan, call.ring.rank
-    gather, rows, keys = plan.gather(rank, own=False), call.rows(inputs), keys_of(inputs)
+    plan, rank, keys = call.plan, call.ring.rank, carrier.keys
+    gather, rows = plan.gather(rank, own=False), call.rows(inputs)
     row_grads = zero_row_grads(call, rows)
-    arriving = carrier.fetch(gather, keys)
-    home = ColumnGrads(*(torch.zeros_like(x, dtype=call.wide) for x in keys[:2]))
-    others = ColumnGrads(*(x.zero_() for x in carrier.accumulators(gather)))
-    columns, own = _columns(call, gather, arriving.tensors), call.columns(rank, keys)
-    work = [(columns, item, others) for item in gather.items]
-    work += [(own, item, home) for item in plan.items(rank, 0)]
+    arriving = carrier.fetch(gather, inputs)
+    home, others = _zeros(call, keys), carrier.accumulator(gather).zero_()
+    columns = _columns(call, gather, keys, arriving.tensors)
     arriving.finish()
-    returning = None
-    for of, item, grads in work:
-        if grads is home and returning is None:
-            returning = carrier.send_home(gather, others)
+
+    def differentiate(of: Columns, item: WorkItem, grads: Tensor) -> None:
         if rows.q.shape[0] > 0:
             part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
-            totals = row_grads.take(item.q_slice), grads.take(item.k_slice)
-            call.kernel.backward(*part, item, call.params, *totals)
-    (returning or carrier.send_home(gather, others)).add_to(home)
-    return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
+            totals = ColumnGrads(*keys.split(grads[:, item.k_slice]))
+            call.kernel.backward(*part, item, call.params, row_grads.take(item.q_slice), totals)
+
+    for item in gather.items:
+        differentiate(columns, item, others)
+    returning = carrier.send_home(gather, others)
+    for item in plan.items(rank, 0):
+        differentiate(call.columns(rank, keys_of(inputs)), item, home)
+    returning.add_to(home)
+    return Grads(row_grads.dq, *keys.split(home), row_grads.dbias)
 
 
-def _columns(call: Call, gather: Gather, tensors: Sequence[Tensor]) -> Columns:
+def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:
     """The keys of the buffer and all that belongs to them."""
     position = None
     if call.needs_index:
         position = torch.as_tensor(gather.positions, device=call.device)
-    segments = tensors[2] if len(tensors) > 2 else None
-    return Columns(tensors[0], tensors[1], position, segments)
+    return Columns(*keys.split(tensors[0]), position, tensors[1] if keys.segments else None)
 
 
-def _unseen(gather: Gather, inputs: Inputs, like: Result) -> Result:
+def _unseen(call: Call, gather: Gather, inputs: Inputs) -> Result:
     """Room for all rows, of which those that no item covers see nothing."""
     batch, length, heads, _ = inputs.q.shape
-    out = like.out.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = like.lse.new_empty(batch, heads, length)
+    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
+    lse = torch.empty(batch, heads, length, dtype=call.wide, device=out.device)
     if gather.num_rows < length:
         out.zero_()
         lse.fill_(-torch.inf)

@@ -9,7 +9,8 @@ says that all are done, so that the next call may write.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import Gather
-from ring_torch._call import Call
+from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, Packing, Ring, agree, has_agreed
-from ring_torch._gather import Arriving, Returning, asked_of
+from ring_torch._gather import Arriving, Returning, asked_of, landing_shape
+from ring_torch._keys import Keys
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _CHANNEL = 0
+_COPYING = 3  # copies under way at a time: a single one does not fill the links
 
 # The window of each group: a fact about the group, which is not ours to extend.
 _windows: WeakKeyDictionary[dist.ProcessGroup, Window] = WeakKeyDictionary()
@@ -45,20 +48,24 @@ class Window:
 
     ring: Ring
     works: bool = field(init=False)
+    device: int = field(init=False)
     _handle: Any = None
     _memory: Tensor | None = None
     _patience: int = 0  # milliseconds
-    _stream: torch.cuda.Stream | None = None
+    _streams: list[torch.cuda.Stream] = field(default_factory=list)
     _free: torch.cuda.Event | None = None  # peers have read all that was put here
     _views: dict[tuple[int, int, Packing], list[Tensor]] = field(default_factory=dict)
     _headers: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        device, here = torch.cuda.current_device(), socket.gethostname()
+        self.device = device = torch.cuda.current_device()
+        here = socket.gethostname()
         places: list[Any] = [None] * self.ring.size
         dist.all_gather_object(places, (here, device), group=self.ring.group)
         peers = [other for _, other in places if other != device]
         assert self.ring.group is not None
+        # One to meet on, others to copy on: ahead of kernels in line for a free multiprocessor.
+        self._streams = [torch.cuda.Stream(priority=-1) for _ in range(1 + _COPYING)]
         self._patience = _timeout(self.ring.group) // timedelta(milliseconds=1)
         self.works = (
             len(set(places)) == self.ring.size
@@ -68,10 +75,8 @@ class Window:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Where copies run; ahead of kernels in line for a free multiprocessor."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(priority=-1)
-        return self._stream
+        """Where ranks meet."""
+        return self._streams[0]
 
     def reserve(self, size: int) -> None:
         """Make room for so many bytes after the header, on all ranks alike."""
@@ -87,7 +92,7 @@ class Window:
         self._memory = symm_mem.empty(
             _HEADER + size,
             dtype=torch.uint8,
-            device=torch.device("cuda", torch.cuda.current_device()),
+            device=torch.device("cuda", self.device),
         )
         assert self.ring.group is not None
         self._handle = symm_mem.rendezvous(self._memory, self.ring.group)
@@ -115,10 +120,20 @@ class Window:
         same = (torch.cat(self._headers) == digest).all()
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
 
-    def leave(self) -> None:
-        """All have read: whoever writes next may."""
+    def copying(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
+        """Go on on the stream for copies from a rank, once something has happened on another."""
+        stream = self._streams[1 + rank % (len(self._streams) - 1)]
+        stream.wait_event(after)
+        torch.cuda.set_stream(stream)
+        return stream
+
+    def leave(self, after: Sequence[torch.cuda.Event]) -> None:
+        """All have read once these have happened: whoever writes next may."""
+        torch.cuda.set_stream(self.stream)
+        for event in after:
+            self.stream.wait_event(event)
         self._barrier()
-        self._free = torch.cuda.current_stream().record_event()
+        self._free = self.stream.record_event()
 
     def _barrier(self) -> None:
         self._handle.barrier(channel=_CHANNEL, timeout_ms=self._patience)
@@ -126,7 +141,7 @@ class Window:
     def wait_free(self) -> None:
         """Let the current stream wait until all have read."""
         if self._free is not None:
-            torch.cuda.current_stream().wait_event(self._free)
+            torch.cuda.current_stream(self.device).wait_event(self._free)
 
 
 @dataclass(frozen=True)
@@ -138,77 +153,76 @@ class Pulls:
 
     call: Call
     window: Window
-    keys: Packing
+    keys: Keys
     digest: int  # what tells this pass of this call from any other
 
-    def fetch(self, gather: Gather, own: Sequence[Tensor]) -> Arriving:
-        """Put the own keys into the window, and copy those of others, fetch by fetch."""
-        window, rank = self.window, self.call.ring.rank
+    def fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
+        """Put the own keys into the window, and copy those of all ranks, fetch by fetch."""
+        window, message = self.window, self.keys.message
+        own = window.views(self.call.ring.rank, 0, message)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
-        main = torch.cuda.current_stream()
+        main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
-        with torch.cuda.stream(window.stream):
+        with _restored(main):
+            torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
-            for view, x in zip(self._keys_of(rank), own, strict=True):
-                view.copy_(x)
+            self.keys.write(own, inputs)
             window.meet_as(self.digest)
             arrived = [window.stream.record_event()]
             for one in gather.fetches:
-                theirs = own if one.rank == rank else self._keys_of(one.rank)
+                stream = window.copying(one.rank, after=arrived[0])
+                theirs = window.views(one.rank, 0, message)
                 for x, source in zip(tensors, theirs, strict=True):
                     _copy(x[:, one.target], source[:, one.source])
-                arrived.append(window.stream.record_event())
-            window.leave()
+                arrived.append(stream.record_event())
+            window.leave(arrived)
 
-        return Arriving(
-            tensors,
-            lambda fetches: main.wait_event(arrived[fetches]) if fetches else None,
-            lambda: main.wait_event(arrived[-1]),
-        )
+        def wait(fetches: int) -> None:
+            for event in arrived[1 : fetches + 1]:
+                main.wait_event(event)
 
-    def accumulators(self, gather: Gather) -> list[Tensor]:
+        def finish() -> None:
+            for event in arrived:
+                main.wait_event(event)
+
+        return Arriving(tensors, wait, finish)
+
+    def accumulator(self, gather: Gather) -> Tensor:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
         return self._grads_of(self.call.ring.rank, own=gather.own)
 
-    def send_home(
-        self, gather: Gather, grads: Sequence[Tensor], *, early: bool | None = None
-    ) -> Returning:
+    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
         """Let the owners copy, and copy what is this rank's."""
         window, asked = self.window, asked_of(self.call, own=gather.own, early=early)
-        landed = [
-            [x.new_empty(x.shape[0], _size(one.source), *x.shape[2:]) for x in grads]
-            for _, one in asked
-        ]
-        main = torch.cuda.current_stream()
+        landed = [grads.new_empty(landing_shape(grads, one)) for _, one in asked]
+        main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
-        with torch.cuda.stream(window.stream):
+        with _restored(main):
+            torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
             window.meet_as(self.digest)
-            for (peer, one), places in zip(asked, landed, strict=True):
-                theirs = self._grads_of(peer, own=gather.own)
-                for place, source in zip(places, theirs, strict=True):
-                    _copy(place, source[:, one.target])
-            home = window.stream.record_event()
-            window.leave()
+            home = [window.stream.record_event()]
+            for (peer, one), place in zip(asked, landed, strict=True):
+                stream = window.copying(peer, after=home[0])
+                _copy(place, self._grads_of(peer, own=gather.own)[:, one.target])
+                home.append(stream.record_event())
+            window.leave(home)
 
-        def add_to(totals: Sequence[Tensor]) -> None:
-            main.wait_event(home)
-            for (_, one), parts in zip(asked, landed, strict=True):
-                for total, part in zip(totals, parts, strict=True):
-                    total[:, one.source].add_(part)
+        def add_to(total: Tensor) -> None:
+            for event in home:
+                main.wait_event(event)
+            for (_, one), part in zip(asked, landed, strict=True):
+                total[:, one.source].add_(part)
 
         return Returning(add_to)
 
-    def _keys_of(self, rank: int) -> list[Tensor]:
-        return self.window.views(rank, 0, self.keys)
-
-    def _grads_of(self, rank: int, *, own: bool) -> list[Tensor]:
+    def _grads_of(self, rank: int, *, own: bool) -> Tensor:
         packing = _grads_packing(self.call, self.keys, rank, own=own)
-        return self.window.views(rank, self.keys.size, packing)
+        return self.window.views(rank, self.keys.message.size, packing)[0]
 
 
-def pulls(call: Call, keys: Packing, facts: Facts) -> Pulls:
+def pulls(call: Call, keys: Keys, facts: Facts) -> Pulls:
     """What moves keys in a pass, with room for it in all windows.
 
     The first time that a group makes such a call, its facts are compared in words and the host
@@ -222,26 +236,30 @@ def pulls(call: Call, keys: Packing, facts: Facts) -> Pulls:
     if not has_agreed(call.ring, facts):
         agree(call.ring, call.number, facts, call.device)
     sizes = (_grads_packing(call, keys, rank, own=True).size for rank in range(call.ring.size))
-    window.reserve(keys.size + (max(sizes) if call.needs_grad else 0))
+    window.reserve(keys.message.size + (max(sizes) if call.needs_grad else 0))
     digest = int.from_bytes(facts.numbered(call.number), "little", signed=True)
     return Pulls(call, window, keys, digest)
 
 
-def _grads_packing(call: Call, keys: Packing, rank: int, *, own: bool) -> Packing:
+def _grads_packing(call: Call, keys: Keys, rank: int, *, own: bool) -> Packing:
     """The gradients of what a rank fetches."""
     length = call.plan.gather(rank, own=own).length
-    shapes = ((x[0], length, *x[2:]) for x in keys.shapes[:2])
-    return Packing.of(*((shape, call.wide) for shape in shapes))
+    return Packing.of(((keys.batch, length, keys.width), call.wide))
+
+
+@contextmanager
+def _restored(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Go back to a stream at the end, whatever happens: cheaper than a context for each."""
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
     """Copy slices of sequences one by one: each is contiguous, as copy engines need it."""
     for to, x in zip(target.unbind(), source.unbind(), strict=True):
         to.copy_(x)
-
-
-def _size(part: slice) -> int:
-    return int(part.stop - part.start)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

@@ -148,10 +148,14 @@ class Kernel(Protocol):
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
         ...
 
-    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
         """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
 
-        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything.
+        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``place`` is where
+        a kernel may write it; what it returns tells if it has.
         """
         ...
 

@@ -62,8 +62,10 @@ class Flash(Protocol):
         """Why it cannot be called on this machine; ``None`` if it can."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``, in ``place`` if the library can write there."""
         ...
 
     def backward(
@@ -86,17 +88,21 @@ class FlashKernel:
         """Why it cannot run on this machine; ``None`` if it can."""
         return self.flash.missing()
 
-    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
         """One launch, or one a document where their windows differ."""
         if item.cu_q is None:
-            return Result(*self.flash.forward(rows.q, columns.k, columns.v, _options(item, params)))
+            options = _options(item, params)
+            return Result(*self.flash.forward(rows.q, columns.k, columns.v, options, place))
         window = item.documents_window
         if window is None:
             return self._attend_each(rows, columns, item, params)
         batch = rows.q.shape[0]
         options = _options(item, params, window, _documents(item, batch, rows.q.device))
         q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
-        out, lse = self.flash.forward(q, k, v, options)
+        out, lse = self.flash.forward(q, k, v, options, None)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
         # Rows of documents without keys: libraries write either infinity.
         lse = lse.masked_fill(lse.isinf(), -torch.inf)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels._api import Result
 from ring_torch.kernels._flash import FlashKernel, Options, capability
 
 aten = torch.ops.aten
@@ -20,8 +21,11 @@ class Cudnn:
         """A GPU before Ampere, or a torch without cuDNN."""
         return _missing()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        del place
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(options), False,
             scale=options.scale,

@@ -60,8 +60,12 @@ class EagerKernel:
         """It runs everywhere."""
         return None
 
-    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
         """``(out, lse)`` of the item, wide."""
+        del place  # it is narrower
         into = empty_result(rows.q, columns.v.shape[3])
         self.forward(rows, columns, item, params, into)
         return into

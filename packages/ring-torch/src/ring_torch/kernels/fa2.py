@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels._api import Result
 from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
 
 
@@ -27,8 +28,11 @@ class Flash2:
         """Not installed, of another version, or a GPU before Ampere."""
         return _missing()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        del place
         name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
         out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_common(options))
         return out, lse

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels._api import Result
 from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
 
 
@@ -26,8 +27,11 @@ class Flash3:
         """Not installed, or a GPU it has no kernels for."""
         return _missing()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        del place
         out, lse, *_ = _call("_flash_attn_forward", {"q": q, "k": k, "v": v}, options)
         return out, lse
 

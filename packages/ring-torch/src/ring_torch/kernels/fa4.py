@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels._api import Result
 from ring_torch.kernels._flash import FlashKernel, Options, capability
 
 
@@ -20,10 +21,13 @@ class Flash4:
         """Not installed, shadowed by another package, or a GPU it has no backward for."""
         return _missing()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``."""
+        where = {} if place is None else {"out": place.out, "lse": place.lse}
         out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, return_lse=True, softcap=options.softcap, **_common(options)
+            q, k, v, return_lse=True, softcap=options.softcap, **where, **_common(options)
         )
         return out, lse
 
@@ -83,5 +87,7 @@ FA4 = FlashKernel(
         name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
         head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
         exact_nan=False,
+        # With others the gradients of its varlen backward are wrong (4.0.0b36, measured).
+        document_head_dim_multiple=32,
     ),
 )  # fmt: skip

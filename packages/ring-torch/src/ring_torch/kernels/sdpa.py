@@ -50,8 +50,12 @@ class CpuFlashKernel:
         """It comes with torch."""
         return None
 
-    def attend(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
         """``(out, lse)`` of the item."""
+        del place  # it is narrower
         into = empty_result(rows.q, columns.v.shape[3])
         self.forward(rows, columns, item, params, into)
         return into
@@ -111,8 +115,11 @@ class Flash:
             return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(

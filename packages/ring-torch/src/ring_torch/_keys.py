@@ -1,0 +1,62 @@
+"""Keys and values as they travel when gathered: side by side, so that neighbours are one copy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_torch._call import Inputs
+from ring_torch._comm import Packing
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``."""
+
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    segments: bool  # whether ids int32 ``[B, T_kv_local]`` go with them
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Keys:
+        """The shape of a call's."""
+        k, v = inputs.k, inputs.v
+        batch, length, heads, dim = k.shape
+        return cls(batch, length, heads, dim, v.shape[3], k.dtype, inputs.k_ids is not None)
+
+    @property
+    def width(self) -> int:
+        """Numbers a token."""
+        return self.heads * (self.dim + self.v_dim)
+
+    @property
+    def message(self) -> Packing:
+        """What a rank gives: keys and values, and ids if there are any."""
+        both = ((self.batch, self.length, self.width), self.dtype)
+        ids = [((self.batch, self.length), torch.int32)] if self.segments else []
+        return Packing.of(both, *ids)
+
+    def size(self, length: int) -> int:
+        """Bytes of the message for so many tokens."""
+        ids = 4 if self.segments else 0
+        return math.prod((self.batch, length, self.width * self.dtype.itemsize + ids))
+
+    def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""
+        k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
+        return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
+
+    def write(self, message: list[Tensor], inputs: Inputs) -> None:
+        """Put a rank's own into a message."""
+        k, v = self.split(message[0])
+        k.copy_(inputs.k)
+        v.copy_(inputs.v)
+        if inputs.k_ids is not None:
+            message[1].copy_(inputs.k_ids)
