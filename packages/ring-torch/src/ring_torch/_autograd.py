@@ -52,7 +52,7 @@ class RingAttention(torch.autograd.Function):
         tensors = ctx.saved_tensors
         count = len(Inputs._fields)
         inputs, (out, lse, *kept) = Inputs(*tensors[:count]), tensors[count:]
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         with torch.autocast(out.device.type, enabled=False):
             delta = None
             if call.kernel.needs_delta or inputs.sinks is not None:

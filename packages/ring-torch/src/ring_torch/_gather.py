@@ -6,7 +6,7 @@ peers' memory (``_window``), which take no multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_core import Fetch, Gather
 from ring_torch._call import Call, Inputs
-from ring_torch._keys import Keys
+from ring_torch._keys import Keys, Sums
 
 
 class Carrier(Protocol):
@@ -30,12 +30,14 @@ class Carrier(Protocol):
         """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``."""
         ...
 
-    def accumulator(self, gather: Gather) -> Tensor:
-        """Room for gradients of what was fetched, ``[B, gather.length, Keys.width]``, wide."""
+    def accumulator(self, gather: Gather, sums: Sums) -> Tensor:
+        """Room for the sums of gradients of what was fetched, flat."""
         ...
 
-    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
-        """Start sending the gradients to the ranks the keys belong to.
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, *, early: bool | None = None
+    ) -> Returning:
+        """Start sending the sums to the ranks the keys belong to.
 
         All of them, or those that :meth:`ring_core.Gather.is_early` or the others.
         """
@@ -101,29 +103,32 @@ class Messages:
 
         return Arriving(tensors, lambda fetches: finish() if fetches else None, finish)
 
-    def accumulator(self, gather: Gather) -> Tensor:
+    def accumulator(self, gather: Gather, sums: Sums) -> Tensor:
         """A new one."""
-        shape = (self.keys.batch, gather.length, self.keys.width)
-        return torch.empty(shape, dtype=self.call.wide, device=self.call.device)
+        size = sums.numel(gather.length)
+        return torch.empty(size, dtype=self.call.wide, device=self.call.device)
 
-    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, *, early: bool | None = None
+    ) -> Returning:
         """The messages of :meth:`fetch`, turned round."""
         ring = self.call.ring
         sends = [
-            (grads[:, one.target].contiguous(), one.rank)
+            (part.contiguous(), one.rank)
             for one in some_fetches(gather, early)
             if one.rank != ring.rank
+            for part in sums.parts(grads, gather.length, one.target)
         ]
-        coming = [
-            (one.source, grads.new_empty(landing_shape(grads, one)), peer)
-            for peer, one in asked_of(self.call, own=gather.own, early=early)
+        asked = asked_of(self.call, own=gather.own, early=early)
+        landed = [landing(sums, grads, one) for _, one in asked]
+        receives = [
+            (part, peer) for (peer, _), parts in zip(asked, landed, strict=True) for part in parts
         ]
-        transfer = ring.start(sends, [(part, peer) for _, part, peer in coming])
+        transfer = ring.start(sends, receives)
 
         def add_to(total: Tensor) -> None:
             transfer.wait()
-            for where, part, _ in coming:
-                total[:, where].add_(part)
+            add_landed(sums, total, [one for _, one in asked], landed)
 
         return Returning(add_to)
 
@@ -149,6 +154,17 @@ def _landing(place: Tensor) -> Tensor:
     return place if place.is_contiguous() else torch.empty_like(place)
 
 
-def landing_shape(grads: Tensor, one: Fetch) -> tuple[int, ...]:
-    """The shape of the gradients that come home of what a peer fetched."""
-    return (grads.shape[0], one.source.stop - one.source.start, *grads.shape[2:])
+def landing(sums: Sums, like: Tensor, one: Fetch) -> list[Tensor]:
+    """Room for the sums that come home of what a peer fetched."""
+    length = one.source.stop - one.source.start
+    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
+
+
+def add_landed(
+    sums: Sums, total: Tensor, fetches: Sequence[Fetch], landed: Sequence[Sequence[Tensor]]
+) -> None:
+    """Add what came home to the own sums."""
+    length = sums.keys.length
+    for one, parts in zip(fetches, landed, strict=True):
+        for place, part in zip(sums.parts(total, length, one.source), parts, strict=True):
+            place.add_(part)

@@ -16,12 +16,15 @@ from ring_core import Gather, WorkItem
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier
-from ring_torch._keys import Keys
+from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
     ItemGrads,
+    Parts,
     Result,
+    RowGrads,
+    Rows,
     Upstream,
     empty_result,
 )
@@ -110,78 +113,111 @@ def _back_in_one_launch(
     gather, rows, keys = call.plan.gather(call.ring.rank), call.rows(inputs), carrier.keys
     arriving = Arriving.done(kept) if kept else carrier.fetch(gather, inputs)
     columns = _columns(call, gather, keys, arriving.tensors)
-    grads = carrier.accumulator(gather)
-    dq: Tensor | None = None
-    dbias = None if rows.bias is None else torch.zeros_like(rows.bias, dtype=call.wide)
+    parts = _parts(call, inputs)
+    sums = Sums(keys, by_head=parts is not None)
+    grads = carrier.accumulator(gather, sums)
+    whole = len(gather.items) > 0 and gather.items[-1].k_slice == slice(0, gather.length)
+    if parts is not None or not whole:
+        grads.zero_()
+    rows_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
     arriving.finish()
     travelling = []
     items = gather.items if rows.q.shape[0] > 0 else ()
     for n, item in reversed(list(enumerate(items))):
         if n == 0:
-            travelling.append(carrier.send_home(gather, grads, early=True))
+            travelling.append(carrier.send_home(gather, sums, grads, early=True))
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        result = call.kernel.gradients(*part, item, call.params)
-        _put(keys, grads, result, item, first=n == len(items) - 1)
-        if dbias is not None and result.dbias is not None:
-            dbias[:, :, item.q_slice].add_(result.dbias)
-        if dq is None and result.dq.shape == rows.q.shape:
-            dq = result.dq
+        into = rows_grads.take(item.q_slice), sums.of(grads, gather.length, item.k_slice)
+        if parts is not None:
+            parts.add_sums(*part, item, call.params, into[0].dq, into[1])
         else:
-            dq = rows.q.new_zeros(rows.q.shape, dtype=result.dq.dtype) if dq is None else dq
-            dq[:, item.q_slice].copy_(result.dq)
+            result = call.kernel.gradients(*part, item, call.params)
+            _put(result, *into, fresh=whole and n == len(items) - 1)
     if not items:
-        travelling.append(carrier.send_home(gather, grads, early=True))
-    travelling.append(carrier.send_home(gather, grads, early=False))
-    home = _zeros(call, keys)
-    for one in gather.fetches:
-        if one.rank == call.ring.rank:
-            home[:, one.source].copy_(grads[:, one.target])
+        travelling.append(carrier.send_home(gather, sums, grads, early=True))
+    travelling.append(carrier.send_home(gather, sums, grads, early=False))
+    home = _own(call, gather, sums, grads)
     for returning in travelling:
         returning.add_to(home)
-    return Grads(torch.zeros_like(rows.q) if dq is None else dq, *keys.split(home), dbias)
+    dk, dv = sums.views(home, keys.length)
+    if parts is not None:
+        dk, dv = parts.rounded((dk, dv), rows.q, call.params)
+    return Grads(rows_grads.dq, dk, dv, rows_grads.dbias)
 
 
-def _put(keys: Keys, grads: Tensor, result: ItemGrads, item: WorkItem, *, first: bool) -> None:
-    """Add an item's gradients to those of its columns; the first finds no numbers there."""
-    covers = item.k_stop - item.k_start == grads.shape[1]
-    if first and not covers:
-        grads.zero_()
-    for total, part in zip(keys.split(grads[:, item.k_slice]), result[1:3], strict=True):
-        if first and covers:
+def _parts(call: Call, inputs: Inputs) -> Parts | None:
+    """The kernel's backward by parts, if it has one that can run this call."""
+    parts = call.kernel.parts
+    if parts is None or not parts.can_sum(call.plan, inputs.q, inputs.k, inputs.v, call.params):
+        return None
+    return parts
+
+
+def _dq(call: Call, gather: Gather, rows: Rows) -> Tensor:
+    """Room for dQ; rows that see nothing have none. Every row is in one launch: no sums."""
+    dtype = call.wide if call.kernel.needs_delta else call.dtype
+    dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
+    return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
+
+
+def _dbias(call: Call, rows: Rows) -> Tensor | None:
+    if rows.bias is None:
+        return None
+    return torch.zeros_like(rows.bias, dtype=call.wide)
+
+
+def _put(
+    result: ItemGrads, row_grads: RowGrads, sums: tuple[Tensor, Tensor], *, fresh: bool
+) -> None:
+    """Put an item's gradients in their places; ``fresh`` sums hold no numbers yet."""
+    row_grads.dq.copy_(result.dq)
+    if row_grads.dbias is not None and result.dbias is not None:
+        row_grads.dbias.add_(result.dbias)
+    for total, part in zip(sums, (result.dk, result.dv), strict=True):
+        if fresh:
             total.copy_(part)
         else:
             total.add_(part)
 
 
-def _zeros(call: Call, keys: Keys) -> Tensor:
-    """Gradients of the own keys and values, of which nothing is known yet."""
-    shape = (keys.batch, keys.length, keys.width)
-    return torch.zeros(shape, dtype=call.wide, device=call.device)
+def _own(call: Call, gather: Gather, sums: Sums, grads: Tensor) -> Tensor:
+    """The sums of this rank's own keys, so far as they are its own work."""
+    home = torch.zeros(sums.numel(sums.keys.length), dtype=call.wide, device=call.device)
+    for one in gather.fetches:
+        if one.rank == call.ring.rank:
+            places = sums.parts(home, sums.keys.length, one.source)
+            for place, part in zip(
+                places, sums.parts(grads, gather.length, one.target), strict=True
+            ):
+                place.copy_(part)
+    return home
 
 
 def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:
     """The others' keys, and then the own ones while the others' gradients travel home."""
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
-    gather, rows = plan.gather(rank, own=False), call.rows(inputs)
+    gather, rows, sums = plan.gather(rank, own=False), call.rows(inputs), Sums(keys, by_head=False)
     row_grads = zero_row_grads(call, rows)
     arriving = carrier.fetch(gather, inputs)
-    home, others = _zeros(call, keys), carrier.accumulator(gather).zero_()
+    home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
+    others = carrier.accumulator(gather, sums).zero_()
     columns = _columns(call, gather, keys, arriving.tensors)
     arriving.finish()
 
-    def differentiate(of: Columns, item: WorkItem, grads: Tensor) -> None:
+    def differentiate(of: Columns, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
         if rows.q.shape[0] > 0:
             part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
-            totals = ColumnGrads(*keys.split(grads[:, item.k_slice]))
-            call.kernel.backward(*part, item, call.params, row_grads.take(item.q_slice), totals)
+            into = row_grads.take(item.q_slice), ColumnGrads(dk, dv)
+            call.kernel.backward(*part, item, call.params, *into)
 
     for item in gather.items:
-        differentiate(columns, item, others)
-    returning = carrier.send_home(gather, others)
+        differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
+    returning = carrier.send_home(gather, sums, others)
     for item in plan.items(rank, 0):
-        differentiate(call.columns(rank, keys_of(inputs)), item, home)
+        own = call.columns(rank, keys_of(inputs))
+        differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
     returning.add_to(home)
-    return Grads(row_grads.dq, *keys.split(home), row_grads.dbias)
+    return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
 
 
 def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:

@@ -60,3 +60,40 @@ class Keys:
         v.copy_(inputs.v)
         if inputs.k_ids is not None:
             message[1].copy_(inputs.k_ids)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where the sums of gradients of keys lie in a flat buffer, wide.
+
+    By token, ``[B, n, K * D + K * Dv]``, or by head, ``[B, K, n, D]`` and ``[B, K, n, Dv]`` one
+    after the other: the order in which some kernels add them up.
+    """
+
+    keys: Keys
+    by_head: bool
+
+    def numel(self, length: int) -> int:
+        """Numbers for so many tokens."""
+        return self.keys.batch * length * self.keys.width
+
+    def views(self, flat: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The sums of dK and dV, as they lie."""
+        keys = self.keys
+        if not self.by_head:
+            return keys.split(flat.view(keys.batch, length, keys.width))
+        cut = keys.batch * keys.heads * length * keys.dim
+        shape = (keys.batch, keys.heads, length, -1)
+        return flat[:cut].view(shape), flat[cut:].view(shape)
+
+    def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
+        """The sums of dK and dV of some tokens."""
+        at = (slice(None), slice(None), span) if self.by_head else (slice(None), span)
+        dk, dv = self.views(flat, length)
+        return dk[at], dv[at]
+
+    def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
+        """Those of some tokens, in as few pieces as can be."""
+        if self.by_head:
+            return list(self.of(flat, length, span))
+        return [flat.view(self.keys.batch, length, self.keys.width)[:, span]]

@@ -23,8 +23,8 @@ from torch import Tensor
 from ring_core import Gather
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, Packing, Ring, agree, has_agreed
-from ring_torch._gather import Arriving, Returning, asked_of, landing_shape
-from ring_torch._keys import Keys
+from ring_torch._gather import Arriving, Returning, add_landed, asked_of, landing
+from ring_torch._keys import Keys, Sums
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _CHANNEL = 0
@@ -187,15 +187,18 @@ class Pulls:
 
         return Arriving(tensors, wait, finish)
 
-    def accumulator(self, gather: Gather) -> Tensor:
+    def accumulator(self, gather: Gather, sums: Sums) -> Tensor:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
-        return self._grads_of(self.call.ring.rank, own=gather.own)
+        return self._grads_of(self.call.ring.rank, sums, gather.length)
 
-    def send_home(self, gather: Gather, grads: Tensor, *, early: bool | None = None) -> Returning:
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, *, early: bool | None = None
+    ) -> Returning:
         """Let the owners copy, and copy what is this rank's."""
-        window, asked = self.window, asked_of(self.call, own=gather.own, early=early)
-        landed = [grads.new_empty(landing_shape(grads, one)) for _, one in asked]
+        window, plan = self.window, self.call.plan
+        asked = asked_of(self.call, own=gather.own, early=early)
+        landed = [landing(sums, grads, one) for _, one in asked]
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
         with _restored(main):
@@ -203,22 +206,24 @@ class Pulls:
             window.stream.wait_event(ready)
             window.meet_as(self.digest)
             home = [window.stream.record_event()]
-            for (peer, one), place in zip(asked, landed, strict=True):
+            for (peer, one), places in zip(asked, landed, strict=True):
                 stream = window.copying(peer, after=home[0])
-                _copy(place, self._grads_of(peer, own=gather.own)[:, one.target])
+                length = plan.gather(peer, own=gather.own).length
+                theirs = self._grads_of(peer, sums, length)
+                for place, part in zip(places, sums.parts(theirs, length, one.target), strict=True):
+                    _copy(place, part)
                 home.append(stream.record_event())
             window.leave(home)
 
         def add_to(total: Tensor) -> None:
             for event in home:
                 main.wait_event(event)
-            for (_, one), part in zip(asked, landed, strict=True):
-                total[:, one.source].add_(part)
+            add_landed(sums, total, [one for _, one in asked], landed)
 
         return Returning(add_to)
 
-    def _grads_of(self, rank: int, *, own: bool) -> Tensor:
-        packing = _grads_packing(self.call, self.keys, rank, own=own)
+    def _grads_of(self, rank: int, sums: Sums, length: int) -> Tensor:
+        packing = _flat(sums, length, self.call.wide)
         return self.window.views(rank, self.keys.message.size, packing)[0]
 
 
@@ -235,16 +240,16 @@ def pulls(call: Call, keys: Keys, facts: Facts) -> Pulls:
     window = _windows[call.ring.group]
     if not has_agreed(call.ring, facts):
         agree(call.ring, call.number, facts, call.device)
-    sizes = (_grads_packing(call, keys, rank, own=True).size for rank in range(call.ring.size))
-    window.reserve(keys.message.size + (max(sizes) if call.needs_grad else 0))
+    lengths = (call.plan.gather(rank).length for rank in range(call.ring.size))
+    grads = _flat(Sums(keys, by_head=False), max(lengths), call.wide).size
+    window.reserve(keys.message.size + (grads if call.needs_grad else 0))
     digest = int.from_bytes(facts.numbered(call.number), "little", signed=True)
     return Pulls(call, window, keys, digest)
 
 
-def _grads_packing(call: Call, keys: Keys, rank: int, *, own: bool) -> Packing:
-    """The gradients of what a rank fetches."""
-    length = call.plan.gather(rank, own=own).length
-    return Packing.of(((keys.batch, length, keys.width), call.wide))
+def _flat(sums: Sums, length: int, dtype: torch.dtype) -> Packing:
+    """The sums of gradients of so many tokens."""
+    return Packing.of(((sums.numel(length),), dtype))
 
 
 @contextmanager
@@ -257,9 +262,12 @@ def _restored(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy slices of sequences one by one: each is contiguous, as copy engines need it."""
+    """Copy in contiguous pieces, as copy engines need it."""
+    if target.is_contiguous() and source.is_contiguous():
+        target.copy_(source)
+        return
     for to, x in zip(target.unbind(), source.unbind(), strict=True):
-        to.copy_(x)
+        _copy(to, x)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, Mask, WorkItem
+from ring_core import Capabilities, Mask, Plan, WorkItem
 
 _MERGED_ROWS = 512
 
@@ -131,12 +131,42 @@ class ItemGrads(NamedTuple):
     dbias: Tensor | None
 
 
+class Parts(Protocol):
+    """A kernel's backward by parts: sums of several launches and ranks are rounded once.
+
+    The sums are ``[B, K, m, D]`` and ``[B, K, m, Dv]``, float32, in an order of the kernel's own
+    inside each of its tiles of keys.
+    """
+
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+        """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
+        ...
+
+    def add_sums(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        dq: Tensor, sums: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write ``dq`` and add to the sums of dK and dV."""
+        ...
+
+    def rounded(
+        self, sums: tuple[Tensor, Tensor], q: Tensor, params: Params
+    ) -> tuple[Tensor, Tensor]:
+        """``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]`` in the dtype of ``q``."""
+        ...
+
+
 class Kernel(Protocol):
     """A way to compute work items. Stateless."""
 
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
+        ...
+
+    @property
+    def parts(self) -> Parts | None:
+        """Its backward by parts, if it has one."""
         ...
 
     @property

@@ -21,6 +21,7 @@ from ring_torch.kernels._api import (
     Columns,
     ItemGrads,
     Params,
+    Parts,
     Result,
     RowGrads,
     Rows,
@@ -83,6 +84,7 @@ class FlashKernel:
     flash: Flash
     capabilities: Capabilities
     needs_delta: bool = False
+    parts: Parts | None = None
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""

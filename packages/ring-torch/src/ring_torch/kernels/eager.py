@@ -55,6 +55,7 @@ class EagerKernel:
     )
 
     needs_delta = True
+    parts = None
 
     def missing(self) -> str | None:
         """It runs everywhere."""

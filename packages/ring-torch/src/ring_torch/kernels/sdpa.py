@@ -45,6 +45,7 @@ class CpuFlashKernel:
     )
 
     needs_delta = True  # to hand it to ``eager``
+    parts = None
 
     def missing(self) -> str | None:
         """It comes with torch."""
