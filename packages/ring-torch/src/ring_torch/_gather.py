@@ -17,6 +17,8 @@ from ring_core import Fetch, Gather
 from ring_torch._call import Call, Inputs
 from ring_torch._keys import Keys, Sums
 
+Where = Callable[[slice], slice]  # from local indices to columns of a buffer
+
 
 class Carrier(Protocol):
     """Moves what a call's ranks fetch. All ranks call its methods in the same order."""
@@ -62,7 +64,8 @@ class Arriving:
 class Returning:
     """Gradients on their way."""
 
-    add_to: Callable[[Tensor], None]  # wait, and add what came to the own ones
+    #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
+    add_to: Callable[[Tensor, int, Where], None]
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,10 @@ class Messages:
         ]
         transfer = ring.start(sends, receives)
 
-        def add_to(total: Tensor) -> None:
+        def add_to(total: Tensor, length: int, where: Where) -> None:
             transfer.wait()
-            add_landed(sums, total, [one for _, one in asked], landed)
+            for (_, one), came in zip(asked, landed, strict=True):
+                add_landed(sums.parts(total, length, where(one.source)), came)
 
         return Returning(add_to)
 
@@ -160,11 +164,7 @@ def landing(sums: Sums, like: Tensor, one: Fetch) -> list[Tensor]:
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
-def add_landed(
-    sums: Sums, total: Tensor, fetches: Sequence[Fetch], landed: Sequence[Sequence[Tensor]]
-) -> None:
-    """Add what came home to the own sums."""
-    length = sums.keys.length
-    for one, parts in zip(fetches, landed, strict=True):
-        for place, part in zip(sums.parts(total, length, one.source), parts, strict=True):
-            place.add_(part)
+def add_landed(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Add what came home."""
+    for place, part in zip(places, parts, strict=True):
+        place.add_(part)

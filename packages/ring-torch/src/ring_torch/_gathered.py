@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_core import Gather, WorkItem
+from ring_core import Fetch, Gather, WorkItem
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
-from ring_torch._gather import Arriving, Carrier
+from ring_torch._gather import Arriving, Carrier, Returning
 from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import (
     ColumnGrads,
@@ -136,13 +136,57 @@ def _back_in_one_launch(
     if not items:
         travelling.append(carrier.send_home(gather, sums, grads, early=True))
     travelling.append(carrier.send_home(gather, sums, grads, early=False))
-    home = _own(call, gather, sums, grads)
-    for returning in travelling:
-        returning.add_to(home)
-    dk, dv = sums.views(home, keys.length)
-    if parts is not None:
-        dk, dv = parts.rounded((dk, dv), rows.q, call.params)
+    dk, dv = _home(call, gather, sums, grads, travelling, parts)
     return Grads(rows_grads.dq, dk, dv, rows_grads.dbias)
+
+
+def _home(
+    call: Call, gather: Gather, sums: Sums, grads: Tensor, travelling: Sequence[Returning],
+    parts: Parts | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add what comes home to the own sums where they lie, and round them: ``(dk, dv)``."""
+    keys, length = sums.keys, gather.length
+    own = [one for one in gather.fetches if one.rank == call.ring.rank]
+    if sum(one.source.stop - one.source.start for one in own) < keys.length:
+        # Some of the own keys only others see: make room for all.
+        grads, own, length = _room(call, sums, grads, own, length), [_all(keys)], keys.length
+
+    def where(source: slice) -> slice:
+        one = next(x for x in own if x.source.start <= source.start < x.source.stop)
+        by = one.target.start - one.source.start
+        return slice(source.start + by, source.stop + by)
+
+    for returning in travelling:
+        returning.add_to(grads, length, where)
+    shape = (keys.batch, keys.length, keys.heads)
+    dk, dv = (
+        torch.empty(*shape, dim, dtype=call.dtype, device=call.device)
+        for dim in (keys.dim, keys.v_dim)
+    )
+    for one in own:
+        mine = sums.of(grads, length, one.target)
+        places = dk[:, one.source], dv[:, one.source]
+        if parts is not None:
+            parts.round(mine, places, call.params)
+        else:
+            for place, x in zip(places, mine, strict=True):
+                place.copy_(x)
+    return dk, dv
+
+
+def _room(call: Call, sums: Sums, grads: Tensor, own: Sequence[Fetch], length: int) -> Tensor:
+    """The sums of all of this rank's keys, so far as they are its own work."""
+    home = torch.zeros(sums.numel(sums.keys.length), dtype=call.wide, device=call.device)
+    for one in own:
+        places = sums.parts(home, sums.keys.length, one.source)
+        for place, part in zip(places, sums.parts(grads, length, one.target), strict=True):
+            place.copy_(part)
+    return home
+
+
+def _all(keys: Keys) -> Fetch:
+    """All of a rank's own keys, where they are."""
+    return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
 
 
 def _parts(call: Call, inputs: Inputs) -> Parts | None:
@@ -180,19 +224,6 @@ def _put(
             total.add_(part)
 
 
-def _own(call: Call, gather: Gather, sums: Sums, grads: Tensor) -> Tensor:
-    """The sums of this rank's own keys, so far as they are its own work."""
-    home = torch.zeros(sums.numel(sums.keys.length), dtype=call.wide, device=call.device)
-    for one in gather.fetches:
-        if one.rank == call.ring.rank:
-            places = sums.parts(home, sums.keys.length, one.source)
-            for place, part in zip(
-                places, sums.parts(grads, gather.length, one.target), strict=True
-            ):
-                place.copy_(part)
-    return home
-
-
 def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:
     """The others' keys, and then the own ones while the others' gradients travel home."""
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
@@ -216,7 +247,7 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
     for item in plan.items(rank, 0):
         own = call.columns(rank, keys_of(inputs))
         differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-    returning.add_to(home)
+    returning.add_to(home, keys.length, lambda source: source)
     return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_torch._call import Inputs
 from ring_torch._comm import Packing
+from ring_torch.kernels._api import has_triton
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,14 @@ class Keys:
 
     def write(self, message: list[Tensor], inputs: Inputs) -> None:
         """Put a rank's own into a message."""
-        k, v = self.split(message[0])
-        k.copy_(inputs.k)
-        v.copy_(inputs.v)
+        if message[0].is_cuda and has_triton() and _are_rows(inputs.k) and _are_rows(inputs.v):
+            from ring_torch.kernels._triton import pack_on_gpu
+
+            pack_on_gpu(inputs.k, inputs.v, message[0])
+        else:
+            k, v = self.split(message[0])
+            k.copy_(inputs.k)
+            v.copy_(inputs.v)
         if inputs.k_ids is not None:
             message[1].copy_(inputs.k_ids)
 
@@ -97,3 +103,8 @@ class Sums:
         if self.by_head:
             return list(self.of(flat, length, span))
         return [flat.view(self.keys.batch, length, self.keys.width)[:, span]]
+
+
+def _are_rows(x: Tensor) -> bool:
+    """Whether all heads of a token lie together."""
+    return x.stride(3) == 1 and x.stride(2) == x.shape[3]

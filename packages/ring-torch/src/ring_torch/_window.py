@@ -23,7 +23,7 @@ from torch import Tensor
 from ring_core import Gather
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, Packing, Ring, agree, has_agreed
-from ring_torch._gather import Arriving, Returning, add_landed, asked_of, landing
+from ring_torch._gather import Arriving, Returning, Where, add_landed, asked_of, landing
 from ring_torch._keys import Keys, Sums
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
@@ -215,10 +215,11 @@ class Pulls:
                 home.append(stream.record_event())
             window.leave(home)
 
-        def add_to(total: Tensor) -> None:
+        def add_to(total: Tensor, length: int, where: Where) -> None:
             for event in home:
                 main.wait_event(event)
-            add_landed(sums, total, [one for _, one in asked], landed)
+            for (_, one), came in zip(asked, landed, strict=True):
+                add_landed(sums.parts(total, length, where(one.source)), came)
 
         return Returning(add_to)
 

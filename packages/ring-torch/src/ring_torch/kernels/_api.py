@@ -149,10 +149,10 @@ class Parts(Protocol):
         """Write ``dq`` and add to the sums of dK and dV."""
         ...
 
-    def rounded(
-        self, sums: tuple[Tensor, Tensor], q: Tensor, params: Params
-    ) -> tuple[Tensor, Tensor]:
-        """``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]`` in the dtype of ``q``."""
+    def round(
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+    ) -> None:
+        """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
         ...
 
 
@@ -239,8 +239,8 @@ def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
 
     The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
     """
-    if out.is_cuda and into.lse.dtype == torch.float32 and _has_triton():
-        from ring_torch.kernels._merge import merge_on_gpu
+    if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
+        from ring_torch.kernels._triton import merge_on_gpu
 
         merge_on_gpu(into.out, into.lse, out, lse)
         return
@@ -250,7 +250,8 @@ def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton can be imported, as wherever torch comes with it."""
     return find_spec("triton") is not None
 
 

@@ -72,16 +72,13 @@ class HopperParts:
         )  # fmt: skip
         compiled.round_dq(accumulator, dq, params.scale, None, None, None, None)
 
-    def rounded(
-        self, sums: tuple[Tensor, Tensor], q: Tensor, params: Params
-    ) -> tuple[Tensor, Tensor]:
-        """The library's own rounding."""
-        batch, heads, length, dim = sums[0].shape
-        compiled = _compiled(q.dtype, dim, q.shape[2] // heads, True, (False, False))
-        dk, dv = (q.new_empty(batch, length, heads, dim) for _ in sums)
-        for x, rounded, scale in zip(sums, (dk, dv), (params.scale, 1.0), strict=True):
-            compiled.round_dkv(x.flatten(2), rounded, scale, None, None, None, None)
-        return dk, dv
+    def round(
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+    ) -> None:
+        """The library's own rounding; the number of query heads is nothing to it."""
+        compiled = _compiled(places[0].dtype, sums[0].shape[3], 2, True, (False, False))
+        for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
+            compiled.round_dkv(x.flatten(2), place, scale, None, None, None, None)
 
 
 @lru_cache(maxsize=64)

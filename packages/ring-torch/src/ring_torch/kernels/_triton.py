@@ -1,4 +1,5 @@
-"""The merge of :func:`ring_core.merge` as one Triton kernel: one pass over memory, in place."""
+"""Passes over memory as Triton kernels: the merge of :func:`ring_core.merge`, and packing keys."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
@@ -19,6 +20,34 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
         *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
         DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
     )  # fmt: skip
+
+
+def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
+    """Put ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side: ``both [B, n, K * (D + Dv)]``.
+
+    The heads of a token have to lie together in each.
+    """
+    batch, tokens, heads, dim = k.shape
+    widths = heads * dim, heads * v.shape[3]
+    if both.numel() > 0:
+        _pack[(tokens, batch)](
+            k, v, both, *k.stride()[:2], *v.stride()[:2], *both.stride()[:2],
+            K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)),
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(
+    k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
+    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    place = both + batch * batch_stride + token * token_stride + at
+    x = tl.load(k + batch * k_batch + token * k_token + at, mask=at < K)
+    y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
+    tl.store(place, x, mask=at < K)
+    tl.store(place + K, y, mask=at < V)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
