@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
         event.record()
     host = (time.perf_counter() - host) / repeats
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
     mine = torch.tensor(times, device="cuda")
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     ordered = sorted(mine.tolist())
@@ -183,7 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
     parser.add_argument("--json", type=Path, default=Path("out/bench_gpu.json"))
+    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return 0
     rows: list[dict[str, Any]] = []
     if options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
@@ -228,6 +233,26 @@ def _line(row: dict[str, Any]) -> str:
         for key in ("forward", "both")
     ]
     return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """TFLOP/s a GPU, and that over one GPU's on the same sequence, forward and both passes."""
+    lines = ["| GPUs | mask, length, heads | method | forward | eta | both passes | eta | GiB |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    alone = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
+    for row in rows:
+        head = f"| {row['gpus']} | {row['setting']} | `{row['method']}` |"
+        if "forward" not in row:
+            lines.append(f"{head} refused or wrong | | | | |")
+            continue
+        base = alone.get((row["gpus"], row["setting"]))
+        cells = []
+        for key in ("forward", "both"):
+            rate = row[key]["tflops"]
+            over = f"{rate / base[key]['tflops']:.2f}" if base and "forward" in base else ""
+            cells.append(f"{rate:.0f} | {over}")
+        lines.append(f"{head} {' | '.join(cells)} | {row['both']['peak_gib']:.2f} |")
+    return "\n".join(lines)
 
 
 def _save(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -139,14 +139,14 @@ class _AllGather(torch.autograd.Function):
     """All ranks' keys in natural order; the gradient is reduced and scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         world, (_, length, heads, dim) = dist.get_world_size(), x.shape
         whole = x.new_empty(world, 2, length // 2, heads, dim)
         dist.all_gather_into_tensor(whole, x)
         return torch.cat([whole[:, 0], whole[:, 1].flip(0)]).view(1, -1, heads, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(_: Any, grad: Tensor) -> Tensor:
         world, (_, length, heads, dim) = dist.get_world_size(), grad.shape
         chunks = grad.view(2, world, -1, heads, dim)
         whole = torch.stack([chunks[0], chunks[1].flip(0)], dim=1).contiguous()
@@ -195,11 +195,14 @@ def _torch_cp(mask: Mask) -> Method:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,))
+    # It wants buffers to split; the shards here are split already.
+    rest = {"buffers": [torch.zeros(2 * world, device="cuda")], "buffer_seq_dims": [0]}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh, **rest):
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
             )

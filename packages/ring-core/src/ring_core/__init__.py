@@ -18,6 +18,7 @@ from ring_core._capabilities import require as require
 from ring_core._capabilities import support_matrix as support_matrix
 from ring_core._gather import Fetch as Fetch
 from ring_core._gather import Gather as Gather
+from ring_core._gather import gather_memory as gather_memory
 from ring_core._gather import gather_refusals as gather_refusals
 from ring_core._item import WorkItem as WorkItem
 from ring_core._layout import Layout as Layout

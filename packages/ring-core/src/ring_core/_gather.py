@@ -107,6 +107,24 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
+    """What gathering takes in forward and backward, over what a ring does.
+
+    A ring holds two slots of K/V, dQ and three dK/dV; gathering holds the keys of all ranks and the
+    sums of their gradients, and twice the own ones. Sums take 4 bytes a number.
+
+    Args:
+        plan: The plan; it must be one that can gather.
+        q_width: Numbers a query token, ``H * D``.
+        kv_width: Numbers a key token, ``K * (D + Dv)``.
+        itemsize: Bytes of a number of the inputs.
+    """
+    queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
+    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
+    return (longest + keys) * kv_width * (itemsize + 4) / ring
+
+
 def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
     """What a rank does with the keys of all ranks, or (``own=False``) of all others.
 

@@ -226,7 +226,11 @@ def _prepare(
         deterministic=options.deterministic, grad=grad, lse_grad=grad and options.return_lse,
     )  # fmt: skip
     choice = choose(config, request, plan)
-    transport = choose_transport(options.transport, ring, plan, device, probe=probe)
+    widths = (
+        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
+        facts[0].dtype.itemsize,
+    )  # fmt: skip
+    transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
     params = Params(
         plan.mask, scale, cap, float(options.dropout_p), options.dropout_seed or 0, config.block_q,
         config.block_k, _boundaries(plan, device), options.deterministic,

@@ -5,26 +5,37 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ring_core import Plan, UnsupportedError, gather_refusals
+from ring_core import Plan, UnsupportedError, gather_memory, gather_refusals
 from ring_torch._comm import Ring
 
 #: ``p2p``: round the ring, in messages. ``gather``: all that a rank needs at once, in messages.
 #: ``pull``: the same, copied out of the peers' memory.
 TRANSPORTS = ("auto", "p2p", "gather", "pull")
 
+#: ``auto`` does not gather where that takes more than this many times a ring's memory.
+MOST_MEMORY = 3.0
+
 
 def choose_transport(
-    transport: str, ring: Ring, plan: Plan, device: torch.device, *, probe: bool
+    transport: str,
+    ring: Ring,
+    plan: Plan,
+    device: torch.device,
+    *,
+    widths: tuple[int, int, int],
+    probe: bool,
 ) -> str:
     """The transport a call named, or with ``auto`` the fastest that can do it.
 
-    Gathered keys take more memory than a ring's two slots, so ``auto`` gathers only on one host.
+    ``auto`` copies out of the peers' memory where it can and that takes no more than
+    ``MOST_MEMORY`` times what a ring does.
 
     Args:
         transport: One of ``TRANSPORTS``.
         ring: The ranks.
         plan: What they compute.
         device: Where the tensors are.
+        widths: Numbers a query token and a key token, and bytes of a number.
         probe: Whether peers may be asked if they reach each other's memory.
 
     Raises:
@@ -36,12 +47,17 @@ def choose_transport(
     if transport != "gather":
         reasons += _pull_refusals(ring, device, probe=probe)
     if transport == "auto":
-        return "p2p" if reasons else "pull"
+        return "p2p" if reasons or _is_large(plan, *widths) else "pull"
     if reasons:
         raise UnsupportedError(
             f"transport {transport!r}: {'; '.join(reasons)}. Instead: use transport='p2p' or 'auto'"
         )
     return transport
+
+
+def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
+    memory = gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize)
+    return memory > MOST_MEMORY
 
 
 def _pull_refusals(ring: Ring, device: torch.device, *, probe: bool) -> list[str]:

@@ -28,6 +28,8 @@ from ring_torch._keys import Keys, Sums
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _CHANNEL = 0
+_SMALL = 16 << 20  # bytes up to which one strided copy by a kernel beats many by a copy engine
+_MOST_VIEWS = 1024
 _COPYING = 3  # copies under way at a time: a single one does not fill the links
 
 # The window of each group: a fact about the group, which is not ours to extend.
@@ -103,6 +105,8 @@ class Window:
     def views(self, rank: int, start: int, packing: Packing) -> list[Tensor]:
         """The tensors of a message in a rank's window."""
         key = (rank, start, packing)
+        if len(self._views) > _MOST_VIEWS:
+            self._views.clear()
         if key not in self._views:
             at = _HEADER + start
             part = self._handle.get_buffer(rank, (packing.size,), torch.uint8, at)
@@ -110,13 +114,16 @@ class Window:
         return self._views[key]
 
     def meet_as(self, digest: int) -> None:
-        """A barrier of all ranks on the current stream, and proof that they mean the same.
+        """A barrier of all ranks on the current stream, each with the digest of its call.
 
-        A peer that does not come in time, or comes with another call, ends the process's kernels
-        in an error; the host does not wait for either.
+        A peer that does not come in time ends the process's kernels in an error; the host does not
+        wait for it.
         """
         self._headers[self.ring.rank].fill_(digest)
         self._barrier()
+
+    def check(self, digest: int) -> None:
+        """Another digest than this at a peer's ends the process's kernels in an error, too."""
         same = (torch.cat(self._headers) == digest).all()
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
 
@@ -127,9 +134,13 @@ class Window:
         torch.cuda.set_stream(stream)
         return stream
 
-    def leave(self, after: Sequence[torch.cuda.Event]) -> None:
-        """All have read once these have happened: whoever writes next may."""
+    def leave(self, digest: int, after: Sequence[torch.cuda.Event]) -> None:
+        """All have read once these have happened: whoever writes next may.
+
+        Digests are compared beside the copies, not before them: an error it is in any case.
+        """
         torch.cuda.set_stream(self.stream)
+        self.check(digest)
         for event in after:
             self.stream.wait_event(event)
         self._barrier()
@@ -137,6 +148,11 @@ class Window:
 
     def _barrier(self) -> None:
         self._handle.barrier(channel=_CHANNEL, timeout_ms=self._patience)
+
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """While a CUDA graph is captured, a stream has to wait for all that it set off."""
+        if self._free is not None and torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._free)
 
     def wait_free(self) -> None:
         """Let the current stream wait until all have read."""
@@ -175,7 +191,8 @@ class Pulls:
                 for x, source in zip(tensors, theirs, strict=True):
                     _copy(x[:, one.target], source[:, one.source])
                 arrived.append(stream.record_event())
-            window.leave(arrived)
+            window.leave(self.digest, arrived)
+        window.join(main)
 
         def wait(fetches: int) -> None:
             for event in arrived[1 : fetches + 1]:
@@ -213,7 +230,8 @@ class Pulls:
                 for place, part in zip(places, sums.parts(theirs, length, one.target), strict=True):
                     _copy(place, part)
                 home.append(stream.record_event())
-            window.leave(home)
+            window.leave(self.digest, home)
+        window.join(main)
 
         def add_to(total: Tensor, length: int, where: Where) -> None:
             for event in home:
@@ -263,8 +281,9 @@ def _restored(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy in contiguous pieces, as copy engines need it."""
-    if target.is_contiguous() and source.is_contiguous():
+    """Copy in contiguous pieces, as copy engines need it, unless they would be small."""
+    contiguous = target.is_contiguous() and source.is_contiguous()
+    if contiguous or target.numel() * target.element_size() <= _SMALL:
         target.copy_(source)
         return
     for to, x in zip(target.unbind(), source.unbind(), strict=True):
