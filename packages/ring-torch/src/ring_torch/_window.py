@@ -114,16 +114,13 @@ class Window:
         return self._views[key]
 
     def meet_as(self, digest: int) -> None:
-        """A barrier of all ranks on the current stream, each with the digest of its call.
+        """A barrier of all ranks on the current stream, and proof that they mean the same.
 
-        A peer that does not come in time ends the process's kernels in an error; the host does not
-        wait for it.
+        A peer that does not come in time, or comes with another call, ends the process's kernels
+        in an error; the host does not wait for either.
         """
         self._headers[self.ring.rank].fill_(digest)
         self._barrier()
-
-    def check(self, digest: int) -> None:
-        """Another digest than this at a peer's ends the process's kernels in an error, too."""
         same = (torch.cat(self._headers) == digest).all()
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
 
@@ -134,13 +131,9 @@ class Window:
         torch.cuda.set_stream(stream)
         return stream
 
-    def leave(self, digest: int, after: Sequence[torch.cuda.Event]) -> None:
-        """All have read once these have happened: whoever writes next may.
-
-        Digests are compared beside the copies, not before them: an error it is in any case.
-        """
+    def leave(self, after: Sequence[torch.cuda.Event]) -> None:
+        """All have read once these have happened: whoever writes next may."""
         torch.cuda.set_stream(self.stream)
-        self.check(digest)
         for event in after:
             self.stream.wait_event(event)
         self._barrier()
@@ -191,7 +184,7 @@ class Pulls:
                 for x, source in zip(tensors, theirs, strict=True):
                     _copy(x[:, one.target], source[:, one.source])
                 arrived.append(stream.record_event())
-            window.leave(self.digest, arrived)
+            window.leave(arrived)
         window.join(main)
 
         def wait(fetches: int) -> None:
@@ -230,7 +223,7 @@ class Pulls:
                 for place, part in zip(places, sums.parts(theirs, length, one.target), strict=True):
                     _copy(place, part)
                 home.append(stream.record_event())
-            window.leave(self.digest, home)
+            window.leave(home)
         window.join(main)
 
         def add_to(total: Tensor, length: int, where: Where) -> None:
