@@ -7,7 +7,8 @@ do not see it (``Capabilities.exact_nan``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,14 @@ class Flash(Protocol):
     ``lse`` is either infinity.
     """
 
+    @property
+    def drops_right(self) -> bool:
+        """Whether a right side of a window that is no less than the number of keys is dropped.
+
+        It binds where there are more queries than keys; FlashAttention-2 forgets it there.
+        """
+        ...
+
     def missing(self) -> str | None:
         """Why it cannot be called on this machine; ``None`` if it can."""
         ...
@@ -95,14 +104,16 @@ class FlashKernel:
         place: Result | None = None,
     ) -> Result:  # fmt: skip
         """One launch, or one a document where their windows differ."""
+        pieces = self._pieces(item)
+        if pieces:
+            return self._attend_each(rows, columns, pieces, params)
         if item.cu_q is None:
             options = _options(item, params)
             return Result(*self.flash.forward(rows.q, columns.k, columns.v, options, place))
-        window = item.documents_window
-        if window is None:
-            return self._attend_each(rows, columns, item, params)
         batch = rows.q.shape[0]
-        options = _options(item, params, window, _documents(item, batch, rows.q.device))
+        options = _options(
+            item, params, item.documents_window, _documents(item, batch, rows.q.device)
+        )
         q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
         out, lse = self.flash.forward(q, k, v, options, None)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
@@ -130,13 +141,14 @@ class FlashKernel:
         self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
     ) -> ItemGrads:
         """One launch with the global ``out`` and ``lse``, or one a document."""
+        pieces = self._pieces(item)
+        if pieces:
+            return self._gradients_each(rows, columns, upstream, pieces, params)
         if item.cu_q is None:
             options = _options(item, params)
             tensors = upstream.dout, rows.q, columns.k, columns.v, upstream.out
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
             return ItemGrads(*self.flash.backward(*tensors, lse, options), None)
-        if item.documents_window is None:
-            return self._gradients_each(rows, columns, upstream, item, params)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
@@ -147,31 +159,46 @@ class FlashKernel:
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
         return ItemGrads(dq, dk, dv, None)
 
-    def _gradients_each(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
-    ) -> ItemGrads:
-        """One launch a document."""
-        dq, dk, dv = (torch.zeros_like(x) for x in (rows.q, columns.k, columns.v))
-        for one in item.each_document():
-            part = *_part(rows, columns, one), upstream.take(one.q_slice)
-            grads = self.gradients(*part, one, params)
-            dq[:, one.q_slice].copy_(grads.dq)
-            dk[:, one.k_slice].copy_(grads.dk)
-            dv[:, one.k_slice].copy_(grads.dv)
-        return ItemGrads(dq, dk, dv, None)
+    def _pieces(self, item: WorkItem) -> list[WorkItem]:
+        """The launches of an item that is not one, counted from its corner; else none."""
+        if item.cu_q is not None:
+            return list(item.each_document()) if item.documents_window is None else []
+        keys, right = item.k_stop - item.k_start, item.window[1]
+        if not self.flash.drops_right or right is None or right < keys:
+            return []
+        corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
+        cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
+        return [piece for piece in cuts if piece is not None]
 
-    def _attend_each(self, rows: Rows, columns: Columns, item: WorkItem, params: Params) -> Result:
-        """One launch a document."""
+    def _attend_each(
+        self, rows: Rows, columns: Columns, pieces: Sequence[WorkItem], params: Params
+    ) -> Result:
+        """One launch a piece; no two share a row."""
         batch, length, heads, _ = rows.q.shape
         out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
         lse = torch.full((batch, heads, length), -torch.inf, device=out.device)
         whole = Result(out, lse)
-        for one in item.each_document():
+        for one in pieces:
             part = whole.take(one.q_slice)
             result = self.attend(*_part(rows, columns, one), one, params)
             part.out.copy_(result.out)
             part.lse.copy_(result.lse)
         return whole
+
+    def _gradients_each(
+        self, rows: Rows, columns: Columns, upstream: Upstream, pieces: Sequence[WorkItem],
+        params: Params,
+    ) -> ItemGrads:  # fmt: skip
+        """One launch a piece; pieces of a window share keys."""
+        dq = torch.zeros_like(rows.q)
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
+        for one in pieces:
+            part = *_part(rows, columns, one), upstream.take(one.q_slice)
+            grads = self.gradients(*part, one, params)
+            dq[:, one.q_slice].copy_(grads.dq)
+            dk[:, one.k_slice].add_(grads.dk)
+            dv[:, one.k_slice].add_(grads.dv)
+        return ItemGrads(dq, dk, dv, None)
 
 
 def _part(rows: Rows, columns: Columns, item: WorkItem) -> tuple[Rows, Columns]:

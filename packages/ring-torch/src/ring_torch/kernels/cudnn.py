@@ -17,6 +17,8 @@ aten = torch.ops.aten
 class Cudnn:
     """Torch's operators for it; whole and square causal blocks."""
 
+    drops_right = False
+
     def missing(self) -> str | None:
         """A GPU before Ampere, or a torch without cuDNN."""
         return _missing()
@@ -27,7 +29,7 @@ class Cudnn:
         """``(out, lse)``; it allocates them."""
         del place
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(options), False,
+            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(q, options), False,
             scale=options.scale,
         )  # fmt: skip
         return out.transpose(1, 2), lse.view(lse.shape[:3])
@@ -40,16 +42,17 @@ class Cudnn:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), unused, unused,
-            None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(options),
+            None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(q, options),
             scale=options.scale,
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
 
 
-def _is_causal(options: Options) -> bool:
+def _is_causal(q: Tensor, options: Options) -> bool:
+    """Whether to mask; a single query sees its single key, and cuDNN takes no such mask."""
     assert options.documents is None and options.window in ((None, None), (None, 0))
-    return options.window == (None, 0)
+    return options.window == (None, 0) and q.shape[1] > 1
 
 
 @cache

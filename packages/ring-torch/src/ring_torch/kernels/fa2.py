@@ -24,6 +24,8 @@ from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounde
 class Flash2:
     """The functions of ``flash_attn.flash_attn_interface``."""
 
+    drops_right = True
+
     def missing(self) -> str | None:
         """Not installed, of another version, or a GPU before Ampere."""
         return _missing()

@@ -23,6 +23,8 @@ from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounde
 class Flash3:
     """The functions of ``flash_attn_interface``."""
 
+    drops_right = False
+
     def missing(self) -> str | None:
         """Not installed, or a GPU it has no kernels for."""
         return _missing()

@@ -18,6 +18,8 @@ from ring_torch.kernels._flash import FlashKernel, Options, capability
 class Flash4:
     """The functions of ``flash_attn.cute.interface``, and what they compiled for calls so far."""
 
+    drops_right = False
+
     def __init__(self) -> None:
         self._launches: dict[object, tuple[Function, tuple[Any, ...]]] = {}
 

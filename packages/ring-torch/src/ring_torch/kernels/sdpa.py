@@ -110,6 +110,8 @@ class CpuFlashKernel:
 class Flash:
     """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
 
+    drops_right = True
+
     def missing(self) -> str | None:
         """A GPU before Ampere."""
         if capability()[0] < 8:
