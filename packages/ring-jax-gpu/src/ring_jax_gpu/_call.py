@@ -1,0 +1,205 @@
+"""The call of a Triton kernel as an operation of JAX that changes some of its arrays.
+
+What it becomes is decided when a program is compiled for a GPU: only then are Triton and jax-triton
+imported, and only then is it known whether the GPU has a copy engine for tiles.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.custom_batching import sequential_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ring_core import UnsupportedError
+from ring_jax._ring import axes_of, vary_alike
+from ring_jax._types import Array
+
+Arrays = dict[str, Array]
+
+_CAREFUL = 32  # queries and keys a block where numbers are not finite
+_HOPPER = 90  # the first compute capability with a copy engine for tiles
+
+# Bytes of shared memory that a block may have, by compute capability.
+_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+_SHARED_ELSEWHERE = 99 << 10
+_BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
+
+# Parameters of kernels that are other views of an array: of queries and output gradients for blocks
+# that are done with care, of keys and values for each by itself.
+_VIEWS = {"q_pointer": "q", "dout_pointer": "dout", "k": "kv", "v": "kv"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is known of a launch when it is traced; hashable."""
+
+    kernel: str
+    numbers: tuple[tuple[str, int], ...]
+    facts: tuple[tuple[str, Any], ...]  # of ``_scores.Facts``, but for ``TMA``
+    grid: tuple[int, int, int]
+    warps: int
+    stages: int
+
+
+triton_launch_p = Primitive("ring_triton_launch")
+triton_launch_p.multiple_results = True
+
+
+def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
+    """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
+    given, changed = vary_alike((given, changed), axes_of((given, changed)))
+    names = (*given, *changed)
+    bind = partial(triton_launch_p.bind, launch=launch, names=names, num_changed=len(changed))
+
+    # A vmapped axis is run through one by one.
+    results = sequential_vmap(bind)(*given.values(), *changed.values())
+    return dict(zip(changed, results, strict=True))
+
+
+def _execute(*arrays: Array, **params: Any) -> Any:
+    return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
+
+
+def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
+    return types[len(types) - num_changed :]
+
+
+triton_launch_p.def_impl(_execute)
+triton_launch_p.def_abstract_eval(_changed_types)
+
+
+def _lower(context: Any, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(partial(_call_triton, **params))(context, *operands)
+
+
+mlir.register_lowering(triton_launch_p, _lower, platform="cuda")
+
+
+def _call_triton(
+    *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
+) -> list[Array]:
+    """Call the kernel on the GPU that is compiled for."""
+    import jax_triton
+
+    from ring_jax_gpu import _backward, _forward
+
+    kernel = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+    by_name = dict(zip(names, arrays, strict=True))
+    capability = compute_capability()
+    stages = stages_that_fit(launch, by_name["q"].dtype.itemsize, capability)
+    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= _HOPPER)
+    changed = names[len(names) - num_changed :]
+    results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
+    operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
+    operands = [name for name in operands if arguments[name] is not None]
+    with warnings.catch_warnings():
+        # References, which are to replace these aliases, cannot be lowered here.
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        return list(
+            jax_triton.triton_call(
+                kernel=kernel,
+                out_type=results,
+                grid=launch.grid,
+                name=f"ring_{launch.kernel}",
+                num_warps=launch.warps,
+                num_stages=stages,
+                compute_capability=capability,
+                backend_options={"enable_fp_fusion": True},
+                input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},
+                **arguments,
+            )
+        )
+
+
+def name_is_static(kernel: Any, name: str) -> bool:
+    """Whether a parameter of a kernel is one it is compiled for."""
+    return bool(kernel.params[kernel.arg_names.index(name)].is_constexpr)
+
+
+def compute_capability() -> int:
+    """Of the first GPU, as in ``sm_90``."""
+    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def stages_that_fit(launch: Launch, itemsize: int, capability: int) -> int:
+    """How many blocks may be on their way at once: as many as were chosen, or as there is room for.
+
+    Raises:
+        UnsupportedError: A GPU has no room for one of this size.
+    """
+    facts = dict(launch.facts)
+    q, k = int(facts["BLOCK_Q"]), int(facts["BLOCK_K"])
+    both = int(facts["PADDED"] + facts["PADDED_V"])
+    if launch.kernel == "add_to_keys":
+        held, fetched = k * both, q * both
+        if facts["FUSED"]:  # what is added to dQ, in float32
+            held += 4 * q * max(k, facts["PADDED"]) // itemsize
+    else:
+        held, fetched = q * (facts["PADDED"] if launch.kernel == "attend" else both), k * both
+    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
+    room = (shared - _BARRIERS) // itemsize - held
+    if room < fetched // 2:  # one stage may fetch one array after the other
+        raise UnsupportedError(
+            f"kernel 'triton': {q} queries and {k} keys a block with head dims {facts['D']} and "
+            f"{facts['DV']} need more than the {shared >> 10} KiB of shared memory of this GPU. "
+            "Instead: leave out block_q and block_k, or choose smaller ones"
+        )
+    most = launch.stages if capability >= _HOPPER else 2  # threads that fetch need registers for it
+    return max(1, min(launch.stages, most, room // fetched))
+
+
+def arguments_of(
+    kernel: Any, launch: Launch, arrays: Arrays, *, has_copy_engine: bool
+) -> dict[str, Any]:
+    """All arguments of a kernel by name, ``None`` for arrays that the call does not have.
+
+    jax-triton takes a name that it does not know for a constant; here that is an error.
+    """
+    from ring_jax_gpu._scores import Facts
+
+    copied = has_copy_engine and launch.kernel != "add_to_bias" and _can_be_copied(launch, arrays)
+    facts = Facts(**dict(launch.facts), TMA=copied)
+    small = {"BLOCK_Q": min(_CAREFUL, facts.BLOCK_Q), "BLOCK_K": min(_CAREFUL, facts.BLOCK_K)}
+    careful = facts._replace(
+        **small, TMA=False, EVEN_Q=False, EVEN_K=False, LISTED=False, ALL_PARTIAL=True
+    )
+    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": facts, "careful": careful}
+    known |= {name: arrays[of] for name, of in _VIEWS.items() if of in arrays}
+    if facts.TMA:
+        known |= _descriptors(facts, arrays)
+    unknown = set(arrays) | set(dict(launch.numbers))
+    unknown -= {*kernel.arg_names, *_VIEWS.values()}
+    assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
+    return {name: known.get(name) for name in kernel.arg_names}
+
+
+def _can_be_copied(launch: Launch, arrays: Arrays) -> bool:
+    """Whether tiles can come by the copy engine, which knows no padding inside a row."""
+    facts = dict(launch.facts)
+    whole = facts["D"] == facts["PADDED"] and facts["DV"] == facts["PADDED_V"]
+    return bool(whole and arrays["q"].dtype.itemsize * facts["DV"] % 16 == 0)
+
+
+def _descriptors(facts: Any, arrays: Arrays) -> dict[str, Any]:
+    """Tensors as ``[heads, length, dims]`` for the copy engine, with the tiles that it fetches."""
+    from jax_triton import TensorDescriptor
+
+    shapes = {
+        "q": ("q", facts.BLOCK_Q, facts.D), "dout": ("dout", facts.BLOCK_Q, facts.DV),
+        "k": ("kv", facts.BLOCK_K, facts.D), "v": ("kv", facts.BLOCK_K, facts.DV),
+    }  # fmt: skip
+    found = {}
+    for name, (array, length, dims) in shapes.items():
+        if array in arrays:
+            x = arrays[array]
+            flat = x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+            found[name] = TensorDescriptor.from_array(flat, (1, length, dims))
+    return found

@@ -1,0 +1,346 @@
+"""One block of scores on the chip: which part of it shows, and the options that change it.
+
+Plain Triton: nothing here knows of JAX. A kernel keeps a block of one side in registers, its outer
+side, and walks along the other, its inner side: queries and keys in the forward and for dQ, keys
+and queries for dK and dV. Rows and columns come as index tensors that broadcast against each other,
+``[q, 1]`` and ``[1, k]`` or ``[1, q]`` and ``[k, 1]``, so that the same functions serve both ways.
+"""
+
+# What a kernel works on has no type in Python.
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+TILE = tl.constexpr(128)  # of a predicate mask
+BOUNDS = tl.constexpr(6)  # numbers of an item: q_start, q_stop, k_start, k_stop, lo, hi
+EXACT = tl.constexpr("tf32x3")  # float32 as products of its high and low parts
+_FAR = tl.constexpr(1 << 30)
+_INF = tl.constexpr(float("inf"))
+
+
+class Facts(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        D, DV: Head dims of queries and keys, and of values.
+        PADDED, PADDED_V: The same, rounded up to powers of two.
+        ITEMS: How many items there are.
+        LISTED: Blocks to visit come from a list; otherwise they follow from the items.
+        ALL_PARTIAL: Every block needs its mask.
+        SCALE, SOFTCAP: Of the logits; ``None`` is no soft cap.
+        DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
+        BLOCK_Q, BLOCK_K: Queries and keys a block.
+        TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
+        EVEN_Q, EVEN_K: Lengths are multiples of the blocks.
+        FUSED: The kernel for dK and dV adds to dQ as well.
+    """
+
+    D: tl.constexpr
+    DV: tl.constexpr
+    PADDED: tl.constexpr
+    PADDED_V: tl.constexpr
+    ITEMS: tl.constexpr
+    LISTED: tl.constexpr
+    ALL_PARTIAL: tl.constexpr
+    SCALE: tl.constexpr
+    SOFTCAP: tl.constexpr
+    DROPPED: tl.constexpr
+    BLOCK_Q: tl.constexpr
+    BLOCK_K: tl.constexpr
+    TMA: tl.constexpr
+    EVEN_Q: tl.constexpr
+    EVEN_K: tl.constexpr
+    FUSED: tl.constexpr
+
+
+class Options(NamedTuple):
+    """What masks and options read: pointers, ``None`` where a call has no such thing, and numbers.
+
+    Attributes:
+        items: int32 ``[items, 6]``, what each shows: rows, columns, and the band from its corner.
+        cells: int32 ``[2, outer length]``, from where to where the inner tokens lie that share the
+            document of each outer token.
+        q_ids, k_ids: int32 ``[B, T]`` and ``[B, S]``: equal ones see each other, negative ones
+            nothing.
+        q_at, k_at: int32 ``[T]`` and ``[S]``, positions among the keys.
+        q_index: int32 ``[T]``, indices among the queries.
+        tiles: int32 ``[ceil(T / 128), ceil(S / 128)]``, which tile of ``bits``; -1 shows all, -2
+            nothing.
+        bits: uint8 ``[n, 128, 16]``, tiles of a predicate, the first column in the lowest bit.
+        bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch`` and ``bias_head``.
+        slopes: float32 ``[B or 1, H]`` with the stride ``slopes_batch``.
+        dropout: int32 ``[4]``: the seed's low and high words, the first batch row and head.
+    """
+
+    items: Any
+    cells: Any
+    q_ids: Any
+    k_ids: Any
+    q_at: Any
+    k_at: Any
+    q_index: Any
+    tiles: Any
+    bits: Any
+    bias: Any
+    bias_batch: Any
+    bias_head: Any
+    slopes: Any
+    slopes_batch: Any
+    dropout: Any
+    q_len: Any
+    k_len: Any
+
+
+@triton.jit
+def turn_and_head(blocks, together):
+    """Which turn a program has among the ``blocks`` of its head, and which head.
+
+    ``together`` heads take turns: the first blocks of all of them come before the second ones. The
+    longest come first, so that none of those is left when the GPU runs empty.
+    """
+    each = blocks * together
+    within = tl.program_id(0) % each
+    return within // together, (tl.program_id(0) // each) * together + within % together
+
+
+@triton.jit
+def load_tile(
+    x, head, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Tokens ``start`` and on of one head of ``[heads, length, STRIDE]``, dims ``AT`` and on.
+
+    What lies beyond the length, or beyond ``DIM``, is zero. ``x`` is a descriptor, whose blocks
+    the copy engine fetches, or a pointer.
+    """
+    if TMA:
+        tile = x.load([head, start, AT]).reshape(BLOCK, PADDED)
+    else:
+        token, dim = tl.arange(0, BLOCK), tl.arange(0, PADDED)
+        first = x + (head.to(tl.int64) * length + start) * STRIDE + AT
+        at = first + token[:, None] * STRIDE + dim[None, :]
+        if EVEN and DIM == PADDED:
+            tile = tl.load(at)
+        else:
+            inside = (start + token < length)[:, None] & (dim < DIM)[None, :]
+            tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_keys(k, head, start, length, facts):
+    """A block of keys ``[BLOCK_K, PADDED]``."""
+    return load_tile(
+        k, head, start, length, facts.D, facts.PADDED, 0, facts.D + facts.DV, facts.BLOCK_K,
+        facts.TMA, facts.EVEN_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_values(v, head, start, length, facts):
+    """A block of values ``[BLOCK_K, PADDED_V]``, which lie beside their keys."""
+    return load_tile(
+        v, head, start, length, facts.DV, facts.PADDED_V, facts.D, facts.D + facts.DV,
+        facts.BLOCK_K, facts.TMA, facts.EVEN_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_queries(q, head, start, length, facts):
+    """A block of queries ``[BLOCK_Q, PADDED]``."""
+    return load_tile(
+        q, head, start, length, facts.D, facts.PADDED, 0, facts.D, facts.BLOCK_Q, facts.TMA,
+        facts.EVEN_Q,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_gradient(dout, head, start, length, facts):
+    """A block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
+    return load_tile(
+        dout, head, start, length, facts.DV, facts.PADDED_V, 0, facts.DV, facts.BLOCK_Q, facts.TMA,
+        facts.EVEN_Q,
+    )  # fmt: skip
+
+
+@triton.jit
+def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
+    """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``.
+
+    ``ROWS`` says that the outer side is the queries. A token that sees nothing has an interval that
+    ends before it begins.
+    """
+    at = x.items + n * BOUNDS
+    lo, hi = tl.load(at + 4), tl.load(at + 5)
+    if ROWS:
+        begin, end, start, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        near, far = -hi, -lo
+    else:
+        start, stop, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        near, far = lo, hi
+    diagonal = outer - begin + start
+    first = tl.maximum(diagonal + near, start)
+    last = tl.minimum(diagonal + far + 1, stop)
+    inside = (outer >= begin) & (outer < end)
+    if x.cells is not None:
+        length = x.q_len if ROWS else x.k_len
+        known = outer < length
+        first = tl.maximum(first, tl.load(x.cells + outer, mask=known, other=0))
+        last = tl.minimum(last, tl.load(x.cells + length + outer, mask=known, other=0))
+    return tl.where(inside, first, inner_length), tl.where(inside, last, 0)
+
+
+@triton.jit
+def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, facts):
+    """The inner blocks that some outer token sees, and those that all of them see whole.
+
+    Both are ranges, ``(start, full_start, full_stop, end)``; ``is_real`` says which outer tokens
+    are any. What lies beyond them does not matter, so they do not make a block partial.
+    """
+    start = tl.min(first) // BLOCK
+    end = tl.maximum((tl.max(stop) + BLOCK - 1) // BLOCK, start)
+    if facts.ALL_PARTIAL:
+        full_start, full_stop = start, start
+    else:
+        full_start = (tl.max(tl.where(is_real, first, 0)) + BLOCK - 1) // BLOCK
+        full_stop = tl.min(tl.where(is_real, stop, _FAR)) // BLOCK
+        full_start = tl.minimum(tl.maximum(full_start, start), end)
+        full_stop = tl.maximum(tl.minimum(full_stop, end), full_start)
+    return start, full_start, full_stop, end
+
+
+@triton.jit
+def listed_blocks(visits, counts, visits_batch, batch, block, across):
+    """Where a block's list of visits begins, and how many of them are partial and full."""
+    count = counts + 2 * ((batch * visits_batch) // across + block)
+    return visits + batch * visits_batch + block * across, tl.load(count), tl.load(count + 1)
+
+
+@triton.jit
+def visible_cells(
+    x, facts, batch, head, rows, cols, outer, inner, first, stop, ROWS: tl.constexpr
+):  # fmt: skip
+    """What a block shows; ``outer`` and ``inner`` are its tokens as they broadcast.
+
+    ``first`` and ``stop`` are the intervals of one item; a block of a list shows what any does.
+    """
+    if facts.LISTED:
+        visible = (outer < 0) & (inner < 0)
+        limit = x.k_len if ROWS else x.q_len
+        for n in tl.static_range(facts.ITEMS):
+            begin, end = interval(x, n, outer, limit, ROWS)
+            visible |= (inner >= begin) & (inner < end)
+    else:
+        visible = (inner >= first) & (inner < stop)
+    if x.q_ids is not None:
+        mine = tl.load(x.q_ids + batch * x.q_len + rows, mask=rows < x.q_len, other=-1)
+        theirs = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
+        visible &= (mine == theirs) & (mine >= 0)
+    if x.bits is not None:
+        visible &= in_tiles(x, rows, cols)
+    if x.bias is not None:
+        visible &= load_bias(x, batch, head, rows, cols) > -_INF
+    return visible
+
+
+@triton.jit
+def in_tiles(x, rows, cols):
+    """What a predicate shows."""
+    real = (rows < x.q_len) & (cols < x.k_len)
+    across = (x.k_len + TILE - 1) // TILE
+    which = tl.load(x.tiles + (rows // TILE) * across + cols // TILE, mask=real, other=-2)
+    place = which * (TILE * TILE // 8) + (rows % TILE) * (TILE // 8) + (cols % TILE) // 8
+    word = tl.load(x.bits + place, mask=which >= 0, other=0)
+    return (((word.to(tl.int32) >> (cols % 8)) & 1) > 0) | (which == -1)
+
+
+@triton.jit
+def load_bias(x, batch, head, rows, cols):
+    """The bias of a block, float32; ``-inf`` beyond the lengths."""
+    start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
+    place = rows.to(tl.int64) * x.k_len + cols
+    real = (rows < x.q_len) & (cols < x.k_len)
+    return tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
+
+
+@triton.jit
+def bent(x, facts, products, batch, head, rows, cols):
+    """Scores in base 2, from products of queries and keys, and the slope of the soft cap."""
+    if facts.SOFTCAP is not None:
+        # 1 - 2 / (exp(2 x) + 1): overflows to 1, where (e - 1) / (e + 1) would be NaN
+        grown = tl.exp2(products * (2 * LOG2E * facts.SCALE / facts.SOFTCAP))
+        squashed = 1.0 - 2.0 / (grown + 1.0)
+        # near 0 that cancels; the series of tanh does not
+        small = products * (facts.SCALE / facts.SOFTCAP)
+        y = small * small
+        series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+        squashed = tl.where(y < 0.0625, small * series, squashed)
+        scores, slope = squashed * (facts.SOFTCAP * LOG2E), 1.0 - squashed * squashed
+    else:
+        scores, slope = products * (facts.SCALE * LOG2E), None
+    if x.bias is not None:
+        scores += load_bias(x, batch, head, rows, cols) * LOG2E
+    if x.slopes is not None:
+        slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * LOG2E
+        q_at = tl.load(x.q_at + rows, mask=rows < x.q_len, other=0)
+        k_at = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
+        scores -= slope_of_head * tl.abs(q_at - k_at).to(tl.float32)
+    return scores, slope
+
+
+@triton.jit
+def kept(x, facts, batch, head, rows, cols):
+    """Dropout's factor for each score: Philox-4x32-10, keyed by global indices.
+
+    Words below ``DROPPED`` drop; it is 2**32 times the probability.
+    """
+    low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
+    j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
+    nothing = (rows + cols) * 0
+    b, h = tl.load(x.dropout + 2) + batch, tl.load(x.dropout + 3) + head
+    zero, one, two, three = tl.philox(
+        low | (high << 32), (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
+    )
+    lane = j & 3
+    word = tl.where(lane < 2, tl.where(lane == 0, zero, one), tl.where(lane == 2, two, three))
+    return tl.where(
+        word.to(tl.uint64) >= facts.DROPPED, 1.0 / (1.0 - facts.DROPPED / 4294967296.0), 0.0
+    )
+
+
+@triton.jit
+def has_nan(x):
+    """Whether some number is NaN."""
+    return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124
+
+
+@triton.jit
+def is_odd(x):
+    """Whether some number is not finite."""
+    return tl.max(tl.where(tl.abs(x.to(tl.float32)) < _INF, 0, 1)) > 0
+
+
+@triton.jit
+def add_product(acc, weights, visible, x, CAREFUL: tl.constexpr):
+    """``acc + weights @ x``, in float32.
+
+    With ``CAREFUL`` it reads ``x [n, D]`` only where it is seen, as ``0 * nan`` is ``nan``: what is
+    not finite is left out of the product, and what sees it becomes ``nan``.
+    """
+    if CAREFUL:
+        finite = tl.abs(x.to(tl.float32)) < _INF
+        odd = tl.where(finite, 0.0, 1.0).to(x.dtype)
+        seen = tl.dot(tl.where(visible, 1.0, 0.0).to(x.dtype), odd, input_precision=EXACT)
+        acc = tl.where(seen > 0, float("nan"), acc)
+        x = tl.where(finite, x.to(tl.float32), 0.0).to(x.dtype)
+    return tl.dot(weights.to(x.dtype), x, acc, input_precision=EXACT)

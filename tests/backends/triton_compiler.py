@@ -1,0 +1,148 @@
+"""Triton kernels compiled for GPUs that are not there.
+
+Run as a program, as a process that interprets kernels cannot compile them: it reads a list of calls
+as JSON and writes what each kernel of each call takes, a line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ring_core import KernelConfig, Mask
+from ring_jax_gpu import ring_attention
+from ring_jax_gpu._call import Launch, arguments_of, stages_that_fit, triton_launch_p
+
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
+_HERE = Path(__file__).resolve()
+
+
+def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
+    """Compile the kernels of calls, in another process, for a compute capability.
+
+    A call is ``options`` of :func:`ring_attention` and, where they differ from the defaults,
+    ``tokens``, ``dims``, ``dtype`` and ``arrays`` (name to dtype and shape).
+    """
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    found = subprocess.run(
+        [sys.executable, str(_HERE), str(arch)],
+        input=json.dumps(calls), env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def launches_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """The parameters and the types of the arrays of every kernel that a call launches."""
+    tokens, dims = call.get("tokens", [1024, 1024]), call.get("dims", [128, 128])
+    dtype = call.get("dtype", "bfloat16")
+    options = dict(call.get("options", {}))
+    config = KernelConfig("triton", fused_backward=call.get("fused"))
+    if "cu_seqlens" in options:
+        options["mask"] = Mask(causal=True, cu_seqlens=tuple(options.pop("cu_seqlens")))
+    if call.get("predicate"):
+        options["mask"] = Mask(predicate=lambda q, k: (q // 100 + k // 100) % 2 == 0)
+    spec: Any = jax.ShapeDtypeStruct
+    q = spec((1, tokens[0], 4, dims[0]), dtype)
+    k, v = (spec((1, tokens[1], 2, dim), dtype) for dim in dims)
+    more = {name: spec(shape, kind) for name, (kind, shape) in call.get("arrays", {}).items()}
+
+    def both(q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
+        def one(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            given = {**more, "bias": bias}
+            return ring_attention(q, k, v, axis_name=None, kernel=config, **given, **options)
+
+        out, pull = jax.vjp(one, q, k, v, more.get("bias"))
+        return out, pull(out)
+
+    for equation in _equations(jax.make_jaxpr(both)(q, k, v, more).jaxpr):
+        if equation.primitive is triton_launch_p:
+            yield equation.params, [x.aval for x in equation.invars]
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    for equation in program.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str, Any]:
+    """Compile a kernel and say what it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ring_jax_gpu import _backward, _forward
+
+    launch: Launch = params["launch"]
+    kernel: Any = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def describe(*arrays: Any) -> None:
+        by_name = dict(zip(params["names"], arrays, strict=True))
+        given = arguments_of(kernel, launch, by_name, has_copy_engine=arch >= 90)
+        for n, (name, value) in enumerate(given.items()):
+            if value is None or kernel.params[n].is_constexpr:
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, int):
+                signature[name] = "i32"
+            elif hasattr(value, "block_shape"):
+                sizes = ",".join(map(str, value.block_shape))
+                signature[name] = f"tensordesc<{_NAMES[value.base.dtype.name]}[{sizes}]>"
+            else:
+                signature[name] = f"*{_NAMES[value.dtype.name]}"
+                attributes[n,] = [["tt.divisibility", 16]]
+
+    jax.eval_shape(describe, *types)
+    itemsize = types[params["names"].index("q")].dtype.itemsize
+    stages = stages_that_fit(launch, itemsize, arch)
+    result = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options={
+            "num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True,
+        },
+    )  # fmt: skip
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    facts = dict(launch.facts)
+    return {
+        "kernel": launch.kernel, "fused": facts["FUSED"], "shared": result.metadata.shared,
+        "registers": usage["REG"], "stack": usage["STACK"] + usage["LOCAL"],
+        "ptx": "wgmma" if "wgmma" in result.asm["ptx"] else "mma",
+        "copies": "cp.async.bulk.tensor" in result.asm["ptx"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Compile what standard input asks for."""
+    arch = int(sys.argv[1])
+    for call in json.load(sys.stdin):
+        for params, types in launches_of(call):
+            facts = {"call": call.get("name", ""), **compile_one(params, types, arch)}
+            sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Triton kernels in Triton's interpreter, called from JAX on host devices.
+
+Triton reads ``TRITON_INTERPRET`` when it is imported and from then on interprets every kernel of
+the process; what compiles kernels runs elsewhere. The interpreter patches ``triton.language`` while
+a kernel runs, so one runs at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from cases import Case
+from jax.interpreters import mlir
+
+from backends.jax_devices import GRADS
+from ring_core import KernelConfig
+from ring_jax_gpu import ring_attention
+from ring_jax_gpu._call import Launch, arguments_of, triton_launch_p
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+Array = npt.NDArray[Any]
+
+_ONE_AT_A_TIME = threading.Lock()
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
+
+
+class HostArray:
+    """Memory as the interpreter wants it, which knows torch's tensors only."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.dtype = _NAMES[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return int(self.array.ctypes.data)
+
+    def untyped_storage(self) -> HostArray:
+        """The memory itself."""
+        return self
+
+    def cpu(self) -> HostArray:
+        """The memory on the host, where it is."""
+        return self
+
+    def copy_(self, other: HostArray) -> None:
+        """Bring back what a kernel wrote: it is there already."""
+        assert other.data_ptr() == self.data_ptr()
+
+    def new_empty(self, *_: Any, **__: Any) -> HostArray:
+        """A tensor to be set."""
+        return HostArray(self.array)
+
+    def set_(self, storage: HostArray, *_: Any) -> None:
+        """Point at some memory."""
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        """Where it begins."""
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        """The shape."""
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        """Not needed."""
+        return ()
+
+
+def _repair_bfloat16() -> None:
+    """The interpreter multiplies the bits of bfloat16 as if they were integers, and truncates."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
+        if dtype.scalar == tl.bfloat16 and x.dtype.scalar == tl.float32:
+            return TensorHandle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+        if dtype.scalar == tl.float32:
+            x = widened(x)
+        return cast(self, x, dtype)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    for name in ("create_fp_ext", "create_fp_trunc"):
+        setattr(InterpreterBuilder, name, cast_impl)
+
+
+_repair_bfloat16()
+
+
+def interpret(
+    *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
+) -> list[Array]:
+    """Run a kernel on copies of arrays and return those that it changed."""
+    from ring_jax_gpu import _backward, _forward
+
+    copies: Any = {name: np.array(x) for name, x in zip(names, arrays, strict=True)}
+    kernel: Any = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+    arguments = arguments_of(kernel, launch, copies, has_copy_engine=False)
+    views = {id(x): HostArray(x) for x in copies.values()}
+    given = {name: views.get(id(x), x) for name, x in arguments.items()}
+    with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about maxima of NaN
+        kernel[launch.grid](**given)
+    return [copies[name] for name in names[len(names) - num_changed :]]
+
+
+def _call_interpreter(*arrays: jax.Array, num_changed: int, **params: Any) -> Any:
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-num_changed:]]
+    call = partial(interpret, num_changed=num_changed, **params)
+    return jax.pure_callback(call, results, *arrays)
+
+
+def _lower(context: Any, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(partial(_call_interpreter, **params))(context, *operands)
+
+
+mlir.register_lowering(triton_launch_p, _lower, platform="cpu")
+
+
+def alone(case: Case, config: KernelConfig) -> dict[str, Array]:
+    """A case on one device, without a ring."""
+    x = {
+        name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
+        for name, value in case.inputs.items()
+    }
+
+    def call(some: dict[str, Any]) -> Any:
+        y = {**x, **some}
+        return ring_attention(
+            y["q"], y["k"], y["v"], axis_name=None, mask=case.mask,
+            segment_ids=(y["q_ids"], y["k_ids"]) if case.segments else None,
+            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=y.get("sinks"),
+            bias=y.get("bias"), alibi_slopes=y.get("alibi_slopes"), dropout_p=case.dropout_p,
+            dropout_seed=case.dropout_seed, return_lse=True, kernel=config,
+        )  # fmt: skip
+
+    @jax.jit
+    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+        (out, lse), pull = jax.vjp(call, some)
+        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+
+    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
+    results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
+    return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}

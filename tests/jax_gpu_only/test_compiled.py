@@ -1,0 +1,41 @@
+"""The kernels compile for GPUs that are not there, and fit on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from backends.triton_compiler import compiled
+
+#: Bytes of shared memory that a block may have.
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "fused": {"options": {"causal": True}, "fused": True},
+    "wide": {"dims": [256, 256]},
+    "odd": {"tokens": [1004, 500], "dims": [80, 24]},
+    "float32": {"dims": [64, 64], "dtype": "float32"},
+    "predicate": {"predicate": True},
+    "dropout": {
+        "options": {"causal": True, "dropout_p": 0.1, "dropout_seed": 3},
+        "arrays": {"alibi_slopes": ["float32", [4]]},
+    },
+    "bias": {"arrays": {"bias": ["float32", [1, 1, 1024, 1024]]}},
+}
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_causal(arch: int) -> None:
+    kernels = compiled([{"options": {"causal": True}}], arch)
+    assert [x["kernel"] for x in kernels] == ["attend", "add_to_queries", "add_to_keys"]
+    assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
+    assert all(x["copies"] == (arch >= 90) for x in kernels)
+    if arch == 90:
+        assert all(x["ptx"] == "wgmma" for x in kernels)
+        assert all(x["stack"] <= 32 for x in kernels), kernels  # bytes a thread keeps in memory
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_options(name: str) -> None:
+    kernels = compiled([CALLS[name]], 90)
+    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels

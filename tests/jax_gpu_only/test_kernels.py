@@ -1,0 +1,176 @@
+"""The Triton kernels in Triton's interpreter, against the oracle: alone and in the ring."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends.jax_devices import JaxBackend
+from backends.triton_interpreter import alone
+from cases import CASES, Case, diagonals, prefix
+from tolerances import assert_close
+
+import ring_jax
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core._blocks import BlockGeometry
+from ring_jax_gpu import ring_attention
+from ring_jax_gpu._call import Launch, arguments_of, stages_that_fit
+
+SMALL = KernelConfig("triton", block_q=32, block_k=32)
+CAUSAL = Mask(causal=True)
+
+# Several blocks on one device; lengths that are no multiple of a block.
+_CASES = [
+    Case("causal", CAUSAL),
+    Case("full", Mask(), heads=(2, 2)),
+    Case("window", Mask(causal=True, window=(40, 0)), lse_grad=True),
+    Case("window-both", Mask(window=(50, 33))),
+    Case("chunks", Mask(causal=True, chunk_size=37)),
+    Case("documents", Mask(cu_seqlens=(0, 1, 40, 42, 70, 80))),
+    Case("predicate", Mask(causal=True, predicate=diagonals), seq_len=150),
+    Case("predicate-documents", Mask(predicate=prefix, cu_seqlens=(0, 43, 80))),
+    Case("keys", CAUSAL, kv_seq_len=150),
+    Case("fewer-keys", CAUSAL, kv_seq_len=45),
+    Case("gqa", CAUSAL, heads=(4, 2), dims=(24, 8)),
+    Case("bfloat16", CAUSAL, dtype="bfloat16", dims=(64, 64)),
+    Case("float16", Mask(), dtype="float16", dims=(16, 32)),
+    Case("softcap", CAUSAL, softcap=1.5, softmax_scale=0.7, sinks=0),
+    Case("negative-scale", CAUSAL, softmax_scale=-0.5),
+    Case("no-scale", CAUSAL, softmax_scale=0.0),
+    Case("segments", CAUSAL, segments="padded", batch=2, heads=(1, 1)),
+    Case("segments-pair", Mask(), segments="pair"),
+    Case("alibi", CAUSAL, alibi=2, batch=2, heads=(1, 1)),
+    Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
+    Case("bias", CAUSAL, bias="masked", batch=2, heads=(1, 1)),
+    Case("bias-shared", CAUSAL, bias="shared", batch=2),
+    Case("spread", CAUSAL, spread=40.0),
+    Case("poison-q", CAUSAL, poison="q"),
+    Case("poison-k", CAUSAL, poison="k"),
+    Case("poison-v", CAUSAL, poison="v"),
+    Case("poison-padding", Mask(), segments="padded", poison="padding"),
+    Case(
+        "everything", CAUSAL, softcap=2.0, sinks=0, bias="masked", alibi=1, dropout_p=0.1,
+        segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6), lse_grad=True,
+    ),
+]  # fmt: skip
+SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for case in _CASES]
+
+
+@pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
+def test_several_blocks(case: Case) -> None:
+    assert_close(case, alone(case, SMALL))
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-k", "everything"])
+def test_fused_backward(name: str) -> None:
+    (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
+    assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
+
+
+@pytest.mark.parametrize("sizes", [(64, 16), (16, 64)])
+@pytest.mark.parametrize("name", ["window-both", "segments", "predicate"])
+def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
+    (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
+    assert_close(case, alone(case, replace(SMALL, block_q=sizes[0], block_k=sizes[1])))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal-zigzag-cp2", "window-large-plain-cp2", "window-small-striped-cp2",
+        "causal-balanced-cp4", "documents-chunks-striped-cp4", "predicate-zigzag-cp2",
+        "predicate-balanced-cp4", "documents-window-zigzag-cp4", "sinks-many-plain",
+        "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag",
+        "keys64-predicate-plain",
+    ],
+)  # fmt: skip
+def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    assert_close(CASES[name], JaxBackend().run(CASES[name], kernel="triton"))
+
+
+def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(120, 0)), "zigzag", 2, 300)
+    config: Any = SMALL
+    assert_close(case, JaxBackend().run(case, kernel=config))
+
+
+def test_vmap() -> None:
+    """A vmapped axis is run through one by one."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 40, 1, 8)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(rng.integers(0, 2, (2, 1, 40)).cumsum(axis=2) // 10, jnp.int32)
+
+    def loss(q: Any, k: Any, v: Any, ids: Any, kernel: str) -> Any:
+        out = ring_attention(q, k, v, axis_name=None, segment_ids=ids, causal=True, kernel=kernel)
+        return (out * jnp.cos(v)).sum()
+
+    grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
+    for a, b in zip(grads(q, k, v, ids, "triton"), grads(q, k, v, ids, "xla"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_nothing_of_triton_is_imported_for_other_platforms() -> None:
+    code = """
+import sys
+import jax.numpy as jnp
+import ring_jax_gpu
+x = jnp.ones((1, 8, 2, 4))
+assert jnp.allclose(ring_jax_gpu.ring_attention(x, x, x, axis_name=None, causal=True), 1.0)
+assert not {"triton", "jax_triton", "torch"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _refused(**options: Any) -> str:
+    q = jnp.zeros((1, 64, 2, options.pop("dim", 16)), options.pop("dtype", "bfloat16"))
+    with pytest.raises(UnsupportedError) as error:
+        ring_attention(q, q, q, axis_name=None, **options)
+    return str(error.value)
+
+
+def test_refusals_say_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "block_q=64" in _refused(kernel=KernelConfig("triton", block_q=96))
+    assert "head dims up to 256, not 512" in _refused(dim=512, kernel="triton")
+    fused = KernelConfig(fused_backward=True)
+    assert "leave out fused_backward" in _refused(kernel=fused, deterministic=True)
+    monkeypatch.setattr(BlockGeometry, "tiles", None)
+    many_tiles = _refused(mask=Mask(predicate=diagonals), kernel="triton")
+    assert "more than 64 MiB. Instead: use kernel='xla'" in many_tiles
+
+
+def _launch(kernel: str, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
+    facts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
+    facts |= {"PADDED": dim, "PADDED_V": dim}
+    return Launch(kernel, (), tuple(facts.items()), (1, 1, 1), 8, stages)
+
+
+def test_fewer_stages_where_shared_memory_is_small() -> None:
+    launch = _launch("attend", 128, 128, 128, 3)
+    assert stages_that_fit(launch, 2, 90) == 3
+    assert stages_that_fit(launch, 2, 80) == 2
+    assert stages_that_fit(launch, 2, 120) == 1
+
+
+def test_blocks_that_have_no_room_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="227 KiB of shared memory"):
+        stages_that_fit(_launch("add_to_keys", 256, 256, 256, 2), 2, 90)
+
+
+def test_what_a_kernel_does_not_know_is_an_error() -> None:
+    """jax-triton would take it for a constant."""
+    from ring_jax_gpu._forward import attend
+    from ring_jax_gpu._scores import Facts
+
+    facts = {name: 16 for name in Facts._fields if name != "TMA"}
+    launch = Launch("attend", (), tuple(facts.items()), (1, 1, 1), 4, 2)
+    arrays = {"q": jnp.zeros((1, 1, 16, 16)), "q_idx": jnp.zeros(16)}
+    with pytest.raises(AssertionError, match="q_idx"):
+        arguments_of(attend, launch, arrays, has_copy_engine=False)
