@@ -35,7 +35,7 @@ BACKENDS = {
 GROUPS = {"jax": ["test", "test-jax"]}
 
 #: Backends that spend their time compiling, one case on one core.
-PARALLEL = ("jax", "jax-tpu")
+PARALLEL = ("jax", "jax-gpu", "jax-tpu")
 
 #: What has to pass before a change is accepted.
 CI = [
@@ -146,6 +146,13 @@ def bench_cpu(session: nox.Session) -> None:
     """Time plans and the CPU kernels; arguments go to the benchmark."""
     install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
     session.run("python", "benchmarks/cpu.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def bench_gpu(session: nox.Session) -> None:
+    """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
+    install(session, BACKENDS["torch"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/gpu.py", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ring_core import _band, _block, _geometry, _plan, _simulator, finalize
+from ring_core import _band, _block, _gather, _geometry, _plan, _simulator, finalize
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -25,7 +25,7 @@ def applied(name: str | None) -> Iterator[None]:
     _plan._make_plan.cache_clear()
     try:
         with ExitStack() as stack:
-            for target, attribute, replacement in MUTANTS[name]():
+            for target, attribute, replacement in (MUTANTS | GATHERED_MUTANTS)[name]():
                 stack.enter_context(patch.object(target, attribute, replacement))
             yield
     finally:
@@ -295,6 +295,31 @@ def _help_not_returned() -> Patches:
     return patches
 
 
+def _fetched_from_the_wrong_rank() -> Patches:
+    right = _gather._fetches
+
+    def wrong(plan: Any, *args: Any) -> Any:
+        for one in right(plan, *args):
+            yield one._replace(rank=(one.rank + 1) % plan.cp_size)
+
+    return [(_gather, "_fetches", wrong)]
+
+
+def _gathered_grads_dropped(when: tuple[bool | None, ...]) -> Patches:
+    """Gradients that are sent home early, late, or (``None``) all at once get lost."""
+    gather = _torch("_gather")
+    if gather is None:
+        return []
+    right = gather.Messages.send_home
+
+    def wrong(carrier: Any, *args: Any, early: bool | None = None) -> Any:
+        if early in when:
+            return gather.Returning(lambda _: None)
+        return right(carrier, *args, early=early)
+
+    return [(gather.Messages, "send_home", wrong)]
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "window-off-by-one": _window_off_by_one,
     "last-step-dropped": _last_step_dropped,
@@ -307,4 +332,12 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "wrong-kv-head": _wrong_kv_head,
     "lse-gradient-dropped": _lse_gradient_dropped,
     "help-not-returned": _help_not_returned,
+}
+
+#: What only keys that are gathered show.
+GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
+    "fetched-from-the-wrong-rank": _fetched_from_the_wrong_rank,
+    "gathered-grads-not-sent-home": lambda: _gathered_grads_dropped((True, False, None)),
+    "early-grads-dropped": lambda: _gathered_grads_dropped((True,)),
+    "late-grads-dropped": lambda: _gathered_grads_dropped((False,)),
 }

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans, shown
 
-from ring_core import Gather, Mask, Plan, gather_refusals, make_plan
+from ring_core import (
+    Gather,
+    Mask,
+    Plan,
+    ScheduleName,
+    gather_memory,
+    gather_refusals,
+    make_plan,
+)
 
 
 def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
@@ -74,7 +82,25 @@ def test_a_window_fetches_its_halo() -> None:
     assert plan.gather(2).length == 16 + 5
 
 
-def test_what_cannot_be_gathered_says_why() -> None:
-    for schedule, word in (("striped", "striped"), ("balanced", "balanced")):
-        plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule=schedule)
-        assert word in gather_refusals(plan)[0]
+def test_memory_grows_with_what_is_seen() -> None:
+    def memory(mask: Mask, cp_size: int) -> float:
+        plan = make_plan(mask, seq_len=64 * cp_size, cp_size=cp_size)
+        return gather_memory(plan, q_width=32, kv_width=16, itemsize=2)
+
+    # By hand: of 64 tokens a rank, (64 P + 64) * 16 * 6 bytes over 64 * 16 * 16 + 64 * 32 * 4.
+    assert memory(Mask(), 4) == pytest.approx(5 * 96 / 384)
+    assert memory(Mask(causal=True), 8) == pytest.approx(9 * 96 / 384)
+    halo = Mask(causal=True, window=(16, 0))
+    assert memory(halo, 4) == memory(halo, 64) < memory(Mask(), 2)
+
+
+@pytest.mark.parametrize("schedule", ["striped", "balanced"])
+def test_what_cannot_be_gathered_says_why(schedule: ScheduleName) -> None:
+    """Every reason at once."""
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule=schedule)
+    (reason,) = gather_refusals(plan)
+    assert f"schedule '{schedule}'" in reason
+    mask = Mask(predicate=lambda q, k: q >= k)
+    plan = make_plan(mask, seq_len=64, cp_size=4, schedule=schedule)
+    assert len(gather_refusals(plan)) == 2
+    assert "predicate" in gather_refusals(plan)[1]

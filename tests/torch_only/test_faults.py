@@ -33,7 +33,7 @@ class Disagreement(NamedTuple):
 DISAGREEMENTS = {
     "shapes of equal size": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 4, 4, 8)}), r"q is \[1, "),
     "larger message": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 64, 2, 8)}), r"q is \[1, "),
-    "dtype": Disagreement(({}, {"dtype": torch.bfloat16}), "dtype is '(float32|bfloat16)' there and"),
+    "dtype": Disagreement(({}, {"dtype": torch.bfloat16}), r"q is \[1, 8, 2, 8, '(float32|bfloat16)'\] there and"),
     "causal": Disagreement(({}, {"causal": True}), "mask is '(full|causal)' there"),
     "documents": Disagreement(({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "plan is"),
     "schedule": Disagreement(({"causal": True}, {"causal": True, "schedule": "zigzag"}), "schedule is '(plain|zigzag)' there"),
@@ -41,6 +41,7 @@ DISAGREEMENTS = {
     "seed": Disagreement(({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}), "dropout is"),
     "sinks": Disagreement(({}, {"sinks": torch.zeros(2)}), "sinks is"),
     "kernel": Disagreement(({"kernel": "eager"}, {"kernel": "sdpa"}), "kernel is '(eager|sdpa)' there"),
+    "transport": Disagreement(({"transport": "p2p"}, {"transport": "gather"}), "transport is '(p2p|gather)' there"),
 }  # fmt: skip
 
 

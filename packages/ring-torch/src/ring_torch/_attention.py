@@ -105,9 +105,12 @@ def ring_attention(
         dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
         deterministic: Only use kernels whose backward repeats bit for bit.
         return_lse: Return ``lse`` too.
-        kernel: ``auto``, ``sdpa``, ``eager`` or a :class:`KernelConfig`. A kernel that is named
-            never falls back.
-        transport: ``auto`` or ``p2p`` (point-to-point messages of ``torch.distributed``).
+        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
+            :class:`KernelConfig`. A kernel that is named never falls back.
+        transport: How keys travel: ``p2p``, round the ring in messages of ``torch.distributed``;
+            ``gather``, all that a rank needs at once, in messages; ``pull``, the same copied out of
+            the peers' memory (GPUs of one host). ``auto`` is ``pull`` where that is possible and
+            takes at most three times a ring's memory, else ``p2p``.
 
     Returns:
         ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,

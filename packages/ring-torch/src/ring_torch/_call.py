@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -180,8 +181,8 @@ class Fact(NamedTuple):
 
 def _types(options: Options) -> tuple[type, ...]:
     """Types of the options, for equal ones of unlike types are not the same: 1 is no flag."""
-    window = options.window if isinstance(options.window, tuple) else ()
-    return tuple(map(type, (*options, *window)))
+    inside = [x for x in (options.window, options.cu_seqlens) if isinstance(x, tuple)]
+    return tuple(map(type, chain(options, *inside)))
 
 
 @lru_cache(maxsize=256)

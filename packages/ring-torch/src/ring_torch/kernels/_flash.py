@@ -28,6 +28,7 @@ from ring_torch.kernels._api import (
     Rows,
     Upstream,
     merge_into,
+    wide,
 )
 
 Window = tuple[int | None, int | None]
@@ -117,9 +118,13 @@ class FlashKernel:
         q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
         out, lse = self.flash.forward(q, k, v, options, None)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
-        # Rows of documents without keys: libraries write either infinity.
-        lse = lse.masked_fill(lse.isinf(), -torch.inf)
-        return Result(out.unflatten(0, (batch, -1)), lse)
+        out = out.unflatten(0, (batch, -1))
+        if item.cu_k is not None and (np.diff(item.cu_k) < np.diff(item.cu_q)).any():
+            # Rows may see nothing: libraries write either infinity, and anything.
+            unseen = lse.isinf()
+            lse = lse.masked_fill(unseen, -torch.inf)
+            out = out.masked_fill(unseen.transpose(1, 2).unsqueeze(-1), 0.0)
+        return Result(out, lse)
 
     def forward(
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
@@ -161,14 +166,19 @@ class FlashKernel:
 
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
         """The launches of an item that is not one, counted from its corner; else none."""
-        if item.cu_q is not None:
-            return list(item.each_document()) if item.documents_window is None else []
-        keys, right = item.k_stop - item.k_start, item.window[1]
-        if not self.flash.drops_right or right is None or right < keys:
+        if item.cu_q is not None and item.cu_k is not None:
+            window, longest = item.documents_window, int(np.diff(item.cu_k).max())
+            split = window is None or self._drops(window[1], longest)
+            return list(item.each_document()) if split else []
+        keys = item.k_stop - item.k_start
+        if not self._drops(item.window[1], keys):
             return []
         corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
         cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
+
+    def _drops(self, right: int | None, keys: int) -> bool:
+        return self.flash.drops_right and right is not None and right >= keys
 
     def _attend_each(
         self, rows: Rows, columns: Columns, pieces: Sequence[WorkItem], params: Params
@@ -176,7 +186,9 @@ class FlashKernel:
         """One launch a piece; no two share a row."""
         batch, length, heads, _ = rows.q.shape
         out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
-        lse = torch.full((batch, heads, length), -torch.inf, device=out.device)
+        lse = torch.full(
+            (batch, heads, length), -torch.inf, dtype=wide(out.dtype), device=out.device
+        )
         whole = Result(out, lse)
         for one in pieces:
             part = whole.take(one.q_slice)

@@ -85,7 +85,10 @@ def _missing() -> str | None:
     try:
         import_module("flash_attn_interface")
     except ImportError as error:
-        return f"FlashAttention-3 is not installed or does not load ({error})"
+        return (
+            f"FlashAttention-3 is not installed or does not load ({error}); build it from the "
+            f"folder hopper of github.com/Dao-AILab/flash-attention"
+        )
     if capability()[0] not in (8, 9):
         return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
     return None

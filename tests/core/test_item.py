@@ -1,0 +1,130 @@
+"""Items in other forms show the same: as a window for each document, one by one, in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plans, shown
+
+from ring_core import Mask, Plan, WorkItem, gather_refusals, make_plan
+
+Cells = npt.NDArray[np.bool_]
+
+
+@st.composite
+def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
+    """A rank's items, round a ring and over gathered keys; not those in tiles."""
+    plan = draw(plans())
+    rank = draw(st.integers(0, plan.cp_size - 1))
+    found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
+    if not gather_refusals(plan):
+        found += plan.gather(rank, own=draw(st.booleans())).items
+    return plan, [item for item in found if item.tiles is None]
+
+
+def within(whole: Cells, plan: Plan, part: WorkItem, corner: tuple[int, int]) -> Cells:
+    """What a part shows, as cells of the whole, whose corner has these indices."""
+    cells = np.zeros_like(whole)
+    q, k = corner
+    cells[part.q_start - q : part.q_stop - q, part.k_start - k : part.k_stop - k] = shown(
+        plan, part
+    )
+    return cells
+
+
+def through(window: Any, rows: int, columns: int) -> Cells:
+    """What a window shows that is aligned bottom right."""
+    distance = np.arange(columns) - (np.arange(rows)[:, None] + columns - rows)
+    left, right = window
+    cells = np.ones((rows, columns), dtype=bool)
+    cells &= distance <= right if right is not None else True
+    cells &= -distance <= left if left is not None else True
+    return cells
+
+
+def packed(items: list[WorkItem]) -> list[WorkItem]:
+    """Those of several documents."""
+    return [item for item in items if item.cu_q is not None]
+
+
+@given(items())
+def test_a_window_for_all_documents(found: tuple[Plan, list[WorkItem]]) -> None:
+    plan, every = found
+    for item in packed(every):
+        assert item.cu_q is not None and item.cu_k is not None
+        window = item.documents_window
+        if window is None:
+            assert item.lo is not None or item.hi is not None
+            continue
+        assert all(side is None or side >= 0 for side in window)
+        cells = np.zeros_like(shown(plan, item))
+        for n in range(len(item.cu_q) - 1):
+            rows, columns = slice(*item.cu_q[n : n + 2]), slice(*item.cu_k[n : n + 2])
+            cells[rows, columns] = through(window, *cells[rows, columns].shape)
+        np.testing.assert_array_equal(cells, shown(plan, item))
+
+
+def test_documents_that_end_alike_share_a_window() -> None:
+    """Where one launch is possible it is found: the window is not given up for caution's sake."""
+    mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 20, 32))
+    (item,) = make_plan(mask, seq_len=32, cp_size=1).items(0, 0)
+    assert item.documents_window == (5, 0)
+    (second,) = make_plan(mask, seq_len=32, cp_size=2).gather(1).items
+    assert second.documents_window == (5, 0)
+
+
+def test_documents_that_end_apart_share_none() -> None:
+    """The first document's keys go on after its queries, the second's do not."""
+    item = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 5, 8]))
+    assert item.documents_window == (None, 0)
+    apart = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 4, 8]))
+    assert apart.documents_window is None
+    cuts = np.array([0, 3, 6])
+    below = WorkItem(0, 0, 0, 0, 6, 0, 6, 1, None, cuts, cuts)  # no query sees its own position
+    assert below.documents_window is None
+
+
+@given(items())
+def test_documents_one_by_one(found: tuple[Plan, list[WorkItem]]) -> None:
+    plan, every = found
+    for item in packed(every):
+        whole = shown(plan, item)
+        count = np.zeros(whole.shape, dtype=int)
+        ranks = item.q_rank, item.kv_rank, item.out_rank
+        for one in item.each_document():
+            cells = shown(plan, one)
+            assert one.cu_q is None and one.cu_k is None
+            assert cells.any(axis=0).all() and cells.any(axis=1).all()
+            assert one.is_full == bool(cells.all())
+            assert (one.q_rank, one.kv_rank, one.out_rank) == ranks
+            count += within(whole, plan, one, (0, 0))
+        np.testing.assert_array_equal(count, whole)
+
+
+@given(items(), st.data())
+def test_the_part_between_two_rows(found: tuple[Plan, list[WorkItem]], data: st.DataObject) -> None:
+    plan, every = found
+    if not every:
+        return
+    item = data.draw(st.sampled_from(every))
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, item.q_stop + 2)] * 2)))
+    whole = shown(plan, item)
+    index = np.arange(item.q_start, item.q_stop)
+    expected = whole & ((start <= index) & (index < stop))[:, None]
+    part = item.rows(start, stop)
+    if part is None:
+        assert not expected.any()
+        return
+    assert start <= part.q_start < part.q_stop <= stop
+    assert item.k_start <= part.k_start <= part.k_stop <= item.k_stop
+    np.testing.assert_array_equal(within(whole, plan, part, (item.q_start, item.k_start)), expected)
+    if part.cu_q is None:
+        assert shown(plan, part).any(axis=1).all()
+    else:
+        assert part.cu_q.size > 2 and part.cu_k is not None
+        assert (part.cu_q[0], part.cu_q[-1]) == (0, part.q_stop - part.q_start)
+        assert (part.cu_k[0], part.cu_k[-1]) == (0, part.k_stop - part.k_start)

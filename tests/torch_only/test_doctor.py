@@ -1,0 +1,143 @@
+"""The doctor tells what works from what does not, and says why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ring_torch import _doctor
+from ring_torch.__main__ import main
+from ring_torch.kernels import KERNELS
+from ring_torch.kernels._api import Result
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.fa4 import FA4, Flash4
+
+EAGER = EagerKernel()
+
+
+def found_by(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
+    """What ``doctor --json`` prints, and it exits with this code."""
+    assert main(["doctor", "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let torch show two GPUs, which cannot compute."""
+
+    def show(*, reach: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
+        for name, value in {
+            "is_available": True, "device_count": 2, "get_device_name": "H200",
+            "get_device_capability": capability, "can_device_access_peer": reach,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(_doctor, "accelerator", lambda: "cuda")
+        monkeypatch.setattr(_doctor, "self_test", lambda *_: iter(()))
+
+    return show
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    found = found_by(capsys)
+    assert found["healthy"]
+    assert (found["device"], found["gpus"]) == ("cpu", [])
+    assert found["versions"].keys() >= {"python", "numpy", "ring-core", "ring-torch", "torch"}
+    names = [kernel.capabilities.name for kernel in KERNELS]
+    assert [kernel["name"] for kernel in found["kernels"]] == names
+    for kernel in found["kernels"]:
+        if kernel["devices"] == ["cuda"]:
+            assert kernel["why"] == "runs on cuda; torch finds no such device here"
+        else:
+            assert kernel["available"] and not kernel["why"]
+    ways = {way["name"]: way["available"] for way in found["transports"]}
+    assert ways == {"p2p": True, "gather": True, "pull": False}
+    checks = [(check["kernel"], check["what"]) for check in found["checks"]]
+    assert checks == [(name, what) for name in ("sdpa", "eager") for what in _doctor.RESULTS]
+    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
+
+
+def test_as_a_command() -> None:
+    """It warns of nothing, and tells people what it tells programs."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert ["eager", "any", "available"] in words
+    assert ["p2p", "any", "available"] in words
+    assert words[-1] == ["all", "is", "well"]
+
+
+def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    two_gpus(capability=(8, 0))
+    found = found_by(capsys, code=1)  # of all these kernels none has shown that it runs
+    reached = [gpu["reaches"] for gpu in found["gpus"]]
+    assert reached == [[1], [0]]
+    assert found["gpus"][0]["capability"] == [8, 0]
+    assert [kernel["name"] for kernel in found["kernels"]][:2] == ["fa2", "fa4"]
+    assert found["transports"][-1] == {
+        "name": "pull", "devices": ["cuda"], "available": True, "why": ""
+    }  # fmt: skip
+
+
+def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
+    two_gpus(reach=False)
+    found = _doctor.diagnose()
+    assert found.transports[-1].why == "GPUs do not reach each other's memory: 0 and 1"
+    text = _doctor.shown(found)
+    assert "H200, compute capability 9.0, reaches no other" in text
+    assert text.endswith("something is wrong")
+
+
+@pytest.mark.parametrize("why", [None, "flash-attn 2.8 has put an older flash_attn/cute over it"])
+def test_what_a_kernel_says_of_itself(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flash4, "missing", lambda _: why)
+    report = _doctor.kernel_report(FA4, "cuda")
+    assert (report.available, report.why) == (why is None, why or "")
+
+
+def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("undefined symbol")
+
+    monkeypatch.setattr(Flash4, "missing", broken)
+    assert _doctor.kernel_report(FA4, "cuda").why == (
+        "looking for it failed: RuntimeError('undefined symbol')"
+    )
+    assert "finds no such device" in _doctor.kernel_report(FA4, "cpu").why  # it is not asked
+
+
+def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(EagerKernel, "forward", fail)
+    (check,) = _doctor.self_test(EAGER, "cpu")
+    assert (check.what, check.passed, check.error) == ("runs", False, None)
+    assert "no such instruction" in check.trace
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf")])
+def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EagerKernel.forward
+
+    def wrong(kernel: Any, rows: Any, columns: Any, item: Any, params: Any, into: Result) -> None:
+        right(kernel, rows, columns, item, params, into)
+        into.out.mul_(factor)
+
+    monkeypatch.setattr(EagerKernel, "forward", wrong)
+    checks = {check.what: check for check in _doctor.self_test(EAGER, "cpu")}
+    assert not checks["out"].passed
+    assert (checks["out"].error is None) == (factor != 1.001)
+    assert checks["dv"].passed
+    monkeypatch.setattr(_doctor, "in_order", lambda _: (EAGER,))
+    assert main(["doctor"]) == 1

@@ -1,0 +1,262 @@
+"""What is made of a fused library, with one written in plain torch: on the host, by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from backends.torch_ranks import Arrays, run_rank
+from backends.torch_ranks import gather as put_together
+from cases import CASES, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import plans, shown
+from tolerances import assert_close
+from torch import Tensor
+
+from ring_core import Capabilities, Mask, WorkItem, gather_refusals
+from ring_torch import _call
+from ring_torch.kernels import Choice
+from ring_torch.kernels._api import (
+    ColumnGrads,
+    Columns,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    empty_result,
+)
+from ring_torch.kernels._flash import FlashKernel, Options
+
+
+@dataclass(frozen=True)
+class PlainFlash:
+    """A library as :class:`ring_torch.kernels._flash.Flash` says: one call, one dense formula.
+
+    Where a row sees nothing it writes NaN and a ``lse`` of plus infinity, as libraries may.
+    """
+
+    drops_right: bool = False
+
+    def missing(self) -> None:
+        """It runs everywhere."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
+        lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.inf, dtype=q.dtype)
+        options = self._taken(options, k)
+        for rows, columns in _sequences(q, k, options):
+            scores, visible = _scores(q[..., rows, :, :], k[..., columns, :, :], options)
+            part = scores.logsumexp(dim=-1)
+            values = _for_heads(v[..., columns, :, :], q.shape[-2])
+            weights = (scores - part.unsqueeze(-1)).exp()
+            out[..., rows, :, :] = (weights @ values).transpose(-3, -2)
+            lse[..., rows] = part.masked_fill(~visible.any(dim=-1), torch.inf)
+        if place is None:
+            return out, lse
+        place.out.copy_(out)
+        place.lse.copy_(lse)
+        return place.out, place.lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert lse.is_contiguous()
+        options = self._taken(options, k)
+        dq, dk, dv = [torch.zeros_like(x) for x in (q, k, v)]
+        for rows, columns in _sequences(q, k, options):
+            parts = q[..., rows, :, :], k[..., columns, :, :], v[..., columns, :, :]
+            leaves = queries, keys = [x.detach().requires_grad_() for x in parts[:2]]
+            with torch.enable_grad():
+                scores, visible = _scores(queries, keys, options)
+            up, mine = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
+            weights = (scores.detach() - lse[..., rows].unsqueeze(-1)).exp()
+            weights = weights.masked_fill(~visible, 0.0)
+            dweights = up @ _for_heads(parts[2], q.shape[-2]).transpose(-2, -1)
+            delta = (up * mine).sum(dim=-1, keepdim=True)
+            dscores = (weights * (dweights - delta)).masked_fill(~visible, 0.0)
+            dq[..., rows, :, :], dk[..., columns, :, :] = torch.autograd.grad(
+                scores, leaves, dscores
+            )
+            by_head = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
+            dv[..., columns, :, :] = by_head.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
+        return dq, dk, dv
+
+    def _taken(self, options: Options, k: Tensor) -> Options:
+        """The options without what the library forgets."""
+        left, right = options.window
+        keys = k.shape[-3] if options.documents is None else options.documents.max_k
+        dropped = self.drops_right and right is not None and right >= keys
+        return options._replace(window=(left, None)) if dropped else options
+
+
+def _sequences(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns that belong together."""
+    if options.documents is None:
+        yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
+        return
+    cu_q, cu_k, max_q, max_k = options.documents
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    rows, columns = cu_q.tolist(), cu_k.tolist()
+    assert (rows[-1], columns[-1]) == (q.shape[0], k.shape[0])
+    for cuts, longest in ((rows, max_q), (columns, max_k)):
+        assert max(b - a for a, b in pairwise(cuts)) == longest
+    for document in zip(pairwise(rows), pairwise(columns), strict=True):
+        yield slice(*document[0]), slice(*document[1])
+
+
+def _scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Masked scores ``[..., H, n, m]`` and what is visible ``[n, m]``; aligned bottom right."""
+    scores = q.transpose(-3, -2) @ _for_heads(k, q.shape[-2]).transpose(-2, -1) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    rows, columns = scores.shape[-2:]
+    distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
+    left, right = options.window
+    visible = torch.ones(rows, columns, dtype=torch.bool)
+    visible &= distance <= right if right is not None else True
+    visible &= -distance <= left if left is not None else True
+    return scores.masked_fill(~visible, -torch.inf), visible
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values ``[..., H, m, D]`` of each query head."""
+    return x.repeat_interleave(heads // x.shape[-2], dim=-2).transpose(-3, -2)
+
+
+CAN = Capabilities(
+    "plain", dtypes=("float32",), bands="any", documents=True, softcap=True, mixed_head_dims=True
+)
+PLAIN, FORGETFUL = (FlashKernel(PlainFlash(drops_right=drops), CAN) for drops in (False, True))
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
+    """A rank's items, round a ring and over gathered keys, and what each shows."""
+    plan = draw(plans())
+    rank = draw(st.integers(0, plan.cp_size - 1))
+    found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
+    if not gather_refusals(plan):
+        found += plan.gather(rank).items
+    return [(item, shown(plan, item)) for item in found if item.tiles is None]
+
+
+@settings(max_examples=60)
+@given(
+    items(), st.integers(1, 2), st.sampled_from([None, 1.5]), st.sampled_from([PLAIN, FORGETFUL])
+)
+def test_any_item_is_its_dense_mask(
+    found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
+) -> None:
+    """Whole, as several documents in one launch, or one by one: forward and gradients."""
+    params = Params(Mask(), 0.3, softcap, 0.0, 0, None, None, None, deterministic=False)
+    for item, cells in found:
+        rows, columns = cells.shape
+        shapes = ((batch, rows, 4, 3), (batch, columns, 2, 3), (batch, columns, 2, 5))
+        generator = torch.Generator().manual_seed(rows * columns)
+        q, k, v, dout = (
+            torch.randn(*shape, generator=generator) for shape in (*shapes, (batch, rows, 4, 5))
+        )
+        q, k, v = leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = _dense(q, k, v, torch.tensor(cells), params)
+        expected = torch.autograd.grad(out, leaves, dout)
+        q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
+        queries, keys = Rows(q, None, None, None, None, None), Columns(k, v, None, None)
+        into = empty_result(q, 5)
+        kernel.forward(queries, keys, item, params, into)
+        _same(into.out, out)
+        _same(into.lse, lse)
+        upstream = Upstream(dout, out, lse, None)
+        grads = kernel.gradients(queries, keys, upstream, item, params)
+        sums = [torch.ones_like(x) for x in (q, k, v)]
+        totals = RowGrads(sums[0], None), ColumnGrads(*sums[1:])
+        kernel.backward(queries, keys, upstream, item, params, *totals)
+        for got, total, want in zip(grads[:3], sums, expected, strict=True):
+            _same(got, want)
+            _same(total, want + 1)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` by definition; 0 and ``-inf`` where a row sees nothing."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    lse = torch.where(cells, scores, -torch.inf).logsumexp(dim=-1)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    weights = torch.where(cells, (scores - safe).exp(), 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(2, dim=2)), lse
+
+
+def _same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_documents_is_one_launch() -> None:
+    item = WorkItem(0, 0, 0, 0, 6, 0, 6, 0, None, np.array([0, 2, 2, 6]), np.array([0, 2, 2, 6]))
+    params = Params(Mask(), 1.0, None, 0.0, 0, None, None, None, deterministic=False)
+    x = torch.zeros(3, 6, 1, 4)
+    rows, columns = Rows(x, None, None, None, None, None), Columns(x, x, None, None)
+    calls: list[Options] = []
+    forward = PlainFlash.forward
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(args[4])
+        return forward(*args)
+
+    with patch.object(PlainFlash, "forward", watched):
+        PLAIN.attend(rows, columns, item, params)
+        (options,) = calls
+        assert options.window == (None, 0) and options.documents is not None
+        assert options.documents.cu_q.tolist() == [0, 2, 2, 6, 8, 8, 12, 14, 14, 18]
+        PLAIN.attend(rows, columns, replace(item, cu_k=np.array([0, 1, 1, 6])), params)
+        assert len(calls) == 3  # no window suits both: one launch each
+
+
+def can_do(case: Case) -> bool:
+    """Whether the kernel takes the case."""
+    options = case.segments or case.bias or case.alibi or case.dropout_p or case.lse_grad
+    return not (options or case.mask.predicate or case.poison) and case.dtype == "float32"
+
+
+#: Rings of two and four, and keys that lie in memory at once, where the plan lets them.
+RING = [
+    (case, transport)
+    for case in CASES.values()
+    for transport in ("p2p", "gather")
+    if case.cp_size in (2, 4) and can_do(case) and case.schedule in ("plain", "zigzag")
+]
+
+
+@pytest.mark.parametrize(("case", "transport"), RING, ids=[f"{c.name}-{t}" for c, t in RING])
+def test_in_the_ring(case: Case, transport: str, backend: Any) -> None:
+    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), transport)
+    assert_close(case, put_together(case, case.plan, parts))
+
+
+def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
+    """A rank's part of a case with this kernel."""
+    _call._prepare.cache_clear()
+    try:
+        with patch.object(_call, "choose", lambda *_: Choice(PLAIN, ())):
+            return run_rank(rank, case, ("auto", transport), None, cuda=False)
+    finally:
+        _call._prepare.cache_clear()
+
+
+def test_documents_keep_their_right_side() -> None:
+    item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
+    params = Params(Mask(), 1.0, None, 0.0, 0, None, None, None, deterministic=False)
+    q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
+    rows, columns = Rows(q, None, None, None, None, None), Columns(k, k, None, None)
+    a, b = (x.attend(rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
+    _same(a, b)
