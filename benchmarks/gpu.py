@@ -91,13 +91,13 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     way = method(name, mask)
     q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    expected = _dense(*leaves, mask)
+    expected = _dense(leaves[0], leaves[1], leaves[2], mask)
     expected.backward(dout.float())
     local = [way.shard(x).requires_grad_() for x in (q, k, v)]
     out = way.attend(*local)
     out.backward(way.shard(dout))
     errors = {}
-    pairs = [("out", out, expected)]
+    pairs: list[tuple[str, Any, Any]] = [("out", out, expected)]
     pairs += [(f"d{n}", x.grad, y.grad) for n, x, y in zip("qkv", local, leaves, strict=True)]
     for key, got, want in pairs:
         error = (got.float() - way.shard(want)).detach()

@@ -73,15 +73,20 @@ def _local(mask: Mask) -> Attend:
 
     window = mask.window or (None, None)
     if mask.cu_seqlens is None:
-        return lambda q, k, v: flash_attn_func(q, k, v, causal=mask.causal, window_size=window)[0]
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = flash_attn_func(q, k, v, causal=mask.causal, window_size=window)[0]
+            return out
+
+        return plain
     cu = torch.tensor(mask.cu_seqlens, dtype=torch.int32, device="cuda")
     longest = int((cu[1:] - cu[:-1]).max())
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, *_ = flash_attn_varlen_func(
+        out: Tensor = flash_attn_varlen_func(
             q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest,
             max_seqlen_k=longest, causal=mask.causal, window_size=window,
-        )  # fmt: skip
+        )[0]  # fmt: skip
         return out[None]
 
     return packed
@@ -198,11 +203,14 @@ def _torch_cp(mask: Mask) -> Method:
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,))
     # It wants buffers to split; the shards here are split already.
-    rest = {"buffers": [torch.zeros(2 * world, device="cuda")], "buffer_seq_dims": [0]}
+    rest = [torch.zeros(2 * world, device="cuda")]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh, **rest):
+        with (
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            context_parallel(mesh, buffers=rest, buffer_seq_dims=[0]),
+        ):
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
             )
