@@ -84,9 +84,12 @@ def lowest(session: nox.Session, backend: str) -> None:
 
 @nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
-    """Run the whole table of cases in JAX: all masks on 4 and 8 devices, all schedules on one."""
-    install(session, BACKENDS["jax"], GROUPS["jax"], *CONSTRAINED)
-    session.run("pytest", "tests", "--backend=jax", "--all", "-n", "auto", *session.posargs)
+    """Run the whole table of cases in JAX, on 1, 4 and 8 devices too, and all that compiles."""
+    for backend in ("jax", "jax-tpu"):
+        install(session, BACKENDS[backend], GROUPS["jax"], *CONSTRAINED)
+        session.run(
+            "pytest", "tests", f"--backend={backend}", "--all", "-n", "auto", *session.posargs
+        )
 
 
 @nox.session(python="3.12", default=False)

@@ -30,7 +30,9 @@ hypothesis.settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
-    parser.addoption("--all", action="store_true", help="jax: all masks everywhere")
+    parser.addoption(
+        "--all", action="store_true", help="jax: all masks everywhere; jax-tpu: compile all options"
+    )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
     )
@@ -63,8 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     device those of one schedule (all are the same there), unless all are asked for.
     """
     backend = config.getoption("--backend")
-    if backend == "jax" and not config.getoption("--all"):
-        slow = [item for item in items if not _is_chosen(item)]
+    if not config.getoption("--all"):
+        slow = [item for item in items if _is_slow(item, backend)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     if backend != "torch-cuda":
@@ -86,16 +88,18 @@ def _ranks(item: pytest.Item) -> int:
     return getattr(case, "cp_size", 1)
 
 
-def _is_chosen(item: pytest.Item) -> bool:
-    """Whether a test runs in JAX in any case."""
+def _is_slow(item: pytest.Item, backend: str) -> bool:
+    """Whether a test runs only where all are asked for."""
+    if backend == "jax-tpu":
+        return item.name.startswith("test_options_compile")
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if case is None or not case.name.endswith(("-cp1", "-cp4", "-cp8")):
-        return True
+    if backend != "jax" or case is None or not case.name.endswith(("-cp1", "-cp4", "-cp8")):
+        return False
     if case.cp_size == 1:
-        return bool(case.schedule == "plain")
+        return bool(case.schedule != "plain")
     few = ("causal-", "window-shard-", "documents-", "shortest-")
-    return any(case.name.startswith(mask) for mask in few)
+    return not case.name.startswith(few)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -27,7 +27,17 @@ from ring_jax._types import Columns, Rows, Work
 from ring_jax._xla import XlaKernel
 from ring_jax_tpu._blocks import Blocks, Shape, default_sizes, vmem_mib
 from ring_jax_tpu._pallas import PallasKernel
-from ring_jax_tpu._visits import EMPTY, FULL, block_kinds, by_columns, by_rows, unpack
+from ring_jax_tpu._visits import (
+    EMPTY,
+    FULL,
+    ODD,
+    PARTIAL,
+    block_kinds,
+    by_columns,
+    by_rows,
+    unpack,
+    with_odd,
+)
 
 ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -134,6 +144,14 @@ def test_fused_backward_kernel(name: str) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
+@pytest.mark.parametrize("seq_len", [100, 200, 300])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
+def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int]) -> None:
+    """One to six visits a column: dQ is asked for again while it is still being written."""
+    case = Case("few-rows", Mask(), seq_len=seq_len, kv_seq_len=500, heads=heads)
+    assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -196,6 +214,28 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
         live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda at: at[outer])
         assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live
         assert sum(word.is_first for word in words) == sum(word.is_last for word in words)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    """Partial blocks that meet one are odd, in the batch rows that hold it."""
+    blocks = Blocks(128, 128, 384, 256)
+    kinds = jnp.asarray([[[FULL, EMPTY], [PARTIAL, PARTIAL], [PARTIAL, FULL]]], jnp.int32)
+    rows, columns = np.zeros((2, 300), bool), np.zeros((2, 256), bool)
+    rows[0, [0, 299]] = columns[1, 255] = True
+    first = [[FULL, EMPTY], [PARTIAL, PARTIAL], [ODD, FULL]]
+    second = [[FULL, EMPTY], [PARTIAL, ODD], [PARTIAL, FULL]]
+    both = [[FULL, EMPTY], [PARTIAL, ODD], [ODD, FULL]]
+    for many, expected in ((1, [both]), (2, [first, second])):
+        found = with_odd(
+            jnp.repeat(kinds, many, axis=0), jnp.asarray(rows), jnp.asarray(columns), blocks
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_windows_take_smaller_blocks() -> None:
+    shape = Shape(128, 128, 2, has_bias=False, has_dropout=False)
+    assert default_sizes("backward", shape) == (512, 1024)
+    assert default_sizes("backward", shape, span=1024) == (512, 512)
 
 
 def _refused(**options: Any) -> str:

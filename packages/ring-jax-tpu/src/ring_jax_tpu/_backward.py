@@ -21,18 +21,24 @@ from ring_jax_tpu._launch import (
     Grid,
     Launch,
     Operands,
+    Place,
     bias_grid,
+    is_odd,
     key_head_grid,
     pad,
     query_head_grid,
 )
-from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot, is_odd
-from ring_jax_tpu._visits import FULL, PARTIAL, by_columns, by_rows, for_every_batch
+from ring_jax_tpu._relay import Block, Relay
+from ring_jax_tpu._scores import LOG2E, Ref, Tile, add_seen, dot
+from ring_jax_tpu._visits import EMPTY, FULL, ODD, PARTIAL, by_columns, by_rows, for_every_batch
 
 
 def backward(launch: Launch, upstream: Upstream, into: Grads, *, fused: bool) -> Grads:
     """Add the gradients of the launch's items."""
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
+    # One test over both at once makes XLA for v5p keep another K/V in main memory.
+    k, v = split(launch.operands.kv, launch.facts.head_dim)
+    launch = launch.minding(_odd_rows(launch, upstream), is_odd(k) | is_odd(v))
     blocks = launch.blocks
     above = Upstream(
         pad(upstream.dout, 2, blocks.q_len),
@@ -52,13 +58,22 @@ def backward(launch: Launch, upstream: Upstream, into: Grads, *, fused: bool) ->
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
 
 
+def _odd_rows(launch: Launch, upstream: Upstream) -> Array:
+    """Rows with numbers that are not finite, bool ``[B, T]``; what dO holds shows in ``delta``.
+
+    A row that saw nothing has an ``lse`` of ``-inf``.
+    """
+    numbers = jnp.where(upstream.lse == -jnp.inf, 0.0, upstream.lse) + upstream.delta
+    return is_odd(launch.operands.q)[:, : numbers.shape[2]] | is_odd(numbers[..., None])
+
+
 def _query_grads(launch: Launch, above: Upstream, dq: Array) -> Array:
     blocks, facts = launch.blocks, launch.facts
     grid = query_head_grid(by_rows(launch.kinds), dq.shape)
     return launch.run(
         _add_to_queries, grid, above, _upstream_specs(launch, grid), dq,
         launch.query_rows(grid, facts.head_dim),
-        scratch=(pltpu.VMEM((facts.head_dim, blocks.q), jnp.float32),),
+        scratch=(pltpu.VMEM((blocks.q, facts.head_dim), jnp.float32),),
     )  # fmt: skip
 
 
@@ -77,16 +92,14 @@ def _key_grads(launch: Launch, above: Upstream, dkv: Array) -> Array:
 def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[Array, Array]:
     blocks, facts = launch.blocks, launch.facts
     grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
+    kernel = functools.wraps(_add_to_all)(functools.partial(_add_to_all, grid))
     return launch.run(
-        _add_to_all, grid, above, _upstream_specs(launch, grid), (dq, dkv),
+        kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
         scratch=(
             pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
             pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
-            pltpu.VMEM((blocks.q, facts.head_dim), jnp.float32),
-            pltpu.VMEM((facts.head_dim, blocks.q), jnp.float32),
-            pltpu.SemaphoreType.DMA((2,)),
-            pltpu.SMEM((1,), jnp.int32),
+            Relay.scratch(blocks.q, facts.head_dim),
         ),
     )  # fmt: skip
 
@@ -110,7 +123,7 @@ def _upstream_specs(launch: Launch, grid: Grid) -> Upstream:
 class Sums(NamedTuple):
     """Where gradients are added; ``None`` what this kernel leaves to another."""
 
-    dq: Ref | None  # [D, q]
+    dq: Ref | None  # [q, D]
     dk: Ref | None  # [k, D]
     dv: Ref | None  # [k, Dv]
 
@@ -120,16 +133,15 @@ class Slopes(NamedTuple):
 
     weights: Any  # what multiplied V: probabilities, less what dropout took
     dlogits: Any  # at the scores after soft cap and bias
-    dproducts: Any  # at q @ k.T
+    dproducts: Any  # at q @ k.T, times the softmax scale
     visible: Any | None
 
 
 def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: bool) -> Slopes:
-    """Probabilities and the gradients of scores.
+    """Probabilities and the gradients of scores; the softmax scale is left to what is summed.
 
     Where all numbers are finite masked probabilities are 0, and so is what they multiply.
     """
-    static = tile.facts.static
     k, v = split(x.kv, tile.facts.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     visible = None if finite else visible
@@ -141,7 +153,7 @@ def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: b
     dweights = dweights if keep is None else dweights * keep
     dlogits = weights * (dweights - above.delta[...])
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
-    dproducts = dlogits * static.scale
+    dproducts = dlogits
     if slope is not None:  # where nothing is seen it may be NaN
         dproducts = dproducts * slope
         dproducts = dproducts if visible is None else jnp.where(visible, dproducts, 0.0)
@@ -150,73 +162,77 @@ def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: b
 
 
 def _add_to_queries(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
-    """One visit of a row of blocks; ``acc [D, q]``."""
+    """One visit of a row of blocks; ``acc [q, D]``."""
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        acc[...] = old[...].T
+        acc[...] = old[...]
 
-    for kind in (FULL, PARTIAL):
+    for kind in (FULL, PARTIAL, ODD):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            _add_block(tile, x, above, Sums(acc, None, None), masked=kind == PARTIAL)
+            _add_block(tile, x, above, Sums(acc, None, None), kind)
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
-        new[...] = acc[...].T
+        new[...] = acc[...]
 
 
 def _add_to_keys(
     tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, dk: Ref, dv: Ref
 ) -> None:
     """One visit of a column of blocks for one head; ``dk [k, D]``, ``dv [k, Dv]``."""
-    _start_keys(tile, old, dk, dv)
-    for kind in (FULL, PARTIAL):
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        dk[...], dv[...] = split(old, tile.facts.head_dim)
+
+    for kind in (FULL, PARTIAL, ODD):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            _add_block(tile, x, above, Sums(None, dk, dv), masked=kind == PARTIAL)
+            _add_block(tile, x, above, Sums(None, dk, dv), kind)
 
-    _finish_keys(tile, new, dk, dv)
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[...] = jnp.concatenate([dk[...], dv[...]], axis=1)
 
 
 def _add_to_all(
-    tile: Tile, x: Operands, above: Upstream, old: Any, new: Any,
-    dk: Ref, dv: Ref, dq: Ref, part: Ref, done: Ref, writing: Ref,
+    grid: Grid, tile: Tile, x: Operands, above: Upstream, old: Any, new: Any,
+    dk: Ref, dv: Ref, relay: Relay,
 ) -> None:  # fmt: skip
-    """Like :func:`_add_to_keys`, and dQ is read, added to and written back.
+    """Like :func:`_add_to_keys`, and dQ is read, added to and written back."""
+    batch, kv_head, step, member = (pl.program_id(axis) for axis in range(4))
+    wraps = member == tile.facts.group - 1
+    is_last = wraps & (step == pl.num_programs(2) - 1)
+    next_step = jnp.where(wraps & ~is_last, step + 1, step)
+    after = grid.place(tile.scalars, batch, kv_head, next_step, jnp.where(wraps, 0, member + 1))
+    ends = is_last | (after.visit.kind == EMPTY)
+    size = tile.facts.block_q
 
-    ``dq [q, D]`` is what was read, ``part [D, q]`` what is added.
-    A column's rows come again in the next column, so a visit's write is waited for before the next
-    visit reads. The read hides behind the visit's products.
-    """
-    dq_hbm = new[0].at[tile.batch, tile.head, pl.ds(tile.visit.q_block * dq.shape[0], dq.shape[0])]
-    read = pltpu.make_async_copy(dq_hbm, dq, done.at[0])
-    write = pltpu.make_async_copy(dq, dq_hbm, done.at[1])
-    step, member = pl.program_id(2), pl.program_id(3)
+    def block(at: Place | Tile) -> Block:
+        rows = new[0].at[at.batch, at.head, pl.ds(at.visit.q_block * size, size)]
+        return Block(at.visit.q_block * tile.facts.heads + at.head, rows)
 
-    @pl.when((step == 0) & (member == 0))
-    def _no_write_yet() -> None:
-        writing[0] = 0
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        dk[...], dv[...] = split(old[1], tile.facts.head_dim)
+        pl.when((step == 0) & (member == 0))(relay.begin)
 
-    _start_keys(tile, old[1], dk, dv)
-    for kind in (FULL, PARTIAL):
+    for kind in (FULL, PARTIAL, ODD):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            pl.when(writing[0] == 1)(write.wait)
-            read.start()
-            part[...] = jnp.zeros_like(part)
-            _add_block(tile, x, above, Sums(part, dk, dv), masked=kind == PARTIAL)
-            read.wait()
-            dq[...] += part[...].T
-            write.start()
-            writing[0] = 1
+            dq = relay.take(block(tile), block(after), nothing_follows=ends)
+            _add_block(tile, x, above, Sums(dq, dk, dv), kind)
+            relay.give_back(block(tile))
 
-    _finish_keys(tile, new[1], dk, dv)
-    is_last_step = (step == pl.num_programs(2) - 1) & (member == tile.facts.group - 1)
-    pl.when(is_last_step & (writing[0] == 1))(write.wait)
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[1][...] = jnp.concatenate([dk[...], dv[...]], axis=1)
+        pl.when(ends)(lambda: relay.end(block(tile)))
 
 
 def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
@@ -238,52 +254,36 @@ def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, a
         new[...] = acc[...]
 
 
-def _start_keys(tile: Tile, old: Ref, dk: Ref, dv: Ref) -> None:
-    @pl.when(tile.visit.is_first)
-    def _start() -> None:
-        dk[...], dv[...] = split(old, tile.facts.head_dim)
-
-
-def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, kind: int) -> None:
     """Add a block's gradients; where numbers are not finite, with care."""
-    if not masked:
-        _add_finite(tile, x, above, into, masked=False)
-        return
-    odd = functools.reduce(jnp.logical_or, map(is_odd, (x.kv[...], x.q[...], above.dout[...])))
-    # A row that saw nothing has an lse of -inf; one that saw NaN has NaN in both.
-    odd |= is_odd(above.delta[...]) | is_odd(
-        jnp.where(above.lse[...] == -jnp.inf, 0.0, above.lse[...])
-    )
-    pl.when(jnp.logical_not(odd))(lambda: _add_finite(tile, x, above, into, masked=True))
-    pl.when(odd)(lambda: _add_odd(tile, x, above, into))
+    if kind == ODD:
+        _add_odd(tile, x, above, into)
+    else:
+        _add_finite(tile, x, above, into, masked=kind == PARTIAL)
 
 
 def _add_finite(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+    """The order of the three sums matters to the compiler: see docs/tried.md."""
     slopes = _slopes(tile, x, above, masked=masked, finite=True)
-    q, dout = x.q[...], above.dout[...]
+    q, dout, scale = x.q[...], above.dout[...], tile.facts.static.scale
     dproducts = slopes.dproducts.astype(q.dtype)
     if into.dv is not None:
         into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
-    if into.dk is not None:
-        into.dk[...] += dot("nn", dproducts, q)
     if into.dq is not None:
         k, _ = split(x.kv, tile.facts.head_dim)
-        into.dq[...] += dot("tn", k, dproducts)
+        into.dq[...] += dot("tn", k, dproducts).T * scale
+    if into.dk is not None:
+        into.dk[...] += dot("nn", dproducts, q) * scale
 
 
 def _add_odd(tile: Tile, x: Operands, above: Upstream, into: Sums) -> None:
     slopes = _slopes(tile, x, above, masked=True, finite=False)
+    dproducts = slopes.dproducts * tile.facts.static.scale
+    by_key, by_query = functools.partial(dot, "nn"), functools.partial(dot, "tn")
     if into.dv is not None:
-        add_seen(into.dv, "nn", slopes.weights, slopes.visible, above.dout[...])
+        add_seen(into.dv, by_key, slopes.weights, slopes.visible, above.dout[...])
     if into.dk is not None:
-        add_seen(into.dk, "nn", slopes.dproducts, slopes.visible, x.q[...])
+        add_seen(into.dk, by_key, dproducts, slopes.visible, x.q[...])
     if into.dq is not None:
         k, _ = split(x.kv, tile.facts.head_dim)
-        add_seen(into.dq, "tn", slopes.dproducts, slopes.visible, k)
-
-
-def _finish_keys(tile: Tile, new: Ref, dk: Ref, dv: Ref) -> None:
-    @pl.when(tile.visit.is_last)
-    def _finish() -> None:
-        head_dim = tile.facts.head_dim
-        new[:, :head_dim], new[:, head_dim:] = dk[...], dv[...]
+        add_seen(into.dq, by_query, dproducts, slopes.visible, k)

@@ -7,6 +7,7 @@ overrides them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ LANES = 128  # of a vector register: sizes of blocks are multiples
 VMEM_LIMIT_MIB = 16.0
 _SPARING_MIB = 12.0  # by the model below; v4 cannot compile some kernels modelled at 13 and 14
 _MIB = 2.0**20
+_SPAN, _SMALL = 8192, 512  # below this span blocks of this size cost less: see docs/tried.md
 
 Pass = Literal["forward", "backward"]
 
@@ -51,14 +53,14 @@ class Blocks:
 
 
 def choose_blocks(
-    config: KernelConfig, direction: Pass, shape: Shape, q_len: int, k_len: int
+    config: KernelConfig, direction: Pass, shape: Shape, q_len: int, k_len: int, span: float
 ) -> Blocks:
     """The sizes a call asked for, else the table's.
 
     Raises:
         UnsupportedError: A size is no multiple of 128, or the blocks do not fit on chip.
     """
-    q_default, k_default = default_sizes(direction, shape)
+    q_default, k_default = default_sizes(direction, shape, span)
     q = _size("block_q", config.block_q, q_default, q_len)
     k = _size("block_k", config.block_k, k_default, k_len)
     need = vmem_mib(direction, shape, q, k)
@@ -71,10 +73,16 @@ def choose_blocks(
     return Blocks(q, k, _rounded(q_len, q), _rounded(k_len, k))
 
 
-def default_sizes(direction: Pass, shape: Shape) -> tuple[int, int]:
-    """Sizes by head dim and dtype: float32 and head dims beyond 128 take twice the room."""
+def default_sizes(direction: Pass, shape: Shape, span: float = math.inf) -> tuple[int, int]:
+    """Sizes by head dim, dtype and ``span``, the most keys that a query sees.
+
+    float32 and head dims beyond 128 take twice the room. A window is surrounded by masked halves of
+    blocks, as many as a block is large.
+    """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2
     q, k = (_WIDE if wide else _NARROW)[direction]
+    if span < _SPAN:
+        q, k = min(q, _SMALL), min(k, _SMALL)
     while vmem_mib(direction, shape, q, k) > _SPARING_MIB and max(q, k) > LANES:
         q, k = (q, k // 2) if k >= q else (q // 2, k)
     return q, k
@@ -97,8 +105,8 @@ def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:
     """What is needed on chip: what is fetched is there twice, scores live in float32.
 
     The compiler's own figures for v5e, bfloat16 and head dim 128: 33.5 MiB in the forward with
-    blocks of 1024 queries and 4096 keys (this says 31.5), 27.0 in the backward with 1024 and 2048
-    (34.0).
+    blocks of 1024 queries and 4096 keys (this says 31.5), 17.0 with 1024 and 2048 (17.5). In the
+    backward blocks of 1024 and 1024 (16.5) are compiled for v5e within 16 MiB, and not for v4.
     """
     dims, wide = shape.head_dim + shape.v_dim, 4
     fetched = k * dims * shape.itemsize + q * shape.head_dim * shape.itemsize
@@ -109,8 +117,8 @@ def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:
         live = scores * (wide + shape.itemsize) + q * shape.v_dim * wide
     else:
         fetched += q * shape.v_dim * shape.itemsize + 2 * k * dims * wide
-        kept = k * dims * wide + 2 * q * shape.head_dim * wide  # the fused kernel's
-        live = scores * (2 * wide + shape.itemsize)
+        kept = k * dims * wide + 3 * q * shape.head_dim * wide  # the fused kernel's
+        live = scores * (3 * wide // 2 + shape.itemsize)
     if shape.has_bias:
         fetched += scores * shape.itemsize + (2 * scores * wide if direction == "backward" else 0)
         live += scores * wide

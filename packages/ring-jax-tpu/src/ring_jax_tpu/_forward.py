@@ -13,15 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax._types import Result
-from ring_jax_tpu._launch import Launch, Operands, pad, query_head_grid
-from ring_jax_tpu._scores import EVERY, LOG2E, Ref, Tile, add_seen, dot, is_odd
-from ring_jax_tpu._visits import FULL, PARTIAL, by_rows
+from ring_jax_tpu._launch import Launch, Operands, is_odd, pad, query_head_grid
+from ring_jax_tpu._scores import EVERY, LOG2E, Ref, Scores, Tile, add_seen, dot
+from ring_jax_tpu._visits import FULL, ODD, PARTIAL, by_rows
 
 
 def forward(launch: Launch, into: Result) -> Result:
     """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
     blocks, facts = launch.blocks, launch.facts
     q_len = into.lse.shape[2]
+    _, v = split(launch.operands.kv, facts.head_dim)
+    launch = launch.minding(jnp.zeros_like(into.lse[:, 0], dtype=bool), is_odd(v))
     grid = query_head_grid(by_rows(launch.kinds), into.lse.shape)
     padded = Result(*(pad(x, 2, blocks.q_len) for x in into))
     specs: Any = (launch.query_rows(grid, facts.v_dim), launch.query_numbers(grid))
@@ -53,45 +55,47 @@ def _attend(
         total[...] = jnp.where(lse != -jnp.inf, 1.0, 0.0)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
-    for kind in (FULL, PARTIAL):
+    for kind in (FULL, PARTIAL, ODD):
 
         @pl.when(tile.visit.kind == kind)
         def _merge(kind: int = kind) -> None:
-            _merge_block(tile, x, top, total, acc, masked=kind == PARTIAL)
+            _merge_block(tile, x, top, total, acc, kind)
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
         mass = total[...]
-        new.out[...] = (acc[...] / jnp.where(mass == 0, 1.0, mass)).T
-        new.lse[...] = top[...] / LOG2E + jnp.log(mass)
+        new.out[...] = (acc[...] * (1 / jnp.where(mass == 0, 1.0, mass))).T
+        new.lse[...] = top[...] * (1 / LOG2E) + jnp.log(mass)
 
 
-def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, *, masked: bool) -> None:
-    """The step of the running softmax."""
-    if not masked:
-        for part, q_at, k_at in tile.parts():
-            _merge_part(part, x, q_at, k_at, top, total, acc, masked=False, finite=True)
-        return
-    _, v = split(x.kv, tile.facts.head_dim)
-    odd = is_odd(v)
+def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, kind: int) -> None:
+    """The step of the running softmax.
 
-    @pl.when(jnp.logical_not(odd))
-    def _finite() -> None:
-        for part, q_at, k_at in tile.parts():
-            _merge_part(part, x, q_at, k_at, top, total, acc, masked=True, finite=True)
+    The scores of a part are asked for before the softmax of the part before it, so that the matrix
+    unit has work while that runs.
+    """
+    masked, finite = kind != FULL, kind != ODD
+    parts = list(tile.parts()) if finite else [(tile, EVERY, EVERY)]
 
-    @pl.when(odd)
-    def _odd() -> None:
-        _merge_part(tile, x, EVERY, EVERY, top, total, acc, masked=True, finite=False)
+    def scores(n: int) -> Scores:
+        part, q_at, k_at = parts[n]
+        k, _ = split(x.kv.at[k_at, :], tile.facts.head_dim)
+        return part.scores(x.q[q_at, :], k, masked=masked)
+
+    ahead = scores(0)
+    for n, (part, q_at, k_at) in enumerate(parts):
+        current = ahead
+        if n + 1 < len(parts):
+            ahead = scores(n + 1)
+        _, v = split(x.kv.at[k_at, :], tile.facts.head_dim)
+        _merge_part(part, v, current, q_at, top, total, acc, finite=finite)
 
 
 def _merge_part(
-    tile: Tile, x: Operands, q_at: slice, k_at: slice, top: Ref, total: Ref, acc: Ref, *,
-    masked: bool, finite: bool,
-) -> None:  # fmt: skip
-    """The step for some of a block's queries and keys."""
-    k, v = split(x.kv.at[k_at, :], tile.facts.head_dim)
-    scores, _, visible = tile.scores(x.q[q_at, :], k, masked=masked)
+    tile: Tile, v: Any, found: Scores, q_at: slice, top: Ref, total: Ref, acc: Ref, *, finite: bool
+) -> None:
+    """The step for some of a block's queries and keys, ``v [k, Dv]``."""
+    scores, _, visible = found
     old_top = top[:, q_at]
     new_top = jnp.maximum(old_top, scores.max(axis=0, keepdims=True))
     safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -105,9 +109,9 @@ def _merge_part(
         acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
     else:
         acc[...] *= shrink
-        add_seen(acc, "tn", weights, visible, v)
+        add_seen(acc, lambda weights, v: dot("tn", v, weights), weights, visible, v)
 
 
-def split(kv: Ref, head_dim: int) -> tuple[Any, Any]:
-    """Keys ``[k, D]`` and values ``[k, Dv]`` of a block."""
-    return kv[:, :head_dim], kv[:, head_dim:]
+def split(kv: Any, head_dim: int) -> tuple[Any, Any]:
+    """Keys ``[..., D]`` and values ``[..., Dv]``."""
+    return kv[..., :head_dim], kv[..., head_dim:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array, Columns, Rows, Static, Work
 from ring_jax_tpu._blocks import Blocks, Pass, Shape, choose_blocks
 from ring_jax_tpu._scores import Facts, Marks, Scalars, Tile
-from ring_jax_tpu._visits import Visit, Visits, block_kinds, item_bounds, unpack
+from ring_jax_tpu._visits import Visit, Visits, block_kinds, item_bounds, unpack, with_odd
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
 
@@ -64,7 +65,9 @@ class Launch:
             head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
             rows.seed is not None,
         )  # fmt: skip
-        blocks = choose_blocks(static.config, direction, shape, q_len, k_len)
+        left, right = static.plan.mask.band
+        span = math.inf if left is None or right is None else left + right + 1
+        blocks = choose_blocks(static.config, direction, shape, q_len, k_len, span)
         kinds = block_kinds(rows, columns, work, blocks)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
@@ -90,6 +93,10 @@ class Launch:
             None if rows.bias is None else pad(pad(rows.bias, 2, blocks.q_len), 3, blocks.k_len),
         )  # fmt: skip
         return cls(facts, shape, blocks, kinds, scalars, operands)
+
+    def minding(self, rows: Array, columns: Array) -> Launch:
+        """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
+        return replace(self, kinds=with_odd(self.kinds, rows, columns, self.blocks))
 
     def run[T](
         self,
@@ -135,7 +142,7 @@ class Launch:
             steps_or_one = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
-                out_shape=(jax.tree.map(jax.typeof, into),),
+                out_shape=(jax.tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
                     grid=tuple(steps_or_one if size is None else size for size in grid.sizes),
@@ -264,6 +271,11 @@ def bias_grid(visits: Visits, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid
     return Grid(visits, (*bias[:2], None, *shared), 2, place)
 
 
+def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
+    """What a kernel copies from itself has to lie in main memory, where XLA may not move it."""
+    return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
+
+
 def _list_stride(visits: Visits) -> int:
     """Words between the lists of two batch rows; 0 if they share one."""
     many, length = visits.words.shape
@@ -286,6 +298,11 @@ def _marks(
     return Marks(
         *(None if x is None else pad(jnp.atleast_2d(x), 1, length)[:, None] for x in every)
     )
+
+
+def is_odd(x: Array) -> Array:
+    """Which tokens of ``[B, H, T, D]`` hold a number that is not finite, bool ``[B, T]``."""
+    return ~jnp.isfinite(x).all(axis=(1, 3))
 
 
 def pad(x: Array, axis: int, length: int, fill: float = 0) -> Array:

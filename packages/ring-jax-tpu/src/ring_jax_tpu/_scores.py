@@ -9,7 +9,7 @@ turned into a column only where a mask asks for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -192,15 +192,17 @@ class Tile:
     def _in_item(self, item: int, row: Any, col: Any) -> Any:
         """What an item shows of the block: for each row the columns from one to another.
 
-        These two are worked out on a single row of registers; two comparisons a score remain.
+        The first and the number of them are worked out on a single row of registers; one difference
+        and one comparison a score remain, of numbers shifted so that those below the first wrap.
         """
         at = [self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))]
         q_start, q_stop, k_start, k_stop, lo, hi = at
         diagonal = row - q_start + k_start
         first = jnp.maximum(diagonal - hi, k_start)
-        last = jnp.minimum(diagonal - lo, k_stop - 1)
-        last = jnp.where((row >= q_start) & (row < q_stop), last, -1)
-        return (col >= first) & (col <= last)
+        stop = jnp.minimum(diagonal - lo + 1, k_stop)
+        count = jnp.where((row >= q_start) & (row < q_stop), jnp.maximum(stop - first, 0), 0)
+        least = jnp.int32(-(1 << 31))
+        return col - (first + least) < count + least
 
 
 def _views(marks: Marks, at: slice) -> Marks:
@@ -223,30 +225,16 @@ def dot(form: str, a: Any, b: Any) -> Any:
     )  # fmt: skip
 
 
-def is_odd(x: Any) -> Any:
-    """Whether some number is not finite."""
-    return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, 0.0, 1.0).max() > 0
-
-
-def add_seen(acc: Ref, form: str, weights: Any, visible: Any | None, x: Any) -> None:
-    """Add ``weights @ x`` in one of its forms, reading ``x [n, D]`` only where it is seen.
+def add_seen(
+    acc: Ref, product: Callable[[Any, Any], Any], weights: Any, visible: Any, x: Any
+) -> None:
+    """Add ``product(weights, x)``, reading ``x [n, D]`` only where ``weights [k, q]`` are visible.
 
     ``0 * nan`` is ``nan``: what is not finite is left out of the product, and what sees it becomes
-    ``nan``. The form ``nn`` is ``weights @ x``, ``[k, q] @ [q, D]``; ``tn`` is ``x.T @ weights``,
-    ``[D, k] @ [k, q]``.
+    ``nan``.
     """
-
-    def product(weights: Any, x: Any) -> Any:
-        return dot("nn", weights, x) if form == "nn" else dot("tn", x, weights)
-
-    if visible is None:
-        acc[...] += product(weights.astype(x.dtype), x)
-        return
     finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
     acc[...] += product(weights.astype(x.dtype), jnp.where(finite, x, jnp.zeros_like(x)))
     odd = jnp.where(finite, 0.0, 1.0)
-
-    @pl.when(odd.max() > 0)
-    def _spoil() -> None:
-        seen = product(jnp.where(visible, 1.0, 0.0).astype(x.dtype), odd.astype(x.dtype))
-        acc[...] += jnp.where(seen > 0, jnp.nan, 0.0)
+    seen = product(jnp.where(visible, 1.0, 0.0).astype(x.dtype), odd.astype(x.dtype))
+    acc[...] += jnp.where(seen > 0, jnp.nan, 0.0)

@@ -1,7 +1,8 @@
 """Which blocks of scores are computed, and in which order.
 
-A block is empty, partial (needs its mask) or full. The blocks that are not empty are written down
-one after another, and the grid of a kernel walks along that list, whose length is known on the
+A block is empty, full, partial (needs its mask), or odd: partial and holding numbers that are not
+finite, which weights of 0 do not keep out of products. The blocks that are not empty are written
+down one after another, and the grid of a kernel walks along that list, whose length is known on the
 device only: empty blocks are neither fetched nor computed, and cost no step of the grid.
 """
 
@@ -15,7 +16,7 @@ from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
 from ring_jax._types import Array, Columns, Rows, Work
 from ring_jax_tpu._blocks import Blocks
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL, ODD = 0, 1, 2, 3
 BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
 _FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
 
@@ -74,6 +75,21 @@ def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Arr
         some, every = _in_tiles(work.kinds, blocks)
         live, full = live & some, full & every
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+
+
+def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array:
+    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd."""
+    padded = (
+        jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
+        for x, length in ((rows, blocks.q_len), (columns, blocks.k_len))
+    )
+    in_rows, in_columns = (
+        x.reshape(x.shape[0], -1, size).any(axis=2)
+        for x, size in zip(padded, (blocks.q, blocks.k), strict=True)
+    )
+    odd = in_rows[:, :, None] | in_columns[:, None, :]
+    odd = odd if kinds.shape[0] > 1 else odd.any(axis=0, keepdims=True)
+    return jnp.where((kinds == PARTIAL) & odd, ODD, kinds)
 
 
 def for_every_batch(kinds: Array) -> Array:
