@@ -154,6 +154,7 @@ def bench_cpu(session: nox.Session) -> None:
 def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
     install(session, BACKENDS["torch"], [], *CONSTRAINED)
+    session.install(*CONSTRAINED, "flash-attn-4[cu13]>=4.0.0b36")  # what the others are measured by
     session.run("python", "benchmarks/gpu.py", *session.posargs)
 
 
