@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ring_core import Mask, __version__, make_plan
+from ring_core import SCHEDULES, Mask, __version__, doctor, make_plan, reference
 from ring_core.__main__ import main
 
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
@@ -100,6 +102,65 @@ def test_advice_takes_model_and_hardware(capsys: pytest.CaptureFixture[str]) -> 
     assert "planning figure" in printed(capsys, *SMALL, "--advise", "--hardware", "tpu-v6e")
 
 
+def test_advice_for_several_numbers_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "costs.svg"
+    argv = ("plan", "--seq-len", "1024", "--cp", "2,3,4", "--advise", "--window", "100,0")
+    assert main([*argv, "--png", str(file)]) == 0
+    words = file.read_text()
+    assert all(f"<!-- {text} -->" in words for text in ("balanced", "ranks", "memory, MiB"))
+
+
+def test_ranks_that_cannot_divide_are_told_beside_those_that_can(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "plan", "--seq-len", "1024", "--cp", "4,3", "--advise")
+    four, three = text.split("\n\n")
+    zigzag = four.splitlines()[3].split()
+    assert (zigzag[0], zigzag[4], zigzag[5]) == ("zigzag", "1.000", "4")
+    assert "1024 is not a positive multiple of 3" in three
+    assert "least time: none of them" in three
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"] and found["versions"].keys() >= {"python", "numpy", "ring-core"}
+    tested = [(check["name"], check["what"]) for check in found["checks"]]
+    assert tested == [(name, what) for name in SCHEDULES for what in doctor.RESULTS]
+    assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in found["checks"])
+
+
+def test_doctor_finds_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = reference.simulate
+
+    def wrong(*args: Any, **options: Any) -> tuple[Any, ...]:
+        out, lse, dq, dk, dv = right(*args, **options)
+        return out, lse, dq * (1 + 1e-9), dk * float("nan"), dv
+
+    monkeypatch.setattr(reference, "simulate", wrong)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    states = {line.split()[4]: line.split()[5] for line in lines if line.startswith("  zigzag")}
+    assert states == {"out": "ok", "dq": "FAILED", "dk": "FAILED", "dv": "ok"}
+    assert lines[-1] == "something is wrong"
+
+
+def test_doctor_finds_versions_at_odds(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = {"torch": "2.99.0", "triton": "3.1.0", "ring-core": "0.2.0", "ring-torch": "0.1.0"}
+    asked = {"torch": ["triton~=3.9.0; python_version >= '3'", "optree>9; extra == 'optree'"]}
+    monkeypatch.setattr(doctor, "installed", has.get)
+    monkeypatch.setattr(doctor, "requires", asked.get)
+    assert doctor.clashes(has) == (
+        "packages of unlike releases: ring-core 0.2.0, ring-torch 0.1.0",
+        "torch 2.99.0 asks for triton~=3.9.0, and there is 3.1.0",
+    )
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    assert doctor.clashes(has) is None
+    assert "clashes       not known: pip install packaging" in doctor.shown_versions(has, None)
+
+
 def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.png"
     assert "schedule=plain" in printed(capsys, *SMALL, "--png", str(file))
@@ -124,8 +185,12 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--advise", "--hardware", "abacus"), "unknown hardware 'abacus'; known: h200-nvlink"),
         (("--advise", "--heads", "0"), "num_q_heads must be at least 1"),
         (("--advise", "--heads", "9"), "multiple of num_kv_heads"),
-        (("--schedule", "all", "--png", "plan.png"), "--png draws one plan"),
-        (("--advise", "--png", "plan.png"), "--png draws one plan"),
+        (("--schedule", "all", "--png", "plan.png"), "--png draws one plan, or costs"),
+        (("--cp", "2,4"), "one plan is of one number of ranks, got --cp 2,4"),
+        (("--cp", "2,4", "--advise", "--schedule", "plain"), "one plan is of one number"),
+        (("--cp", "2,x", "--advise"), "--cp takes integers separated by commas, got 'x'"),
+        (("--cp", "2,0", "--advise"), "cp_size must be at least 1"),
+        (("--cp", "3,5", "--advise"), "64 is not a positive multiple of 3"),
         (("--png", "plan.nonsense"), "not supported"),
     ],
 )

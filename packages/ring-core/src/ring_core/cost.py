@@ -145,6 +145,7 @@ class Cost:
         bytes_sent: Bytes a rank sends.
         messages: Messages a rank sends.
         live_steps: Steps the plan runs, the own block included.
+        balance: Visible pairs of the busiest rank over the mean of all.
         memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
         compute_s: Seconds: the slowest rank of every stage, summed.
         exposed_s: Seconds of communication that no computation hides: ``time_s - compute_s``.
@@ -155,6 +156,7 @@ class Cost:
     bytes_sent: int
     messages: int
     live_steps: int
+    balance: float
     memory_bytes: int
     compute_s: float
     exposed_s: float
@@ -202,6 +204,7 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
         bytes_sent=sum(p.bytes_sent for p in passes),
         messages=sum(p.messages for p in passes),
         live_steps=plan.num_steps,
+        balance=plan.balance,
         memory_bytes=_memory(plan, model, backward),
         compute_s=compute_s,
         exposed_s=time_s - compute_s,

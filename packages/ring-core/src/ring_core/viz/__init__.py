@@ -1,0 +1,65 @@
+"""Pictures: a plan in characters for a terminal or drawn to a file, and what schedules cost.
+
+Those of a plan show what its tables say, at sampled positions, never the mask alone: where the two
+disagree, or two ranks compute the same pair, the cell is marked ``!``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ring_core._plan import Plan
+from ring_core.cost import Cost
+from ring_core.viz._cells import NOBODY as NOBODY
+from ring_core.viz._cells import WRONG as WRONG
+from ring_core.viz._cells import computing_ranks as computing_ranks
+from ring_core.viz._cells import kv_messages as kv_messages
+from ring_core.viz._text import describe as describe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(plan: Plan, path: str | Path) -> None:
+    """Draw a plan to a file: who computes what, who holds what, who works when.
+
+    The format follows the name (``.png``, ``.svg``, ``.pdf``); equal plans give equal SVG files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from ring_core.viz._draw import draw_plan
+
+    _save(partial(draw_plan, plan), (11, 6), path)
+
+
+def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: str | Path) -> None:
+    """Draw what schedules cost to a file: their time, and the memory they take beyond the inputs.
+
+    Args:
+        costs: For numbers of ranks, what :func:`ring_core.cost.compare` returned.
+        title: A line above it.
+        path: The file; its name gives the format, as in :func:`plot`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from ring_core.viz._charts import draw_costs
+
+    _save(partial(draw_costs, costs, title), (9, 4.5), path)
+
+
+def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: install ring-core[viz]") from error
+    svg = Path(path).suffix.lower() in (".svg", ".svgz")
+    with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        figure.savefig(path, dpi=144, metadata={"Date": None} if svg else None)
