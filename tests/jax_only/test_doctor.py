@@ -63,7 +63,14 @@ def test_a_healthy_machine() -> None:
         "name": "xla", "package": "ring_jax", "available": True, "why": ""
     }  # fmt: skip
     assert [check["what"] for check in found["checks"]] == ["out", "dq", "dk", "dv"]
+    assert {check["where"] for check in found["checks"]} == {"8 cpu"}  # as the tests ask for
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
+
+
+def test_two_host_devices_make_a_ring_where_nothing_else_is_asked_for() -> None:
+    done = run("-m", "ring_jax", "doctor", "--json", XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+    assert {check["where"] for check in json.loads(done.stdout)["checks"]} == {"2 cpu"}
 
 
 def test_a_kernel_for_another_device(tmp_path: Path) -> None:
@@ -81,7 +88,7 @@ def test_wrong_gradients_are_found() -> None:
     done = run("-c", OFF_BY_A_LITTLE)
     assert done.returncode == 1, done.stderr
     states = {
-        line.split()[1]: line.split()[2] for line in done.stdout.splitlines() if "limit" in line
+        line.split()[3]: line.split()[4] for line in done.stdout.splitlines() if "limit" in line
     }
     assert states == {"out": "ok", "dq": "FAILED", "dk": "ok", "dv": "ok"}
     assert "something is wrong" in done.stdout

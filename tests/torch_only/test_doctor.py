@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_core.doctor import RESULTS
 from ring_torch import _doctor
 from ring_torch.__main__ import main
 from ring_torch.kernels import KERNELS
@@ -39,7 +40,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
         monkeypatch.setattr(_doctor, "accelerator", lambda: "cuda")
-        monkeypatch.setattr(_doctor, "self_test", lambda *_: iter(()))
+        for test in ("self_test", "ring_test"):
+            monkeypatch.setattr(_doctor, test, lambda *_, **__: iter(()))
 
     return show
 
@@ -59,8 +61,9 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             assert kernel["available"] and not kernel["why"]
     ways = {way["name"]: way["available"] for way in found["transports"]}
     assert ways == {"p2p": True, "gather": True, "pull": False}
-    checks = [(check["kernel"], check["what"]) for check in found["checks"]]
-    assert checks == [(name, what) for name in ("sdpa", "eager") for what in _doctor.RESULTS]
+    checks = [(check["name"], check["where"], check["what"]) for check in found["checks"]]
+    tested = [("sdpa", "cpu"), ("eager", "cpu"), ("p2p", "2 cpu ranks"), ("gather", "2 cpu ranks")]
+    assert checks == [(*one, what) for one in tested for what in RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
 
 
@@ -140,4 +143,11 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
     assert (checks["out"].error is None) == (factor != 1.001)
     assert checks["dv"].passed
     monkeypatch.setattr(_doctor, "in_order", lambda _: (EAGER,))
+    monkeypatch.setattr(_doctor, "TRANSPORTS", ())
     assert main(["doctor"]) == 1
+
+
+def test_a_ring_that_fails() -> None:
+    (check,) = _doctor.ring_test(["pull"], cuda=False)
+    assert (check.name, check.what, check.passed) == ("pull", "runs", False)
+    assert "UnsupportedError" in check.trace

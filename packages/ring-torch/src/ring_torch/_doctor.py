@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,14 +19,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ring_core
 import ring_torch
-from ring_core import reference
+from ring_core import doctor
+from ring_core.doctor import Check
 from ring_torch.kernels import in_order
 from ring_torch.kernels._api import Kernel
+from ring_torch.local import LocalRankError, LocalRanks
 
-LIBRARIES = ("numpy", "torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
+LIBRARIES = (
+    "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
+    "transformers",
+)  # fmt: skip
 TRANSPORTS = ("p2p", "gather", "pull")
-RESULTS = ("out", "dq", "dk", "dv")
-TOKENS, _HEADS = 128, (4, 2, 2, 4)  # of q, k, v and dout
+RANKS = 2  # of the self-test between processes
+
+Arrays = Sequence[npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,26 +55,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Check:
-    """One result of a kernel: its largest error against float64, and the most it may be.
-
-    There is no error where a result is not finite, or the kernel raised what ``trace`` shows.
-    """
-
-    kernel: str
-    device: str
-    what: str
-    error: float | None
-    limit: float
-    passed: bool
-    trace: str = ""
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All that the doctor found; kernels stand in the order in which ``auto`` tries them."""
 
     versions: dict[str, str]
+    clashes: tuple[str, ...] | None
     device: str
     gpus: tuple[Gpu, ...]
     kernels: tuple[Report, ...]
@@ -77,25 +69,31 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Whether there is a kernel that runs, and nothing failed."""
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        return doctor.is_healthy(self.clashes, self.checks)
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine and run the self-test of each kernel that can run on it."""
+    """Look at this machine, run the self-test of each kernel that can run on it, and a ring."""
     device, found = accelerator(), gpus()
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
+    ways = tuple(
+        Report(name, ("cuda",) if name == "pull" else (), available=not why, why=why)
+        for name, why in ((name, _no_transport(name, device, found)) for name in TRANSPORTS)
+    )
+    libraries = versions()
     return Diagnosis(
-        versions=versions(),
+        versions=libraries,
+        clashes=doctor.clashes(libraries),
         device=device,
         gpus=found,
         kernels=tuple(reports),
-        transports=tuple(
-            Report(name, ("cuda",) if name == "pull" else (), available=not why, why=why)
-            for name, why in ((name, _no_transport(name, device, found)) for name in TRANSPORTS)
+        transports=ways,
+        checks=(
+            *(check for kernel in able for check in self_test(kernel, device)),
+            *ring_test([one.name for one in ways if one.available], cuda=len(found) >= RANKS),
         ),
-        checks=tuple(check for kernel in able for check in self_test(kernel, device)),
     )
 
 
@@ -120,11 +118,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 def versions() -> dict[str, str]:
     """Python, the libraries there are, and what torch was built with."""
-    found = {"python": platform.python_version()}
-    for package in (ring_core, ring_torch):
-        name = package.__name__.replace("_", "-")
-        found[name] = _installed(name) or f"{package.__version__} (not installed)"
-    found |= {name: has for name in LIBRARIES if (has := _installed(name))}
+    found = doctor.versions(LIBRARIES, (ring_core, ring_torch))
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
     built_with = {
@@ -134,13 +128,6 @@ def versions() -> dict[str, str]:
         "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
     return found | {name: has for name, has in built_with.items() if has}
-
-
-def _installed(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
@@ -177,38 +164,64 @@ def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
-    """A causal call with grouped heads on one device, forward and backward.
-
-    The error against float64 may be four times that of torch's own dense attention in the same
-    dtype on the same device, and a few ulps.
-    """
+    """A causal call with grouped heads on one device, forward and backward."""
     can = kernel.capabilities
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     dtype, dim = getattr(torch, name), max(64, can.head_dim_multiple)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(1, TOKENS, heads, dim, generator=generator).to(where, dtype) for heads in _HEADS
-    )
-    exact = [x.double().cpu().numpy() for x in (q, k, v, dout)]
-    expected = [
-        reference.attention(*exact[:3], causal=True)[0],
-        *reference.attention_grads(exact[3], *exact[:3], causal=True)[:3],
-    ]
+    inputs = [torch.as_tensor(x).to(where, dtype) for x in doctor.inputs_for(1, dim)]
     ours = partial(ring_torch.ring_attention, causal=True, kernel=can.name)
-    try:
-        found = _out_and_grads(ours, q, k, v, dout)
-    except Exception:  # noqa: BLE001 - whatever it is, it is the finding
-        trace = traceback.format_exc()
-        yield Check(can.name, where, "runs", None, 0.0, passed=False, trace=trace)
+    yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+
+
+def ring_test(transports: Sequence[str], *, cuda: bool) -> Iterator[Check]:
+    """The same between two processes of this machine, each way that keys can travel."""
+    if not transports:
         return
-    plain = _out_and_grads(_dense, q, k, v, dout)
-    for what, got, near, true in zip(RESULTS, found, plain, expected, strict=True):
-        wide = torch.as_tensor(true)
-        error, usual = (float((x.double().cpu() - wide).abs().max()) for x in (got, near))
-        limit = 4 * usual + 16 * torch.finfo(dtype).eps * float(wide.abs().max())
-        number = error if error < float("inf") else None  # neither is NaN less
-        yield Check(can.name, where, what, number, limit, passed=error <= limit)
+    where = f"{RANKS} {'cuda' if cuda else 'cpu'} ranks"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(RANKS, 64)]
+
+    def run(ranks: LocalRanks, transport: str) -> Arrays:
+        arrays = [_array(x) for x in inputs]
+        results: Arrays = ranks.run(_ring_rank, arrays, transport, cuda)[0]
+        return results
+
+    with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
+        for transport in transports:
+            yield from _judged(transport, where, inputs, partial(run, ranks, transport))
+
+
+def _ring_rank(rank: int, arrays: Arrays, transport: str, cuda: bool) -> Arrays:
+    """The whole results of a ring, put together on every rank."""
+    cp = ring_torch.ContextParallel()
+    place = (torch.device("cuda", rank), torch.bfloat16) if cuda else (torch.float32,)
+    shards = [cp.shard(torch.as_tensor(x).to(*place), dim=1) for x in arrays]
+    ours = partial(cp.attention, causal=True, transport=transport)
+    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
+
+
+def _judged(
+    name: str,
+    where: str,
+    inputs: Sequence[Tensor],
+    run: Callable[[], Sequence[Tensor] | Arrays],
+) -> Iterator[Check]:
+    """What became of a run: compared with torch's own dense attention on the same inputs."""
+    try:
+        found = [_array(x) for x in run()]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
+        yield doctor.failed(name, where, trace)
+        return
+    example = doctor.example_of([_array(x) for x in inputs])
+    plain = [_array(x) for x in _out_and_grads(_dense, *inputs)]
+    eps = torch.finfo(inputs[0].dtype).eps
+    yield from doctor.judged(name, where, example, found, plain, eps)
+
+
+def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -229,7 +242,7 @@ def _out_and_grads(
 
 def shown(found: Diagnosis) -> str:
     """A diagnosis for people."""
-    lines = [f"{name:14}{has}" for name, has in found.versions.items()]
+    lines = doctor.shown_versions(found.versions, found.clashes)
     lines += ["", f"device        {found.device}"]
     for n, gpu in enumerate(found.gpus):
         reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
@@ -241,14 +254,8 @@ def shown(found: Diagnosis) -> str:
             devices = ", ".join(one.devices) or "any"
             state = "available" if one.available else f"no: {one.why}"
             lines.append(f"  {one.name:12}{devices:8}{state}")
-    lines += ["", "self-test: a causal call on one device against float64"]
-    for check in found.checks:
-        state = "ok" if check.passed else "FAILED"
-        error = "not finite" if check.error is None else f"{check.error:.1e}"
-        numbers = f"error {error}, limit {check.limit:.1e}"
-        name = f"{check.kernel:12}{check.device:8}{check.what:6}"
-        lines.append(f"  {name}{state:8}{check.trace or numbers}")
-    return "\n".join([*lines, "", "all is well" if found.healthy else "something is wrong"])
+    title = "kernels on one device, then a ring of two processes, causal,"
+    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
 
 
 _ORDER = {
