@@ -131,3 +131,15 @@ def test_matrix() -> None:
     columns = len(ring_attention.kernels) + 1  # other installed packages may add more
     cells = ["|".join(line.split("|")[: columns + 1]) for line in done.stdout.splitlines()]
     assert "\n".join(f"{line}|" for line in cells) == own
+
+
+def test_bench() -> None:
+    sizes = ("--seq-len", "128", "--ranks", "2", "--heads", "2", "--kv-heads", "1")
+    done = run("-m", "ring_jax", "bench", *sizes, "--head-dim", "8", "--seconds", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
+    assert all(row["share"] == 1 and row["eta"] > 0 for row in found["timings"])
+    done = run("-m", "ring_jax", "bench", "--seq-len", "101")
+    assert done.returncode == 2
+    assert "101 is not a positive multiple of 16" in done.stderr

@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.floating[Any]]
 RESULTS = ("out", "dq", "dk", "dv")
 OURS = ("ring-core", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu")
 TOKENS = 128  # a rank
+CAUSAL = Mask(causal=True)
 _HEADS = (4, 2, 2, 4)  # of q, k, v and dout
 
 
@@ -57,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Example:
-    """A causal call with grouped heads, and what dense attention in float64 makes of it.
+    """A call with grouped heads, and what dense attention in float64 makes of it.
 
     ``inputs`` are ``q [1, T, 4, D]``, ``k``, ``v [1, T, 2, D]`` and ``dout [1, T, 4, D]``, seeded;
     ``expected`` are the :data:`RESULTS`.
@@ -74,11 +75,11 @@ def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
     return tuple(random.standard_normal(shape) for shape in shapes)
 
 
-def example_of(inputs: Sequence[npt.ArrayLike]) -> Example:
+def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
     """The example of these inputs, which may have been rounded to a narrower type."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
-    out = reference.attention(q, k, v, causal=True)[0]
-    grads = reference.attention_grads(dout, q, k, v, causal=True)
+    out = reference.attention(q, k, v, mask=mask)[0]
+    grads = reference.attention_grads(dout, q, k, v, mask=mask)
     return Example((q, k, v, dout), (out, *grads[:3]))
 
 
@@ -181,7 +182,7 @@ def diagnose() -> Diagnosis:
 
 
 def _self_test(ranks: int) -> Iterator[Check]:
-    example = example_of(inputs_for(ranks, head_dim=16))
+    example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
     q, k, v, dout = example.inputs
     for schedule in SCHEDULES:
         plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, schedule=schedule)

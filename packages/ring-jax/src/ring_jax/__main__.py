@@ -1,7 +1,8 @@
 """``python -m ring_jax``: what can run here, and whether it is right.
 
 ``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
-all local devices with the float64 oracle; ``matrix`` shows what each kernel supports.
+all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
+times a ring against one device that does all of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,14 +23,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ring_jax
-from ring_core import Capabilities, Mask, Request, doctor, make_plan, refusals, support_matrix
+from ring_core import (
+    Capabilities,
+    Mask,
+    Request,
+    bench,
+    doctor,
+    make_plan,
+    refusals,
+    support_matrix,
+)
 from ring_core.doctor import Check
+from ring_jax import _bench as _bench_jax
 from ring_jax._attention import RingAttention
+from ring_jax._bench import judged, out_and_grads
 from ring_jax._types import Kernel
 
 LIBRARIES = (
@@ -139,28 +150,12 @@ def self_test(kernel: Kernel) -> Iterator[Check]:
     call = partial(RingAttention((kernel,)), axis_name="ring", causal=True)
     tokens = P(None, "ring")
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    dense = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
     try:
-        found = [np.asarray(x, np.float64) for x in _out_and_grads(ring, *inputs)]
+        results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
     except Exception:  # noqa: BLE001 - whatever it is, it is the finding
         yield doctor.failed(can.name, where, traceback.format_exc())
         return
-    example = doctor.example_of([np.asarray(x, np.float64) for x in inputs])
-    plain = [np.asarray(x, np.float64) for x in _out_and_grads(dense, *inputs)]
-    eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]
-    yield from doctor.judged(can.name, where, example, found, plain, eps)
-
-
-def _out_and_grads(
-    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, ...]:
-    @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(dout)
-
-    results: tuple[jax.Array, ...] = both(q, k, v, dout)
-    return results
+    yield from judged(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
 
 
 def _report(package: str, can: Capabilities) -> KernelReport:
@@ -213,17 +208,23 @@ def matrix() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 1 when something fails."""
+    """Run the command line; the exit code is 1 when something fails.
+
+    It is 2 for what the user got wrong.
+    """
     parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="show what can run here, and test it")
     doctor.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("matrix", help="show what each kernel supports")
+    bench.add_options(commands.add_parser("bench", help="time a ring against one device"))
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
         return 0
     _ask_for_host_devices()
+    if args.command == "bench":
+        return _bench(args)
     try:
         found = diagnose()
     except RuntimeError as error:
@@ -232,6 +233,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
     print(json.dumps(as_json, indent=2) if args.json else shown(found))
     return 0 if found.healthy else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """What the ``bench`` command prints and returns."""
+    try:
+        setting = bench.setting_of(args, _bench_jax.defaults())
+        checks, found = _bench_jax.bench(_context(), setting, args.seconds)
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(f"ring_jax: error: {error}", file=sys.stderr)
+        return 2
+    if not found:
+        print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
+        return 1
+    where = f"devices: {jax.devices()[0].device_kind}"
+    if found[0].share == 1:
+        where += ", which share the cores that one device has alone"
+    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
+    rows = [asdict(timing) | {"eta": timing.eta} for timing in found]
+    text = bench.shown(setting, where, found)
+    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    return 0
+
+
+def _context() -> type[ring_jax.ContextParallel]:
+    """The class whose kernels suit the default devices, of the packages there are."""
+    module = _imported({"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax"))
+    found: type[ring_jax.ContextParallel] = getattr(
+        module, "ContextParallel", ring_jax.ContextParallel
+    )
+    return found
 
 
 if __name__ == "__main__":

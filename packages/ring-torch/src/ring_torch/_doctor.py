@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ring_core
 import ring_torch
-from ring_core import doctor
+from ring_core import Mask, doctor
+from ring_core.bench import Setting
 from ring_core.doctor import Check
 from ring_torch.kernels import in_order
 from ring_torch.kernels._api import Kernel
@@ -178,26 +179,36 @@ def ring_test(transports: Sequence[str], *, cuda: bool) -> Iterator[Check]:
     """The same between two processes of this machine, each way that keys can travel."""
     if not transports:
         return
-    where = f"{RANKS} {'cuda' if cuda else 'cpu'} ranks"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(RANKS, 64)]
-
-    def run(ranks: LocalRanks, transport: str) -> Arrays:
-        arrays = [_array(x) for x in inputs]
-        results: Arrays = ranks.run(_ring_rank, arrays, transport, cuda)[0]
-        return results
-
+    dtype = "bfloat16" if cuda else "float32"
+    setting = Setting(RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto")
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for transport in transports:
-            yield from _judged(transport, where, inputs, partial(run, ranks, transport))
+            yield from ring_checks(ranks, setting, transport, cuda=cuda)
 
 
-def _ring_rank(rank: int, arrays: Arrays, transport: str, cuda: bool) -> Arrays:
+def ring_checks(
+    ranks: LocalRanks, setting: Setting, transport: str, *, cuda: bool
+) -> Iterator[Check]:
+    """A setting on a short sequence, between these ranks."""
+    dtype = getattr(torch, setting.dtype)
+    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(len(ranks), setting.head_dim)]
+    arrays = [_array(x) for x in inputs]
+
+    def run() -> Arrays:
+        results: Arrays = ranks.run(_ring_rank, arrays, setting, transport, cuda)[0]
+        return results
+
+    where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
+    yield from _judged(transport, where, inputs, run, setting.mask)
+
+
+def _ring_rank(rank: int, arrays: Arrays, setting: Setting, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
-    cp = ring_torch.ContextParallel()
-    place = (torch.device("cuda", rank), torch.bfloat16) if cuda else (torch.float32,)
-    shards = [cp.shard(torch.as_tensor(x).to(*place), dim=1) for x in arrays]
-    ours = partial(cp.attention, causal=True, transport=transport)
+    cp = ring_torch.ContextParallel(schedule=setting.schedule)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    dtype = getattr(torch, setting.dtype)
+    shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    ours = partial(cp.attention, mask=setting.mask, kernel=setting.kernel, transport=transport)
     return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
 
 
@@ -206,6 +217,7 @@ def _judged(
     where: str,
     inputs: Sequence[Tensor],
     run: Callable[[], Sequence[Tensor] | Arrays],
+    mask: Mask = doctor.CAUSAL,
 ) -> Iterator[Check]:
     """What became of a run: compared with torch's own dense attention on the same inputs."""
     try:
@@ -214,8 +226,8 @@ def _judged(
         trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
         yield doctor.failed(name, where, trace)
         return
-    example = doctor.example_of([_array(x) for x in inputs])
-    plain = [_array(x) for x in _out_and_grads(_dense, *inputs)]
+    example = doctor.example_of([_array(x) for x in inputs], mask)
+    plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
     eps = torch.finfo(inputs[0].dtype).eps
     yield from doctor.judged(name, where, example, found, plain, eps)
 
@@ -224,10 +236,12 @@ def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
     return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    every = np.arange(q.shape[1])
+    seen = torch.as_tensor(mask.dense(every, every), device=q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     return out.transpose(1, 2)
 
 

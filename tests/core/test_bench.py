@@ -1,0 +1,68 @@
+"""What the ``bench`` commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from ring_core import bench
+
+DEFAULTS = bench.Setting(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
+
+
+def setting(*words: str) -> bench.Setting:
+    parser = argparse.ArgumentParser()
+    bench.add_options(parser)
+    return bench.setting_of(parser.parse_args(words), DEFAULTS)
+
+
+def test_what_is_given_replaces_the_defaults() -> None:
+    assert setting() == DEFAULTS
+    words = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
+    more = ("--window", "9", "--schedule", "plain", "--kernel", "eager")
+    assert setting(*words, *more) == bench.Setting(
+        2, 64, 4, 2, 64, "float64", 9, "plain", "eager"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 0", "--ranks must be at least 1, got 0"),
+        ("--head-dim -8", "--head-dim must be at least 1"),
+        ("--heads 3", "--heads must be a multiple of --kv-heads, got 3 and 2"),
+        ("--seq-len 4100", "4100 is not a positive multiple of 8"),
+        ("--window -1", "never -1"),
+    ],
+)
+def test_mistakes(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setting(*words.split())
+
+
+def test_rounds_alternate_and_the_first_is_not_counted() -> None:
+    order: list[tuple[str, int]] = []
+
+    def one(n: int) -> tuple[float, float]:
+        order.append(("one", n))
+        return 4.0, 12.0
+
+    def ring(n: int) -> tuple[float, float]:
+        order.append(("ring", n))
+        return 2.0 if n < 3 else 4.0, 4.0
+
+    forward, both = bench.timings(one, ring, share=0.5, seconds=0)
+    rounds = range(bench.LEAST_ROUNDS + 1)
+    assert order == [(name, n) for n in rounds for name in ("one", "ring")]
+    assert (forward.etas, forward.eta) == ([0.5, 1.0, 1.0], 1.0)
+    assert (both.what, both.eta) == ("forward and backward", 1.5)
+    text = bench.shown(DEFAULTS, "devices", (forward, both))
+    assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
+
+
+def test_the_progress_bar_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="bench needs tqdm: pip install tqdm"):
+        bench.timings(lambda _: (1, 1), lambda _: (1, 1), share=1, seconds=0)
