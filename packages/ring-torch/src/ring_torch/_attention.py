@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import KernelConfig, Mask
 from ring_torch._autograd import RingAttention
-from ring_torch._call import Call, Inputs, check_call
+from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
+from ring_torch._compiled import attend_in_graph
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Window = tuple[int | None, int | None]
@@ -126,20 +128,62 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
+    return attend(
+        group, schedule, q, k, v,
+        Options(
+            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+            dropout_seed, deterministic, return_lse, kernel, transport,
+        ),
+        segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+
+
+def attend(
+    group: Group,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check a call and run it, or put it in the graph that is being compiled.
+
+    A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
+    """
+    run = _run
+    if torch.compiler.is_compiling() and (options.mask is None or options.mask.predicate is None):
+        run = attend_in_graph
+    out, lse = run(
+        group, schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return (out, lse) if options.return_lse else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run(
+    group: Group,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``."""
     ring = ring_of(group)
     call, inputs = check_call(
-        ring, ring.next_call(), schedule, q, k, v, causal=causal, window=window,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+        ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+        bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    return attend(call, inputs, return_lse=return_lse)
-
-
-def attend(call: Call, inputs: Inputs, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a checked call."""
-    out, lse = RingAttention.apply(call, *inputs)
-    return (out, lse) if return_lse else out
+    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
+    return results

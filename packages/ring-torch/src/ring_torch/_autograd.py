@@ -33,12 +33,7 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the forward loop and add the sinks."""
         inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse, kept = _run_forward(call, inputs)
-            if sinks is not None:
-                out = out.to(call.wide)
-                lse = _add_sinks(out, lse, sinks)
-        out = out.to(call.dtype)
+        out, lse, kept = forward_pass(call, inputs)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse, *kept)
@@ -48,27 +43,46 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward loop."""
-        call: Call = ctx.call
-        tensors = ctx.saved_tensors
         count = len(Inputs._fields)
-        inputs, (out, lse, *kept) = Inputs(*tensors[:count]), tensors[count:]
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        with torch.autocast(out.device.type, enabled=False):
-            delta = None
-            if call.kernel.needs_delta or inputs.sinks is not None:
-                delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
-                delta = delta if dlse is None else delta - dlse
-            grads = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
-            dsinks = None
-            if inputs.sinks is not None and delta is not None:
-                dsinks = _sink_grads(inputs.sinks, lse, delta)
-        dq, dk, dv = (grad.to(call.dtype).contiguous() for grad in grads[:3])
-        dbias = (
-            None
-            if grads.dbias is None or inputs.bias is None
-            else grads.dbias.to(inputs.bias.dtype)
-        )
-        return None, dq, dk, dv, None, None, dsinks, dbias, None
+        inputs, (out, lse, *kept) = Inputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        grads = backward_pass(ctx.call, inputs, (out, lse), kept, (dout, dlse))
+        return None, *grads
+
+
+def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``out`` in the inputs' dtype and ``lse``, sinks included, and keys for the backward."""
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        out, lse, kept = _run_forward(call, inputs)
+        if inputs.sinks is not None:
+            out = out.to(call.wide)
+            lse = _add_sinks(out, lse, inputs.sinks)
+    return out.to(call.dtype), lse, kept
+
+
+def backward_pass(
+    call: Call,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    kept: list[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
+    (out, lse), (dout, dlse) = results, grads
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    with torch.autocast(out.device.type, enabled=False):
+        delta = None
+        if call.kernel.needs_delta or inputs.sinks is not None:
+            delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
+            delta = delta if dlse is None else delta - dlse
+        found = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
+        dsinks = None
+        if inputs.sinks is not None and delta is not None:
+            dsinks = _sink_grads(inputs.sinks, lse, delta)
+    dq, dk, dv = (grad.to(call.dtype).contiguous() for grad in found[:3])
+    dbias = None
+    if found.dbias is not None and inputs.bias is not None:
+        dbias = found.dbias.to(inputs.bias.dtype)
+    return dq, dk, dv, None, None, dsinks, dbias, None
 
 
 def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

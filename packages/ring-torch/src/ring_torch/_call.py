@@ -85,69 +85,6 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> P
     return Packing.of(*((x.shape, dtype or x.dtype) for x in tensors))
 
 
-def check_call(
-    ring: Ring,
-    number: int,
-    schedule: ScheduleName,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    chunk_size: int | None,
-    cu_seqlens: Sequence[int] | None,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
-    mask: Mask | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | None,
-    deterministic: bool,
-    return_lse: bool,
-    kernel: str | KernelConfig,
-    transport: str,
-) -> tuple[Call, Inputs]:
-    """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
-
-    ``number`` is the call's, from :meth:`Ring.next_call`.
-
-    Raises:
-        ValueError: An argument is malformed.
-        UnsupportedError: No kernel, or not the one named, can do the call.
-    """
-    q_ids, k_ids = None, None
-    if segment_ids is not None:
-        sizes = checks.check_qkv(
-            *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
-        )
-        q_ids, k_ids = checks.check_pair(segment_ids, sizes)
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
-    names = ("q", "k", "v", "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
-    grad = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
-    )
-    options = Options(
-        causal, window, chunk_size, tuple(cu_seqlens) if isinstance(cu_seqlens, list) else cu_seqlens,
-        mask, softmax_scale, softcap, dropout_p, dropout_seed, deterministic, return_lse, kernel,
-        transport,
-    )  # fmt: skip
-    facts = tuple(
-        None if x is None else _fact(x, name) for x, name in zip(inputs, names, strict=True)
-    )
-    given = (ring, schedule, facts, options, _types(options), grad, number > 0)
-    try:
-        hash(given)
-    except TypeError:
-        call = _prepare.__wrapped__(*given)
-    else:
-        call = _prepare(*given)
-    return replace(call, number=number), inputs
-
-
 class Options(NamedTuple):
     """A call's options beside tensors, as given."""
 
@@ -164,6 +101,57 @@ class Options(NamedTuple):
     return_lse: bool
     kernel: str | KernelConfig
     transport: str
+
+
+def check_call(
+    ring: Ring,
+    number: int,
+    schedule: ScheduleName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    grad: bool | None = None,
+) -> tuple[Call, Inputs]:
+    """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
+
+    ``number`` is the call's, from :meth:`Ring.next_call`. ``grad`` says whether there will be a
+    backward; ``None`` asks the tensors.
+
+    Raises:
+        ValueError: An argument is malformed.
+        UnsupportedError: No kernel, or not the one named, can do the call.
+    """
+    q_ids, k_ids = None, None
+    if segment_ids is not None:
+        sizes = checks.check_qkv(
+            *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
+        )
+        q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
+    names = ("q", "k", "v", "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+    if grad is None:
+        grad = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
+        )
+    if isinstance(options.cu_seqlens, list):
+        options = options._replace(cu_seqlens=tuple(options.cu_seqlens))
+    facts = tuple(
+        None if x is None else _fact(x, name) for x, name in zip(inputs, names, strict=True)
+    )
+    given = (ring, schedule, facts, options, _types(options), grad, number > 0)
+    try:
+        hash(given)
+    except TypeError:
+        call = _prepare.__wrapped__(*given)
+    else:
+        call = _prepare(*given)
+    return replace(call, number=number), inputs
 
 
 class Fact(NamedTuple):
@@ -288,4 +276,4 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
 def _fact(x: object, name: str) -> Fact:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    return Fact(tuple(x.shape), x.dtype, x.device, x.requires_grad)
+    return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)

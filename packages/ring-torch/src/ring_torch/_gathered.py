@@ -48,9 +48,14 @@ def gathered_forward(
     forward = _in_one_launch if in_one else _in_two_stages
     result = forward(call, inputs, gather, columns, arriving)
     arriving.finish()
+    return result, arriving.tensors if keeps_gathered(call, carrier.keys) else None
+
+
+def keeps_gathered(call: Call, keys: Keys) -> bool:
+    """Whether the forward leaves the keys it gathered to the backward."""
     longest = max(call.plan.gather(rank).length for rank in range(call.ring.size))
-    keeps = in_one and call.needs_grad and carrier.keys.size(longest) <= KEPT_BYTES
-    return result, arriving.tensors if keeps else None
+    in_one = call.kernel.capabilities.bands == "any"
+    return in_one and call.needs_grad and keys.size(longest) <= KEPT_BYTES
 
 
 def _in_one_launch(

@@ -63,8 +63,15 @@ def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
 def _pull_refusals(ring: Ring, device: torch.device, *, probe: bool) -> list[str]:
     if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
         return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
-    if not probe:
+    if not probe or ask_peers(ring):
         return []
+    return ["the ranks' GPUs do not reach each other's memory"]
+
+
+def ask_peers(ring: Ring) -> bool:
+    """Whether all ranks can copy out of each other's memory: they talk about it once a group."""
+    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
+        return False
     from ring_torch._window import reaches
 
-    return [] if reaches(ring) else ["the ranks' GPUs do not reach each other's memory"]
+    return reaches(ring)

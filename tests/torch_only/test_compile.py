@@ -1,0 +1,184 @@
+"""``torch.compile``: the ring is in the graph, unbroken, and gives the results it gives without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import Mask
+from ring_torch import ContextParallel, KernelConfig, _compiled, ring_attention
+from ring_torch.local import LocalRanks
+
+LENGTH = 64
+DENSE = Mask(causal=True, window=(20, 0))
+
+#: Options of calls; tensors are made by their shapes.
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "gather": {"causal": True, "window": (9, 3), "transport": "gather"},
+    "documents": {"causal": True, "cu_seqlens": (0, 13, 40, LENGTH), "softcap": 3.0},
+    "mask": {"mask": DENSE, "kernel": KernelConfig("eager", block_q=16), "deterministic": True},
+    "segments": {"segment_ids": True, "transport": "gather"},
+    "lse": {"causal": True, "return_lse": True, "softmax_scale": 0.3},
+    "sinks": {"causal": True, "sinks": True, "chunk_size": 24},
+    "bias": {"bias": True, "alibi_slopes": True},
+    "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    """Two ranks."""
+    ranks = LocalRanks(2)
+    yield ranks
+    ranks.close()
+
+
+def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """This rank's leaves, of which q, k and v come first, and all options."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    leaves = [cp.shard(random(1, LENGTH, h, 8)) for h in (4, 2, 2)]
+    made: dict[str, Tensor] = {}
+    if options.get("sinks"):
+        made["sinks"] = random(4)
+    if options.get("bias"):
+        made["bias"] = cp.shard(random(1, 4, LENGTH, LENGTH), dim=2)
+    leaves += made.values()
+    if options.get("alibi_slopes"):
+        made["alibi_slopes"] = random(4).abs()
+    if options.get("segment_ids"):
+        made["segment_ids"] = cp.shard((torch.arange(LENGTH) // 23).int()[None])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves, options | made
+
+
+def results(
+    cp: ContextParallel, options: dict[str, Any], wrap: Callable[[Any], Any]
+) -> list[Tensor]:
+    """Outputs and gradients of a function around the attention."""
+    leaves, given = tensors(cp, options)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        found = cp.attention(q * 1.5, k, v, **given)
+        return found if isinstance(found, tuple) else (found,)
+
+    out = wrap(function)(*leaves[:3])
+    loss = sum((x.sin().sum() for x in out), start=torch.zeros(()))
+    return [*out, *torch.autograd.grad(loss, leaves)]
+
+
+def _in_one_graph(_: int, name: str, schedule: Any) -> None:
+    cp, options = ContextParallel(schedule=schedule), CALLS[name]
+    torch._dynamo.reset()
+    expected = results(cp, options, lambda f: f)
+    found = results(cp, options, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_one_graph(name: str, pool: LocalRanks) -> None:
+    pool.run(_in_one_graph, name, "zigzag")
+
+
+def test_on_shards(pool: LocalRanks) -> None:
+    pool.run(_in_one_graph, "causal", "balanced")
+
+
+def _operations_are_sound(_: int, name: str) -> None:
+    """What they say of their results before they run is what they return."""
+    cp = ContextParallel()
+    leaves, options = tensors(cp, CALLS[name])
+    plain = tuple(options.get(key, _default(key)) for key in _compiled.PLAIN)
+    text = _compiled.static_text(None, "zigzag", None, "auto", plain, True)
+    ids = options.get("segment_ids")
+    sinks, bias = options.get("sinks"), options.get("bias")
+    torch.library.opcheck(
+        _compiled.attention,
+        (*leaves[:3], ids, ids, sinks, bias, options.get("alibi_slopes"), text, None),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def _default(option: str) -> Any:
+    return {"causal": False, "dropout_p": 0.0, "deterministic": False, "return_lse": False,
+            "transport": "auto"}.get(option)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gather", "segments", "sinks"])
+def test_operations_are_sound(name: str, pool: LocalRanks) -> None:
+    pool.run(_operations_are_sound, name)
+
+
+def _checkpointed(_: int) -> None:
+    cp, options = ContextParallel(), CALLS["causal"]
+    expected = results(cp, options, lambda f: f)
+    found = results(
+        cp, options,
+        lambda f: torch.compile(
+            lambda *x: checkpoint(f, *x, use_reentrant=False), backend="aot_eager", fullgraph=True
+        ),
+    )  # fmt: skip
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_checkpointed(pool: LocalRanks) -> None:
+    pool.run(_checkpointed)
+
+
+def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """A compiled function, and how many graphs were made of it."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(1)
+        return graph.forward
+
+    return torch.compile(function, backend=backend), graphs
+
+
+def test_a_new_seed_needs_no_new_graph() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 16, 2, 8)
+
+    def function(x: Tensor, seed: int) -> Tensor:
+        return ring_attention(x, x, x, dropout_p=0.5, dropout_seed=seed) * 2
+
+    compiled, graphs = counted(function)
+    for seed in range(2, 7):
+        torch.testing.assert_close(compiled(x, seed), function(x, seed))
+    assert len(graphs) <= 2  # for the first seed, and for any
+
+
+def test_a_predicate_breaks_the_graph_and_is_right() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 16, 2, 8)
+    mask = Mask(predicate=lambda i, j: (i + j) % 3 != 0)
+
+    def function(x: Tensor) -> Tensor:
+        return ring_attention(x * 2, x, x, mask=mask) * 2
+
+    compiled, graphs = counted(function)
+    torch.testing.assert_close(compiled(x), function(x))
+    assert len(graphs) == 2
+
+
+def test_what_cannot_be_done_is_refused_when_the_graph_is_traced() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 16, 2, 8)
+    compiled = torch.compile(
+        lambda x: ring_attention(x, x, x, softcap=-1.0), backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="softcap must be"):
+        compiled(x)
