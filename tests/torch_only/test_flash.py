@@ -93,11 +93,14 @@ class PlainFlash:
         return dq, dk, dv
 
     def _taken(self, options: Options, k: Tensor) -> Options:
-        """The options without what the library forgets."""
-        left, right = options.window
+        """The options as the library understands them."""
+        if not self.drops_right:
+            return options
         keys = k.shape[-3] if options.documents is None else options.documents.max_k
-        dropped = self.drops_right and right is not None and right >= keys
-        return options._replace(window=(left, None)) if dropped else options
+        left, right = (None if n is None or n >= keys else n for n in options.window)
+        if (left is None) != (right is None):
+            left, right = (keys if n is None else n for n in (left, right))
+        return options._replace(window=(left, right))
 
 
 def _sequences(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, slice]]:

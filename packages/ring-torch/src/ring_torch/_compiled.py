@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    GroupName,
-)
 from torch.distributed.distributed_c10d import (
-    _resolve_process_group as _resolve,
+    GroupName,
+    _resolve_process_group,  # type: ignore[attr-defined]
 )
 
 from ring_core import KernelConfig, Mask, ScheduleName
@@ -70,7 +68,11 @@ class _Static(NamedTuple):
     @property
     def ring(self) -> Ring:
         """The ranks; asked for anew, for a group may be gone and another have its name."""
-        return Ring(None, 0, 1) if self.group is None else ring_of(_resolve(GroupName(self.group)))
+        return (
+            Ring(None, 0, 1)
+            if self.group is None
+            else ring_of(_resolve_process_group(GroupName(self.group)))
+        )
 
 
 @lru_cache(maxsize=256)

@@ -63,9 +63,10 @@ class Flash(Protocol):
 
     @property
     def drops_right(self) -> bool:
-        """Whether a right side of a window that is no less than the number of keys is dropped.
+        """Whether a window is changed on the right where there are more queries than keys.
 
-        It binds where there are more queries than keys; FlashAttention-2 forgets it there.
+        FlashAttention-2 takes a right side that is no less than the number of keys, or none beside
+        a left one, for the number of keys, or forgets it: then rows see fewer keys, or more.
         """
         ...
 
@@ -167,18 +168,21 @@ class FlashKernel:
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
         """The launches of an item that is not one, counted from its corner; else none."""
         if item.cu_q is not None and item.cu_k is not None:
-            window, longest = item.documents_window, int(np.diff(item.cu_k).max())
-            split = window is None or self._drops(window[1], longest)
+            window = item.documents_window
+            longest = (int(np.diff(cu).max()) for cu in (item.cu_q, item.cu_k))
+            split = window is None or self._drops(window, *longest)
             return list(item.each_document()) if split else []
         keys = item.k_stop - item.k_start
-        if not self._drops(item.window[1], keys):
+        if not self._drops(item.window, item.q_stop - item.q_start, keys):
             return []
         corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
         cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
 
-    def _drops(self, right: int | None, keys: int) -> bool:
-        return self.flash.drops_right and right is not None and right >= keys
+    def _drops(self, window: Window, queries: int, keys: int) -> bool:
+        left, right = window
+        wide = left is not None if right is None else right >= keys
+        return self.flash.drops_right and wide and queries > keys
 
     def _attend_each(
         self, rows: Rows, columns: Columns, pieces: Sequence[WorkItem], params: Params

@@ -38,7 +38,18 @@ class Cudnn:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``."""
+        """``(dq, dk, dv)``.
+
+        A single query before a single key is more than cuDNN takes: a second token stands behind
+        them, which nothing sees and whose own gradient is 0.
+        """
+        if q.shape[1] == k.shape[1] == 1:
+            q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
+            dout, out = (torch.cat([x, torch.zeros_like(x)], dim=1) for x in (dout, out))
+            causal = options._replace(window=(None, 0))
+            lse = torch.cat([lse, lse], dim=2)
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal)
+            return dq[:, :1], dk[:, :1], dv[:, :1]
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), unused, unused,
