@@ -1,7 +1,8 @@
 """A Flax NNX model on sequences split over four devices: the loss and gradient of one device.
 
-``nnx.MultiHeadAttention`` takes any function as its ``attention_fn``; :func:`ring_fn` makes one of
-a :class:`ring_jax.ContextParallel`. Everything else of the model stays as it was::
+``nnx.MultiHeadAttention`` takes any function as its ``attention_fn``;
+:func:`ring_jax.flax.make_attention_fn` makes one of the attention of a
+:class:`ring_jax.ContextParallel`. Everything else of the model stays as it was::
 
     python examples/flax_nnx.py
 """
@@ -19,27 +20,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
-from ring_jax import ContextParallel, UnsupportedError
+from ring_jax import ContextParallel
+from ring_jax.flax import make_attention_fn
 
 Array = jax.Array
 
 DEVICES, LENGTH, VOCABULARY, DIM, HEADS = 4, 512, 64, 64, 4
-WITH_RNG = {"broadcast_dropout", "deterministic", "dropout_rate"}  # of use with dropout_rng only
 LIMIT = 1e-5  # of relative differences, in float32
-
-
-def ring_fn(cp: ContextParallel) -> Callable[..., Array]:
-    """An ``attention_fn`` for arrays ``[B, T, H, D]`` in the layout order of ``cp``."""
-
-    def attend(
-        query: Array, key: Array, value: Array, *, is_causal: bool = False, **options: object
-    ) -> Array:
-        given = [name for name in options.keys() - WITH_RNG if options[name] is not None]
-        if given:
-            raise UnsupportedError(f"{', '.join(given)}: see the options of cp.attention instead")
-        return cp.attention(query, key, value, causal=is_causal)
-
-    return attend
 
 
 class Model(nnx.Module):
@@ -85,7 +72,9 @@ def main() -> int:
     cp = ContextParallel(mesh, axis_name="cp")
     text = jnp.asarray(np.random.default_rng(0).integers(VOCABULARY, size=(2, LENGTH + 1)))
     tokens, labels = text[:, :-1], text[:, 1:]
-    ring = loss_and_gradient(ring_fn(cp), cp.shard(tokens), cp.shard(labels), cp.positions(LENGTH))
+    ring = loss_and_gradient(
+        make_attention_fn(cp.attention), cp.shard(tokens), cp.shard(labels), cp.positions(LENGTH)
+    )
     single = loss_and_gradient(nnx.dot_product_attention, tokens, labels, jnp.arange(LENGTH))
     worst = 0.0
     for a, b in zip(jax.tree.leaves(ring), jax.tree.leaves(single), strict=True):

@@ -1,13 +1,15 @@
 """Exact attention over sequences longer than one device holds, for JAX.
 
 :func:`ring_attention` works on local shards inside ``jax.shard_map``; :class:`ContextParallel` on
-global arrays. :mod:`ring_jax.compat` takes calls written for other libraries.
+global arrays. :mod:`ring_jax.compat` takes calls written for other libraries; :mod:`ring_jax.flax`,
+:mod:`ring_jax.equinox` and :mod:`ring_jax.nn` put ring attention into their models.
 """
 
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask as Mask
 from ring_core import UnsupportedError as UnsupportedError
 from ring_jax import compat as compat
+from ring_jax._adapt import Segments as Segments
 from ring_jax._attention import ring_attention as ring_attention
 from ring_jax._autodiff import RESIDUALS as RESIDUALS
 from ring_jax._context import ContextParallel as ContextParallel

@@ -75,7 +75,7 @@ class Side:
 
     def key_positions(self, rank: Array) -> Array:
         """Global index of each key of a rank, int32 ``[S]``."""
-        return _positions(self.plan.k_layout, rank)
+        return local_positions(self.plan.k_layout, rank)
 
     def own_work(self, step: int) -> Work | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
@@ -102,7 +102,7 @@ class Side:
 
     def rows(self, step: int, rank: Array, queries: Queries) -> Rows:
         """Queries of a rank, with what every rank knows of them."""
-        indices = _positions(self.plan.q_layout, rank)
+        indices = local_positions(self.plan.q_layout, rank)
         positions = indices + self.plan.q_offset
         q, ids, bias = queries
         return Rows(
@@ -125,7 +125,7 @@ class Side:
         return jnp.searchsorted(borders, positions, side="right").astype(jnp.int32)
 
 
-def _positions(layout: Layout, rank: Array) -> Array:
+def local_positions(layout: Layout, rank: Array) -> Array:
     """Global index of each token of a rank, int32 ``[T_local]``."""
     runs = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
     starts = jnp.asarray(runs)[rank]

@@ -1,0 +1,192 @@
+"""Ring attention in models made of ``equinox.nn.MultiheadAttention``.
+
+That module computes its attention itself and has no hook for another one. :func:`convert` replaces
+every such module of a model by :class:`MultiheadAttention`, with the same parameters under the same
+names::
+
+    model = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+
+This module imports Equinox; ``import ring_jax`` does not import this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ring_core import Mask, UnsupportedError
+from ring_jax._adapt import (
+    Attention,
+    Segments,
+    bind,
+    check_cache,
+    dropout_options,
+    is_array,
+    mask_options,
+)
+from ring_jax._types import Array
+from ring_jax.compat._translate import refuse
+
+Heads = tuple[Array, Array, Array]
+
+
+class MultiheadAttention(eqx.nn.MultiheadAttention):
+    """``equinox.nn.MultiheadAttention`` over sequences split over devices.
+
+    Parameters, their names, their order among the model's leaves (and so files written by
+    ``eqx.tree_serialise_leaves``) and their initial values are those of Equinox's module.
+
+    Args:
+        attention: ``cp.attention`` of a :class:`ring_jax.ContextParallel`, for global arrays, or
+            ``functools.partial(ring_jax.ring_attention, axis_name=...)``, inside ``shard_map``.
+            Options such as ``causal`` or ``window`` are bound by ``functools.partial``.
+
+    The other arguments are those of Equinox's module.
+
+    Raises:
+        ValueError: ``attention`` is something else.
+    """
+
+    attention: Attention = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        attention: Attention,
+        key: Array,
+    ) -> None:
+        bind(attention)
+        super().__init__(
+            num_heads, query_size, key_size, value_size, output_size, qk_size, vo_size,
+            use_query_bias, use_key_bias, use_value_bias, use_output_bias, dropout_p, inference,
+            dtype, key=key,
+        )  # fmt: skip
+        self.attention = attention
+
+    def __call__(
+        self,
+        query: Array,
+        key_: Array,
+        value: Array,
+        mask: Array | Segments | Mask | None = None,
+        *,
+        key: Array | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[[Array, Array, Array], Heads] | None = None,
+    ) -> Array:
+        """Attend; without a batch, as in Equinox: ``jax.vmap`` brings one.
+
+        Args:
+            query: ``[T, query_size]``, in layout order: a global array, or this device's shard.
+            key_: ``[T_kv, key_size]``.
+            value: ``[T_kv, value_size]``.
+            mask: A :class:`ring_jax.Segments` of ids ``[T]``, or a :class:`ring_core.Mask`; an
+                array ``[T, T_kv]`` or ``[H, T, T_kv]`` of more than one row is refused.
+            key: A random key for dropout, typed or raw; inside ``shard_map`` the same on all
+                devices. Its bits are the seed.
+            inference: Whether nothing drops; ``None`` is ``self.dropout.inference``.
+            deterministic: Refused, as Equinox deprecates it.
+            process_heads: What to do to queries, keys and values ``[T, H, D]`` before they attend.
+                It sees tokens in the order of the arrays; positions are ``cp.positions(T)``.
+
+        Returns:
+            ``[T, output_size]``.
+
+        Raises:
+            ValueError: An argument is malformed.
+            UnsupportedError: An argument cannot be honoured.
+        """
+        refuse(deterministic=(deterministic, "it is called inference"))
+        q, k, v = (
+            jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1)
+            for project, x in (
+                (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value),
+            )
+        )  # fmt: skip
+        if process_heads is not None:
+            shapes = [x.shape for x in (q, k, v)]
+            q, k, v = process_heads(q, k, v)
+            if [x.shape for x in (q, k, v)] != shapes:
+                raise ValueError("process_heads must not change the shape of the heads")
+        bound, sizes = bind(self.attention), (q.shape[0], k.shape[0])
+        check_cache(bound.options, *sizes, hidden=is_array(mask))
+        options = mask_options(mask, (), *sizes) | self._dropout(key, inference)
+        out = bound(q[None], k[None], v[None], options)
+        mapped: Array = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
+        return mapped
+
+    def _dropout(self, key: Array | None, inference: bool | None) -> dict[str, Any]:
+        rate: object = self.dropout.p
+        if not isinstance(rate, int | float):
+            raise ValueError(
+                "dropout.p must be a Python number, known when the call is traced; compile with "
+                "eqx.filter_jit"
+            )
+        if rate == 0 or (self.dropout.inference if inference is None else inference):
+            return {}
+        if key is None:
+            raise ValueError(f"dropout of {rate} needs key, or inference=True")
+        return dropout_options(rate, key)
+
+
+def convert[Model](model: Model, attention: Attention) -> Model:
+    """A model whose every ``equinox.nn.MultiheadAttention`` attends by ``attention``.
+
+    Args:
+        model: Any pytree; its arrays are shared, not copied. Modules that were converted before
+            get the new attention.
+        attention: As for :class:`MultiheadAttention`; the causal mask that Equinox takes as an
+            array is bound: ``functools.partial(cp.attention, causal=True)``.
+
+    Raises:
+        ValueError: There is no such module in the model, or ``attention`` is something else.
+        UnsupportedError: A subclass of that module, which computes what it likes.
+    """
+    bind(attention)
+    found = []
+
+    def replaced(part: Any) -> Any:
+        if not isinstance(part, eqx.nn.MultiheadAttention):
+            return part
+        if type(part) not in (eqx.nn.MultiheadAttention, MultiheadAttention):
+            raise UnsupportedError(
+                f"{type(part).__name__} is a subclass of equinox.nn.MultiheadAttention and cannot "
+                f"be converted; call ring_jax.ring_attention in it"
+            )
+        found.append(part)
+        return _with_attention(part, attention)
+
+    converted: Model = jax.tree.map(
+        replaced, model, is_leaf=lambda part: isinstance(part, eqx.nn.MultiheadAttention)
+    )
+    if not found:
+        raise ValueError("there is no equinox.nn.MultiheadAttention in the model")
+    return converted
+
+
+def _with_attention(part: eqx.nn.MultiheadAttention, attention: Attention) -> MultiheadAttention:
+    """A module with the fields of another: it is not initialised, which would draw parameters."""
+    new: MultiheadAttention = object.__new__(MultiheadAttention)
+    for field in dataclasses.fields(eqx.nn.MultiheadAttention):
+        object.__setattr__(new, field.name, getattr(part, field.name))
+    object.__setattr__(new, "attention", attention)
+    return new

@@ -1,0 +1,171 @@
+"""A function with the signature of ``jax.nn.dot_product_attention``, on many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ring_core import KernelConfig, Mask, UnsupportedError, checks
+from ring_jax._adapt import (
+    Attention,
+    Bound,
+    Segments,
+    bind,
+    broadcast,
+    check_cache,
+    check_first_aligned,
+    flat,
+    ids_of,
+    is_array,
+    mask_options,
+)
+from ring_jax._types import Array
+
+
+def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
+    """``jax.nn.dot_product_attention`` for sequences split over devices.
+
+    The function has the signature and the meaning of JAX's. Tokens are in layout order, on global
+    arrays or, inside ``jax.shard_map``, on this device's shard.
+
+    * ``query``, ``key``, ``value``: ``[B, T, N, H]`` and ``[B, S, K, H]`` with ``N % K == 0``, or
+      all without ``B``; the head dim of ``value`` may differ.
+    * ``bias``: ``[B or 1, N or 1, T, S]``, or without leading dimensions: rows in layout order,
+      columns for all keys in natural order.
+    * ``mask``: Boolean ``[B or 1, 1, 1, S]``, which keys are seen; or a :class:`ring_jax.Segments`
+      or :class:`ring_core.Mask`; refused with a row for each query.
+    * ``scale``: ``softmax_scale``.
+    * ``is_causal``: ``causal``.
+    * ``query_seq_lengths``, ``key_value_seq_lengths``: Integers ``[B]``, of the whole sequences;
+      tokens behind, in natural order, are padding.
+    * ``local_window_size``: ``(left, right)`` or both in one, the keys seen on each side besides
+      the query's own position.
+    * ``implementation``: A kernel of this package, or a :class:`ring_core.KernelConfig`; ``None``
+      is ``auto``.
+    * ``return_residual``: Returns the log-sum-exp too, ``[B, T, N]``, in the dtype of ``key`` and
+      without a gradient; ``return_lse`` of the attention itself has float32 and a gradient.
+
+    ``is_causal`` and ``local_window_size`` are refused with other numbers of keys than queries,
+    whose first ones JAX aligns, and this package the last. A query that sees nothing gets zeros and
+    a residual of ``-inf``, where JAX's XLA implementation averages all values.
+
+    Args:
+        attention: ``cp.attention`` of a :class:`ring_jax.ContextParallel`, for global arrays, or
+            ``functools.partial(ring_jax.ring_attention, axis_name=...)``, inside ``shard_map``.
+            Other options are bound by ``functools.partial``; one that is bound and given by a call
+            is a ``ValueError``, but for ``causal``.
+
+    Raises:
+        ValueError: ``attention`` is something else.
+
+    The function raises ``ValueError`` where an argument is malformed and
+    :class:`ring_core.UnsupportedError` where it cannot be honoured.
+    """
+    bound = bind(attention)
+
+    def dot_product_attention(
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | Segments | Mask | None = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+        implementation: str | KernelConfig | None = None,
+        return_residual: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        q, k, v = (jnp.asarray(x) for x in (query, key, value))
+        batch = q.shape[:-3]
+        if any(x.ndim not in (3, 4) or x.shape[:-3] != batch for x in (q, k, v)):
+            raise ValueError(
+                f"query, key and value must be [batch, sequence, heads, head_dim], or all without "
+                f"batch, got shapes {q.shape}, {k.shape} and {v.shape}"
+            )
+        checks.check_flag("is_causal", is_causal)
+        checks.check_flag("return_residual", return_residual)
+        check_first_aligned(
+            q.shape[-3], k.shape[-3], "JAX", is_causal=is_causal,
+            local_window_size=local_window_size is not None,
+        )  # fmt: skip
+        given = {
+            "causal": is_causal or None, "window": _window(local_window_size),
+            "softmax_scale": scale, "kernel": _kernel(implementation, bound.kernels),
+            "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
+            "return_lse": return_residual or None,
+        }  # fmt: skip
+        options = {name: option for name, option in given.items() if option is not None}
+        q, k, v = (flat(x, 3) for x in (q, k, v))
+        lengths = (query_seq_lengths, key_value_seq_lengths)
+        options |= _visible(bound, mask, lengths, batch, (q.shape[1], k.shape[1]))
+        result: Any = bound(q, k, v, options)
+        out: Array = result[0] if return_residual else result
+        out = out.reshape(*batch, *out.shape[1:])
+        if not return_residual:
+            return out
+        residual: Array = lax.stop_gradient(result[1].swapaxes(1, 2)).astype(k.dtype)
+        return out, residual.reshape(*batch, *residual.shape[1:])
+
+    return dot_product_attention
+
+
+def _visible(
+    bound: Bound,
+    mask: Any,
+    lengths: tuple[ArrayLike | None, ArrayLike | None],
+    batch: tuple[int, ...],
+    sizes: tuple[int, int],
+) -> dict[str, Any]:
+    """The options that say what a mask and lengths of queries and keys hide."""
+    if is_array(mask) and jnp.result_type(mask) != jnp.bool_:
+        raise ValueError(f"mask must be boolean, got {jnp.result_type(mask)}")
+    options = mask_options(mask, batch, *sizes)
+    given = any(length is not None for length in lengths)
+    check_cache(bound.options, *sizes, hidden=is_array(mask) or given)
+    if not given:
+        return options
+    if options and not is_array(mask):
+        raise ValueError("mask and sequence lengths both say what is hidden; keep one")
+    rows = batch[0] if batch else 1
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    q_shown, k_shown = (
+        None if length is None else bound.positions(size) < _lengths(name, length, rows)
+        for name, length, size in zip(names, lengths, sizes, strict=True)
+    )
+    if is_array(mask):
+        _, ids = options["segment_ids"]
+        k_shown = ids == 0 if k_shown is None else k_shown & (ids == 0)
+    return {"segment_ids": ids_of(q_shown, k_shown, rows, *sizes)}
+
+
+def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
+    """Lengths as a column, int32 ``[B, 1]``."""
+    array = jnp.asarray(lengths)
+    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers [{rows}], got {array.dtype} {array.shape}")
+    return array.astype(jnp.int32)[:, None]
+
+
+def _window(local_window_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if isinstance(local_window_size, int):
+        return local_window_size, local_window_size
+    return local_window_size
+
+
+def _kernel(
+    implementation: str | KernelConfig | None, kernels: tuple[str, ...]
+) -> str | KernelConfig | None:
+    name = getattr(implementation, "name", implementation)
+    if name is not None and name not in kernels:
+        raise UnsupportedError(
+            f"implementation: the kernels here are {', '.join(kernels)}, not {name!r}; attentions "
+            f"of ring_jax_gpu and ring_jax_tpu have more"
+        )
+    return implementation

@@ -1,0 +1,289 @@
+"""Flax on the ring: its own modules and the oracle say what is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted import (
+    BIAS,
+    CAUSAL,
+    HIDDEN,
+    IDS,
+    KEY,
+    ONE,
+    QKV,
+    SHOWN,
+    B,
+    D,
+    H,
+    K,
+    T,
+    all_close,
+    close,
+    compiled,
+    context,
+    dense,
+    parameters,
+    program,
+    random,
+)
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+import ring_jax
+from ring_core import Mask, UnsupportedError
+from ring_jax import Segments, ring_attention
+from ring_jax.flax import make_attention_fn
+from ring_jax.nn import make_dot_product_attention
+
+
+@pytest.mark.parametrize("flax", [nnx, linen], ids=["nnx", "linen"])
+def test_signature_of_flax(flax: Any) -> None:
+    """Linen leaves out what an ``attention_fn`` has no name for, so all names have to be there."""
+    wanted = parameters(flax.dot_product_attention)
+    got = parameters(make_attention_fn(ONE))
+    assert wanted.keys() <= got.keys()
+    shared = list(wanted)[: list(wanted).index("module") + 1]
+    assert list(got)[: len(shared)] == shared
+    for name in wanted.keys() - {"promote_dtype"}:  # whose default promotes as ours does
+        assert got[name][1] == wanted[name][1], name
+
+
+def test_one_module_imports_a_framework() -> None:
+    folder = Path(ring_jax.__file__).parent
+    imports = re.compile(r"^\s*(?:from|import) (?:flax|equinox|ring_jax\.equinox)\b", re.MULTILINE)
+    importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
+    assert importing == ["equinox.py"]
+
+
+def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
+    """The loss and gradient of an NNX module with grouped heads."""
+    layer = nnx.MultiHeadAttention(
+        H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
+    )
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(layer: nnx.MultiHeadAttention) -> jax.Array:
+        return jnp.sum(layer(x, is_causal=True) * weight)
+
+    return loss(layer)
+
+
+def test_nnx() -> None:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
+    expected = nnx_loss(nnx.dot_product_attention, x, weight)
+    cp = context()
+    all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
+
+
+@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
+def test_linen(where: str) -> None:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
+    module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
+    params = module().init(jax.random.key(0), x)
+    cp = context()
+    local = partial(ring_attention, axis_name="cp", schedule="zigzag", causal=True)
+    ring = module(
+        attention_fn=make_attention_fn(
+            local if where == "shard_map" else partial(cp.attention, causal=True)
+        )
+    )
+
+    def forward(params: Any, x: jax.Array) -> Any:
+        if where == "global arrays":
+            return ring.apply(params, x)
+        tokens = P(None, "cp")
+        return jax.shard_map(
+            ring.apply, mesh=cp.mesh, in_specs=(P(), tokens), out_specs=tokens
+        )(params, x)  # fmt: skip
+
+    def loss(params: Any) -> Any:
+        return jnp.sum(forward(params, cp.shard(x)) * cp.shard(weight))
+
+    def single(params: Any) -> Any:
+        out: Any = module().apply(params, x, mask=CAUSAL[None, None])
+        return jnp.sum(out * weight)
+
+    got, expected = (jax.jit(jax.value_and_grad(one))(params) for one in (loss, single))
+    all_close(got, expected)
+
+
+class Honoured(NamedTuple):
+    """Arguments, what the oracle calls them, and whether the program is that of these options."""
+
+    arguments: dict[str, Any]
+    oracle: dict[str, Any]
+    translated: bool = True
+
+
+class Refused(NamedTuple):
+    """Arguments, and a word of advice that the error has to hold."""
+
+    arguments: dict[str, Any]
+    advice: str
+
+
+def seed_of(key: jax.Array) -> int:
+    low, high = np.asarray(jax.random.bits(key, (2,), jnp.uint32)).tolist()
+    return int(low + (high << 32))
+
+
+DROPPING = {"dropout_rng": KEY, "dropout_rate": 0.25, "broadcast_dropout": False}
+DROPPED = Honoured(DROPPING, {"dropout_p": 0.25, "dropout_seed": seed_of(KEY)}, translated=False)
+FLAX: dict[str, Honoured | Refused] = {
+    "bias": Honoured({"bias": BIAS[0]}, {"bias": BIAS}, translated=False),
+    "mask": Honoured({"mask": SHOWN[:, None, None]}, HIDDEN, translated=False),
+    "broadcast_dropout": Refused(DROPPING | {"broadcast_dropout": True}, "pass False"),
+    "dropout_rng": DROPPED,
+    "dropout_rate": Honoured(DROPPING | {"dropout_rate": 0.0}, {}),
+    "deterministic": Honoured(DROPPING | {"deterministic": True}, {}),
+    "dtype": Honoured({"dtype": jnp.float32}, {}),
+    "precision": Refused({"precision": "highest"}, "default_matmul_precision"),
+    "module": Refused({"module": object()}, "sow_weights"),
+    "promote_dtype": Honoured({"promote_dtype": nnx.nn.dtypes.promote_dtype}, {}),
+    "is_causal": Honoured({"is_causal": True}, {"causal": True}),
+    "force_fp32_for_softmax": Honoured({"force_fp32_for_softmax": True}, {}),
+    "einsum_dot_general": Refused({"einsum_dot_general": jax.lax.dot_general}, "quantise"),
+    "qk_attn_weights_einsum": Refused({"qk_attn_weights_einsum": jnp.einsum}, "quantise"),
+    "attn_weights_value_einsum": Refused({"attn_weights_value_einsum": jnp.einsum}, "quantise"),
+    "input_positions": Refused({"input_positions": jnp.arange(T)}, "positions"),
+}
+
+
+@pytest.mark.parametrize("name", FLAX)
+def test_every_argument_of_flax_is_honoured_or_refused(name: str) -> None:
+    attend, row = make_attention_fn(ONE), FLAX[name]
+    if isinstance(row, Refused):
+        with pytest.raises(UnsupportedError, match=f"^{name}: ") as caught:
+            attend(*QKV, **row.arguments)
+        assert row.advice in str(caught.value)
+        return
+    if row.translated:
+        assert program(attend, **row.arguments) == program(ONE, **row.oracle)
+        return
+    expected = dense(**row.oracle)
+    close(compiled(attend, **row.arguments), expected)
+    assert np.abs(expected - dense()).max() > 1e-3
+
+
+def test_the_table_holds_every_argument_of_flax() -> None:
+    assert parameters(make_attention_fn(ONE)).keys() == {"query", "key", "value"} | FLAX.keys()
+
+
+def test_dtypes_of_flax() -> None:
+    q, k, v = QKV
+    attend = make_attention_fn(ONE)
+    mixed = jax.eval_shape(attend, q, k.astype(jnp.bfloat16), v)
+    assert mixed.dtype == jnp.float32
+    assert jax.eval_shape(partial(attend, dtype=jnp.bfloat16), q, k, v).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
+def test_flax_on_two_devices(where: str) -> None:
+    """Segments, padded keys, bias and dropout by a traced key, in layout order."""
+    cp = context()
+    local = partial(ring_attention, axis_name="cp", schedule="zigzag")
+    attend = make_attention_fn(cp.attention if where == "global arrays" else local)
+    tokens, rows = P(None, "cp"), P(None, None, "cp")
+
+    def call(q: Any, k: Any, v: Any, ids: Any, shown: Any, bias: Any, key: Any) -> Any:
+        dropping = DROPPING | {"dropout_rng": key}
+        packed = attend(q, k, v, bias, Segments(ids), is_causal=True, **dropping)
+        return packed, attend(q, k, v, mask=shown[:, None, None])
+
+    if where == "shard_map":
+        specs = (*(tokens,) * 5, rows, P())
+        call = jax.shard_map(call, mesh=cp.mesh, in_specs=specs, out_specs=(tokens, tokens))
+    arrays = [cp.shard(jnp.asarray(x)) for x in (*QKV, IDS, SHOWN)]
+    packed, padded = jax.jit(call)(*arrays, cp.shard(BIAS, dim=2), KEY)
+    every = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
+    close(cp.unshard(packed), dense(**every))
+    close(cp.unshard(padded), dense(**HIDDEN))
+
+
+def test_batches_of_flax() -> None:
+    """None, two dimensions, and one query that meets a cache."""
+    attend = make_attention_fn(partial(ONE, causal=True))
+    ids, bias = Segments(jnp.asarray(IDS)[None]), random(B, 1, T, T, seed=8)
+    written = jnp.asarray(SHOWN)[:, None, None]
+
+    def calls(q: Any, k: Any, v: Any) -> Any:
+        two = [x[None] for x in (q, k, v)]
+        packed, biased = attend(*two, mask=ids)[0], attend(*two, bias=bias)[0]
+        return attend(q[0], k[0], v[0]), packed, biased, attend(q[:, :1], k, v, mask=written)
+
+    alone, packed, biased, last = compiled(calls)
+    close(alone, dense(causal=True)[0])
+    close(packed, dense(causal=True, segment_ids=IDS))
+    close(biased, dense(causal=True, bias=bias))
+    close(last, dense(**HIDDEN)[:, :1])
+
+
+def test_a_rule_may_be_the_mask() -> None:
+    rule = Mask(predicate=lambda i, j: (i + j) % 3 != 1)
+    assert program(make_attention_fn(ONE), mask=rule) == program(ONE, mask=rule)
+
+
+@pytest.mark.parametrize(
+    ("bound", "arguments", "words"),
+    [
+        ({}, {"mask": CAUSAL}, r"^mask: .*predicate.*Segments"),
+        ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: of 4 queries and 16 keys"),
+        (
+            {"window": (3, 0)},
+            {"query": QKV[0][:, :1], "mask": SHOWN[:, None, None]},
+            "^window: 1 queries meet 16 keys",
+        ),
+    ],
+)
+def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
+    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(UnsupportedError, match=words):
+        make_attention_fn(partial(ONE, **bound))(**every)
+
+
+@pytest.mark.parametrize(
+    ("bound", "arguments", "words"),
+    [
+        ({"segment_ids": IDS}, {"mask": Segments(jnp.asarray(IDS))}, "segment_ids: bound"),
+        ({"dropout_p": 0.1, "dropout_seed": 1}, DROPPING, "dropout_p, dropout_seed: bound"),
+        ({"mask": Mask()}, {"is_causal": True}, "together with causal"),
+        ({}, {"mask": SHOWN[:, None, None, :4]}, "column for each of 16 keys"),
+        ({}, {"mask": np.ones((3, 1, 1, T))}, "does not fit a batch"),
+        ({}, {"mask": Segments(jnp.ones((B, T)))}, "Segments must be integers"),
+        ({}, {"mask": Segments(jnp.asarray(IDS[:1]))}, "segment_ids of the queries must have"),
+        ({}, {"dropout_rate": 0.5, "broadcast_dropout": False}, "needs dropout_rng"),
+        ({}, {"key": QKV[1][0]}, "share batch dimensions"),
+        ({}, {"is_causal": 1}, "is_causal must be True or False"),
+    ],
+)
+def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
+    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(ValueError, match=words) as caught:
+        make_attention_fn(partial(ONE, **bound))(**every)
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+@pytest.mark.parametrize("make", [make_attention_fn, make_dot_product_attention])
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (jax.nn.dot_product_attention, "attention must be"),
+        (ring_attention, "axis_name="),
+        (partial(ONE, QKV[0]), "bound by name"),
+        (partial(ONE, windows=(1, 0)), "no option windows; known: .*window"),
+        (partial(ONE, return_lse=True), "return_lse must not"),
+    ],
+)
+def test_only_attentions_of_this_package(make: Any, attention: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(attention)

@@ -1,0 +1,155 @@
+"""Equinox on the ring: its own module says what is right."""
+
+from __future__ import annotations
+
+import io
+from functools import cache, partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted import (
+    CAUSAL,
+    IDS,
+    KEY,
+    ONE,
+    B,
+    H,
+    T,
+    all_close,
+    close,
+    context,
+    parameters,
+    random,
+)
+from jax.sharding import PartitionSpec as P
+
+import ring_jax.equinox
+from ring_core import UnsupportedError
+from ring_jax import Segments, ring_attention
+
+
+@pytest.mark.parametrize("method", ["__init__", "__call__"])
+def test_signature_of_equinox(method: str) -> None:
+    modules = (ring_jax.equinox.MultiheadAttention, eqx.nn.MultiheadAttention)
+    ours, theirs = (parameters(getattr(module, method)) for module in modules)
+    assert ours.pop("attention", None) is not None or method == "__call__"
+    assert ours == theirs
+
+
+def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
+    return eqx.nn.MultiheadAttention(
+        H, 12, output_size=7, qk_size=6, vo_size=5, use_query_bias=True, dropout_p=dropout_p,
+        key=jax.random.key(1),
+    )  # fmt: skip
+
+
+def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
+    """The loss and gradient of a model that holds an attention."""
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model: Any) -> Any:
+        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
+        return jnp.sum(out * weight)
+
+    return loss(model)
+
+
+@cache
+def equinox_expected() -> Any:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
+
+
+@pytest.mark.parametrize(("size", "schedule"), [(2, "zigzag"), (4, "plain")])
+def test_equinox(size: int, schedule: str) -> None:
+    model: dict[str, Any] = {"attention": module_of(), "name": "one"}
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    cp = context(size, schedule)
+    ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+    assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
+    assert ring["attention"].query_proj is model["attention"].query_proj
+    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
+
+
+def test_equinox_inside_shard_map() -> None:
+    """Dropout, documents and what is done to heads, on two devices and on one."""
+    x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
+    cp = context()
+    local = partial(ring_attention, axis_name="cp", schedule="zigzag", causal=True)
+
+    def call(attention: Any, x: Any, ids: Any, places: Any, **options: Any) -> Any:
+        def moved(q: Any, k: Any, v: Any) -> Any:
+            return q + places[:, None, None], k, v
+
+        converted: Any = ring_jax.equinox.convert(module, attention)
+        return converted(x, x, x, Segments(ids), process_heads=moved, **options)
+
+    tokens = P("cp")
+    ring = jax.shard_map(
+        partial(call, local, key=KEY), mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=tokens
+    )
+    every = [x, jnp.asarray(IDS[0]), jnp.linspace(0, 1, T)]
+    single = partial(call, partial(ONE, causal=True))
+    expected, nothing = (
+        jax.jit(partial(single, **options))(*every) for options in ({"key": KEY}, {"inference": True})
+    )  # fmt: skip
+    got = jax.jit(ring)(*(cp.shard(x, dim=0) for x in every))
+    close(cp.unshard(got, dim=0), expected)
+    assert np.abs(expected - nothing).max() > 1e-2
+    close(nothing[:12], module(
+        x, x, x, CAUSAL & (IDS[0][:, None] == IDS[0]), inference=True,
+        process_heads=lambda q, k, v: (q + every[2][:, None, None], k, v),
+    )[:12])  # fmt: skip
+
+
+def test_parameters_of_equinox() -> None:
+    """The same initial values, and files of the one are files of the other."""
+    one = partial(ONE, causal=True)
+    new = ring_jax.equinox.MultiheadAttention(H, 12, attention=one, key=jax.random.key(0))
+    old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
+    assert eqx.tree_equal(new, ring_jax.equinox.convert(old, one))
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, old)
+    file.seek(0)
+    blank = ring_jax.equinox.MultiheadAttention(H, 12, attention=one, key=jax.random.key(7))
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, blank), new)
+
+
+class Peculiar(eqx.nn.MultiheadAttention):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "kind"),
+    [
+        ([jnp.ones(3)], "there is no equinox.nn.MultiheadAttention", ValueError),
+        ([object.__new__(Peculiar)], "^Peculiar is a subclass", UnsupportedError),
+    ],
+)
+def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[ValueError]) -> None:
+    with pytest.raises(kind, match=words):
+        ring_jax.equinox.convert(model, ONE)
+    with pytest.raises(ValueError, match="attention must be"):
+        ring_jax.equinox.convert([module_of()], jax.nn.dot_product_attention)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "kind"),
+    [
+        ({"mask": CAUSAL}, "^mask: ", UnsupportedError),
+        ({"deterministic": True}, "^deterministic: it is called inference", UnsupportedError),
+        ({}, "dropout of 0.5 needs key", ValueError),
+        ({"process_heads": lambda q, k, v: (q[:1], k, v)}, "must not change", ValueError),
+    ],
+)
+def test_wrong_calls_of_equinox(
+    arguments: dict[str, Any], words: str, kind: type[ValueError]
+) -> None:
+    module, x = ring_jax.equinox.convert(module_of(dropout_p=0.5), ONE), random(T, 12)
+    with pytest.raises(kind, match=words):
+        module(x, x, x, **arguments)

@@ -1,0 +1,170 @@
+"""The function with the signature of jax.nn.dot_product_attention, compared with that one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted import (
+    BIAS,
+    CAUSAL,
+    IDS,
+    ONE,
+    QKV,
+    SHOWN,
+    B,
+    D,
+    H,
+    T,
+    all_close,
+    close,
+    compiled,
+    context,
+    dense,
+    parameters,
+    program,
+    random,
+)
+from jax.sharding import PartitionSpec as P
+
+from ring_core import KernelConfig, UnsupportedError
+from ring_jax import Segments, ring_attention
+from ring_jax.nn import make_dot_product_attention
+
+
+def test_signature_of_jax_nn() -> None:
+    ours = make_dot_product_attention(ONE)
+    assert parameters(ours) == parameters(jax.nn.dot_product_attention)
+
+
+LENGTHS = jnp.array([11, 16], jnp.int32)
+JAX_NN: dict[str, dict[str, Any]] = {
+    "bias": {"bias": BIAS},
+    "mask": {"mask": jnp.asarray(SHOWN)[:, None, None]},
+    "query_seq_lengths": {"query_seq_lengths": LENGTHS},
+    "key_value_seq_lengths": {"key_value_seq_lengths": LENGTHS},
+    "local_window_size": {"local_window_size": (5, 1)},
+    "both masks": {"mask": jnp.asarray(SHOWN)[:, None, None], "key_value_seq_lengths": LENGTHS - 3},
+}
+
+
+@pytest.mark.parametrize("name", JAX_NN)
+def test_arguments_of_jax_nn(name: str) -> None:
+    arguments = JAX_NN[name]
+    expected = compiled(jax.nn.dot_product_attention, **arguments)
+    close(compiled(make_dot_product_attention(ONE), **arguments), expected)
+    assert np.abs(expected - dense()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"scale": 0.7}, {"softmax_scale": 0.7}),
+        ({"is_causal": True}, {"causal": True}),
+        ({"local_window_size": 3}, {"window": (3, 3)}),
+        ({"implementation": None}, {}),
+        ({"implementation": "xla"}, {"kernel": "xla"}),
+        ({"implementation": KernelConfig("xla", block_q=4)}, {"kernel": KernelConfig("xla", 4)}),
+    ],
+)
+def test_options_by_another_name(arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    assert program(make_dot_product_attention(ONE), **arguments) == program(ONE, **options)
+
+
+def test_the_table_holds_every_argument_of_jax_nn() -> None:
+    elsewhere = {
+        "query", "key", "value", "scale", "is_causal", "implementation", "return_residual"
+    }  # fmt: skip
+    assert parameters(make_dot_product_attention(ONE)).keys() <= elsewhere | JAX_NN.keys()
+
+
+def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
+    q, k, v = (x[0] for x in QKV)
+    attend = partial(make_dot_product_attention(ONE), return_residual=True)
+    theirs = partial(jax.nn.dot_product_attention, return_residual=True)
+    got, expected = (jax.jit(one)(q, k, v, BIAS[0]) for one in (attend, theirs))
+    assert [x.shape for x in got] == [x.shape for x in expected]
+    all_close(got, expected)
+    narrow = [x.astype(jnp.bfloat16) for x in QKV]
+    assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
+
+
+@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
+def test_jax_nn_on_two_devices(where: str) -> None:
+    """Lengths count tokens in natural order, whatever the layout; for shards gradients too."""
+    in_shard_map = where == "shard_map"
+    cp = context(schedule="striped" if in_shard_map else "zigzag")
+    local = partial(ring_attention, axis_name="cp", schedule="striped")
+    attend = make_dot_product_attention(local if in_shard_map else cp.attention)
+    every: dict[str, Any] = {
+        "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
+        "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
+    }  # fmt: skip
+    weight = random(B, T, H, D, seed=9)
+
+    def ring(q: Any, k: Any, v: Any) -> Any:
+        call, tokens = partial(attend, **every), P(None, "cp")
+        if in_shard_map:
+            call = jax.shard_map(
+                call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
+            )
+        return tuple(cp.unshard(x) for x in call(*(cp.shard(x) for x in (q, k, v))))
+
+    def loss(function: Any, *args: Any) -> Any:
+        out, lse = function(*args)
+        held = jnp.where(jnp.isneginf(lse), 0, lse)  # a residual of no gradient, here as there
+        return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
+
+    single = partial(jax.nn.dot_product_attention, **every)
+    gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
+    got, expected = (
+        compiled(partial(gradients if in_shard_map else loss, one)) for one in (ring, single)
+    )
+    out, lse = got[1]
+    wanted, wanted_lse = expected[1]
+    close(out, wanted)
+    seen = np.arange(T) < np.asarray(LENGTHS)[:, None]
+    close(lse[seen], wanted_lse[seen])
+    assert np.isneginf(lse[~seen]).all()
+    if in_shard_map:
+        all_close(got[0], expected[0])
+
+
+def test_implementation_names_kernels() -> None:
+    with pytest.raises(UnsupportedError, match=r"^implementation: .* auto, xla, not 'cudnn'"):
+        make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
+    with pytest.raises(ValueError, match="kernel: bound"):
+        make_dot_product_attention(partial(ONE, kernel="xla"))(*QKV, implementation="auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "kind"),
+    [
+        ({"mask": CAUSAL}, "^mask: ", UnsupportedError),
+        (
+            {"query": QKV[0][:, :4], "is_causal": True, "local_window_size": 2},
+            "^is_causal, local_window_size: of 4",
+            UnsupportedError,
+        ),
+        ({"mask": SHOWN[:, None, None] * 1}, "mask must be boolean", ValueError),
+        ({"query_seq_lengths": LENGTHS[:1]}, r"query_seq_lengths must be integers \[2\]", ValueError),
+        (
+            {"mask": Segments(jnp.asarray(IDS)), "query_seq_lengths": LENGTHS},
+            "both say what is hidden",
+            ValueError,
+        ),
+        ({"query": QKV[0][0]}, "all without batch", ValueError),
+        ({"local_window_size": -1}, "window", ValueError),
+    ],
+)  # fmt: skip
+def test_wrong_calls_of_jax_nn(
+    arguments: dict[str, Any], words: str, kind: type[ValueError]
+) -> None:
+    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(kind, match=words) as caught:
+        make_dot_product_attention(ONE)(**every)
+    assert type(caught.value) is kind
