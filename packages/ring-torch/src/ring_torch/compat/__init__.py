@@ -1,0 +1,61 @@
+"""The functions of ring_flash_attn 0.1.8, answered by :func:`ring_torch.ring_attention`.
+
+``import ring_torch.compat as ring_flash_attn`` is the whole migration: names, order of arguments,
+defaults and return values are those there. Each argument is honoured, or it raises
+:class:`ring_core.UnsupportedError` before anything is sent. What changes:
+
+* Results are those of dense attention for every argument: windows and slopes count positions in the
+  whole sequence or document, forward and backward drop the same weights, gradients come in the
+  dtype of the inputs, softmax is accumulated in float32.
+* ``causal=False`` works in every layout.
+* Dropout needs ranks whose default generators of the CPU are in the same state.
+* ``lse`` has no gradient: :func:`ring_torch.ring_attention` returns one that has.
+"""
+
+from ring_torch.compat._batch import ring_flash_attn_func as ring_flash_attn_func
+from ring_torch.compat._batch import ring_flash_attn_kvpacked_func as ring_flash_attn_kvpacked_func
+from ring_torch.compat._batch import (
+    ring_flash_attn_qkvpacked_func as ring_flash_attn_qkvpacked_func,
+)
+from ring_torch.compat._batch import stripe_flash_attn_func as stripe_flash_attn_func
+from ring_torch.compat._batch import (
+    stripe_flash_attn_kvpacked_func as stripe_flash_attn_kvpacked_func,
+)
+from ring_torch.compat._batch import (
+    stripe_flash_attn_qkvpacked_func as stripe_flash_attn_qkvpacked_func,
+)
+from ring_torch.compat._batch import zigzag_ring_flash_attn_func as zigzag_ring_flash_attn_func
+from ring_torch.compat._batch import (
+    zigzag_ring_flash_attn_kvpacked_func as zigzag_ring_flash_attn_kvpacked_func,
+)
+from ring_torch.compat._batch import (
+    zigzag_ring_flash_attn_qkvpacked_func as zigzag_ring_flash_attn_qkvpacked_func,
+)
+from ring_torch.compat._hf import substitute_hf_flash_attn as substitute_hf_flash_attn
+from ring_torch.compat._hf import update_ring_flash_attn_params as update_ring_flash_attn_params
+from ring_torch.compat._llama3 import (
+    llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
+)
+from ring_torch.compat._llama3 import llama3_flash_attn_varlen_func as llama3_flash_attn_varlen_func
+from ring_torch.compat._llama3 import (
+    llama3_flash_attn_varlen_kvpacked_func as llama3_flash_attn_varlen_kvpacked_func,
+)
+from ring_torch.compat._llama3 import (
+    llama3_flash_attn_varlen_qkvpacked_func as llama3_flash_attn_varlen_qkvpacked_func,
+)
+from ring_torch.compat._varlen import ring_flash_attn_varlen_func as ring_flash_attn_varlen_func
+from ring_torch.compat._varlen import (
+    ring_flash_attn_varlen_kvpacked_func as ring_flash_attn_varlen_kvpacked_func,
+)
+from ring_torch.compat._varlen import (
+    ring_flash_attn_varlen_qkvpacked_func as ring_flash_attn_varlen_qkvpacked_func,
+)
+from ring_torch.compat._varlen import (
+    zigzag_ring_flash_attn_varlen_func as zigzag_ring_flash_attn_varlen_func,
+)
+from ring_torch.compat._varlen import (
+    zigzag_ring_flash_attn_varlen_kvpacked_func as zigzag_ring_flash_attn_varlen_kvpacked_func,
+)
+from ring_torch.compat._varlen import (
+    zigzag_ring_flash_attn_varlen_qkvpacked_func as zigzag_ring_flash_attn_varlen_qkvpacked_func,
+)

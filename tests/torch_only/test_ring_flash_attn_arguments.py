@@ -1,0 +1,184 @@
+"""The drop-in's names and arguments are those of ring_flash_attn; bad ones are named."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_torch.compat as ring_flash_attn
+from ring_torch._comm import Ring
+from ring_torch.local import LocalRanks
+
+H, D = 4, 8
+
+QKV, KV, ALL = ("q", "k", "v"), ("q", "kv"), ("qkv",)
+BOTH = ("cu_seqlens", "max_seqlen")
+LLAMA3 = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "heads_k_stride",
+    "local_k_slice",
+)
+FAMILIES = {
+    "ring_flash_attn": (), "zigzag_ring_flash_attn": (), "stripe_flash_attn": (),
+    "ring_flash_attn_varlen": BOTH, "zigzag_ring_flash_attn_varlen": BOTH,
+    "llama3_flash_attn_varlen": LLAMA3,
+}  # fmt: skip
+OPTIONS = {
+    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
+    "alibi_slopes": None, "deterministic": False, "return_attn_probs": False, "group": None,
+}  # fmt: skip
+NONE = inspect.Parameter.empty
+#: Version 0.1.8: names of arguments, in order, and their defaults.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    f"{family}_{packing}func": dict.fromkeys(tensors + more, NONE) | OPTIONS
+    for family, more in FAMILIES.items()
+    for packing, tensors in (("", QKV), ("kvpacked_", KV), ("qkvpacked_", ALL))
+} | {
+    "llama3_flash_attn_prepare_cu_seqlens": dict.fromkeys(("cu_seqlens", "causal", "rank", "world_size"), NONE),
+    "substitute_hf_flash_attn": dict.fromkeys(("process_group", "heads_k_stride"), NONE),
+    "update_ring_flash_attn_params": dict.fromkeys(("cu_seqlens", "process_group"), NONE),
+}  # fmt: skip
+
+
+def test_all_names_are_there_and_no_others() -> None:
+    public = {name for name in vars(ring_flash_attn) if not name.startswith("_")}
+    assert public == set(SIGNATURES)
+    assert len(SIGNATURES) == 21
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_the_same(name: str) -> None:
+    parameters = inspect.signature(getattr(ring_flash_attn, name)).parameters
+    assert {p.name: p.default for p in parameters.values()} == SIGNATURES[name]
+    assert list(parameters) == list(SIGNATURES[name])
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+#: What version 0.1.8 returns for documents (0, 3, 10, 16) on four ranks.
+PREPARED = {
+    (True, 0): ([0, 3, 4], [0, 3, 4], 3, 3, slice(0, 4)),
+    (True, 1): ([0, 4], [0, 5], 4, 5, slice(3, 8)),
+    (True, 2): ([0, 2, 4], [0, 7, 9], 2, 7, slice(3, 12)),
+    (True, 3): ([0, 4], [0, 6], 4, 6, slice(10, 16)),
+    (False, 0): ([0, 3, 4], [0, 3, 10], 3, 7, slice(0, 10)),
+    (False, 1): ([0, 4], [0, 7], 4, 7, slice(3, 10)),
+    (False, 2): ([0, 2, 4], [0, 7, 13], 2, 7, slice(3, 16)),
+    (False, 3): ([0, 4], [0, 6], 4, 6, slice(10, 16)),
+}
+
+
+@pytest.mark.parametrize(("causal", "rank"), PREPARED)
+def test_prepare(causal: bool, rank: int) -> None:
+    documents = torch.tensor([0, 3, 10, 16], dtype=torch.int32)
+    q, k, *rest = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, 4)
+    assert (q.tolist(), k.tolist(), *rest) == PREPARED[causal, rank]
+    assert q.dtype == k.dtype == torch.int32
+
+
+def llama3_arguments(rank: int = 0, size: int = 2, *, causal: bool = False) -> dict[str, Any]:
+    documents = torch.tensor([0, 5, 16])
+    prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, size)
+    return dict(zip((*LLAMA3[:4], LLAMA3[5]), prepared, strict=True)) | {"heads_k_stride": 2}
+
+
+def odd(**replaced: Any) -> dict[str, Any]:
+    return llama3_arguments() | replaced
+
+
+BATCHED, TOKENS = torch.zeros(1, 8, H, D), torch.zeros(8, H, D)
+BAD: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "window": ("ring_flash_attn", BATCHED, {"window_size": 4}, "window_size must be a pair"),
+    "negative window": ("ring_flash_attn", BATCHED, {"window_size": (-2, 0)}, "-1 where a side has no limit"),
+    "causal": ("stripe_flash_attn", BATCHED, {"causal": 1}, "causal must be True or False"),
+    "probs": ("ring_flash_attn", BATCHED, {"return_attn_probs": None}, "return_attn_probs must be"),
+    "deterministic": ("ring_flash_attn", BATCHED, {"deterministic": None}, "deterministic must be"),
+    "dropout": ("zigzag_ring_flash_attn", BATCHED, {"dropout_p": 1.5}, r"dropout_p must be in \[0, 1\)"),
+    "slopes": ("ring_flash_attn", BATCHED, {"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape"),
+    "group": ("ring_flash_attn", BATCHED, {"group": 3}, "group must be a process group"),
+    "odd chunks": ("zigzag_ring_flash_attn", BATCHED[:, :7], {}, "sequence length"),
+    "batch in varlen": ("ring_flash_attn_varlen", BATCHED, {"cu_seqlens": (0, 8), "max_seqlen": 8}, r"q must be a tensor \[T_local, heads, D\]"),
+    "end": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 7), "max_seqlen": 8}, "must end at the 8 tokens"),
+    "start": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (1, 8), "max_seqlen": 8}, "must start at 0"),
+    "descending": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 6, 4, 8), "max_seqlen": 8}, "ascending"),
+    "float offsets": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": torch.tensor([0.0, 8.0]), "max_seqlen": 8}, "must be integers"),
+    "floats": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 4.5, 8), "max_seqlen": 8}, "must be integers"),
+    "longest": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 2, 8), "max_seqlen": 5}, "max_seqlen is 5"),
+    "odd halves": ("zigzag_ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 3, 8), "max_seqlen": 8}, "must be even"),
+    "stride": ("llama3_flash_attn_varlen", TOKENS, odd(heads_k_stride=3), "heads_k_stride must be"),
+    "offsets of queries": ("llama3_flash_attn_varlen", TOKENS, odd(cu_seqlens_q=torch.tensor([0, 8])), "cu_seqlens_q is"),
+    "offsets of keys": ("llama3_flash_attn_varlen", TOKENS, odd(cu_seqlens_k=torch.tensor([0, 8])), "cu_seqlens_k is"),
+    "longest of queries": ("llama3_flash_attn_varlen", TOKENS, odd(max_seqlen_q=4), "max_seqlen_q is 4"),
+    "longest of keys": ("llama3_flash_attn_varlen", TOKENS, odd(max_seqlen_k=4), "max_seqlen_k is 4"),
+    "prepared causal": ("llama3_flash_attn_varlen", TOKENS, odd(causal=True), "causal=False there and True here"),
+    "other rank": ("llama3_flash_attn_varlen", TOKENS, llama3_arguments(1), "rank=1 there and 0 here"),
+    "other size": ("llama3_flash_attn_varlen", TOKENS, llama3_arguments(0, 4), "world_size=4 there and"),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "slopes by document": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 4, 8), "max_seqlen": 4, "alibi_slopes": torch.ones(2, H)}, "alibi_slopes"),
+    "slopes by document of a stream": ("llama3_flash_attn_varlen", TOKENS, odd(alibi_slopes=torch.ones(2, H)), "alibi_slopes"),
+    "own slice": ("llama3_flash_attn_varlen", TOKENS, odd(local_k_slice=slice(0, 16)), "llama3_flash_attn_prepare_cu_seqlens"),
+}  # fmt: skip
+
+
+def _bad(rank: int) -> dict[str, tuple[str, str]]:
+    """What each malformed call says on rank 0, where nothing can be sent."""
+    if rank:
+        return {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Ring, "start", None)
+    patch.setattr(dist, "all_to_all_single", None)
+    said = {}
+    for name, (family, x, given, _) in (BAD | REFUSED).items():
+        try:
+            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **given)
+        except ValueError as error:
+            said[name] = (type(error).__name__, str(error))
+    patch.undo()
+    return said
+
+
+def test_bad_arguments_are_named_before_anything_is_sent() -> None:
+    with LocalRanks(2) as pool:
+        said, _ = pool.run(_bad)
+    for name, (_, _, _, words) in (BAD | REFUSED).items():
+        kind, text = said[name]
+        assert kind == ("UnsupportedError" if name in REFUSED else "ValueError"), name
+        with pytest.raises(ValueError, match=words):
+            raise ValueError(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "words"),
+    [
+        ("ring_flash_attn_kvpacked_func", torch.zeros(1, 8, 3, H, D), r"kv must be a tensor \[B, T_local, 2, heads, D\]"),
+        ("ring_flash_attn_qkvpacked_func", TOKENS, r"qkv must be a tensor \[B, T_local, 3, heads, D\]"),
+    ],
+)  # fmt: skip
+def test_packed_shapes(function: str, x: Tensor, words: str) -> None:
+    more = (x,) if "qkv" in function else (BATCHED, x)
+    with pytest.raises(ValueError, match=words):
+        getattr(ring_flash_attn, function)(*more)
+
+
+def test_a_written_tensor_is_looked_at_again() -> None:
+    given = llama3_arguments(size=1)
+    x = torch.zeros(16, H, D)
+    ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
+    given["cu_seqlens_q"][1] = 7
+    with pytest.raises(ValueError, match="cu_seqlens_q is"):
+        ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
+
+
+def test_lengths_that_ranks_cannot_share() -> None:
+    with pytest.raises(ValueError, match="document of 2 tokens of padding"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 6]), True, 0, 4)
+    with pytest.raises(ValueError, match="rank must be"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 8]), True, 4, 4)
