@@ -25,14 +25,14 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 #: What each backend's tests need: packages, with the extras that tests use.
 BACKENDS = {
     "core": ["ring-core[viz]"],
-    "torch": ["ring-core", "ring-torch"],
+    "torch": ["ring-core", "ring-torch[hf]"],
     "jax": ["ring-core", "ring-jax"],
     "jax-gpu": ["ring-core", "ring-jax", "ring-jax-gpu"],
     "jax-tpu": ["ring-core", "ring-jax", "ring-jax-tpu[tpu]"],
 }
 
 #: What their tests need beside pytest.
-GROUPS = {"jax": ["test", "test-jax"]}
+GROUPS = {"torch": ["test", "test-torch"], "jax": ["test", "test-jax"]}
 
 #: Backends that spend their time compiling, one case on one core.
 PARALLEL = ("jax", "jax-gpu", "jax-tpu")
@@ -45,7 +45,14 @@ CI = [
     *(f"tests-3.12({backend})" for backend in BACKENDS),
     "tests-3.13(core)",
     "lowest(core)",
+    "docs",
 ]
+
+#: Packages with a command that tests them.
+DOCTORS = ("ring-core", "ring-torch", "ring-jax")
+
+#: What has to pass before a release.
+RELEASE = ["build", "packaging", *(f"smoke-{v}({p})" for v in ("3.12", "3.13") for p in DOCTORS)]
 
 CONSTRAINED = ["--constraint", "constraints.txt"]
 LOWEST = ["--resolution", "lowest-direct"]
@@ -111,8 +118,9 @@ def lint(session: nox.Session) -> None:
 @nox.session(python="3.12")
 def types(session: nox.Session) -> None:
     """Check types, strictly, in sources, tests, examples, benchmarks and this file."""
-    packages = ["ring-core[viz]", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
-    install(session, packages, ["test", "test-jax", "types", "examples", "nox"], *CONSTRAINED)
+    packages = ["ring-core[viz]", "ring-torch[hf]", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+    groups = ["test", "test-jax", "types", "examples", "docs", "nox"]
+    install(session, packages, groups, *CONSTRAINED)
     session.run("mypy", *session.posargs)
 
 
@@ -127,6 +135,15 @@ def packaging(session: nox.Session) -> None:
 def ci(session: nox.Session) -> None:
     """Run all that has to pass before a change is accepted."""
     session.log("passed: %s", ", ".join(CI))
+
+
+@nox.session(python="3.12", default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into ``out/docs``; arguments go to Sphinx."""
+    packages = ["ring-core[viz]", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
+    install(session, packages, ["docs"], *CONSTRAINED)
+    strict = ["--fail-on-warning", "--keep-going", "--fresh-env"]
+    session.run("sphinx-build", *strict, "--builder=html", "docs", "out/docs", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -153,8 +170,7 @@ def bench_cpu(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
-    install(session, BACKENDS["torch"], [], *CONSTRAINED)
-    session.install(*CONSTRAINED, "flash-attn-4[cu13]>=4.0.0b36")  # what the others are measured by
+    install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
     session.run("python", "benchmarks/gpu.py", *session.posargs)
 
 
@@ -186,6 +202,25 @@ def build(session: nox.Session) -> None:
     install(session, [], ["nox"], *CONSTRAINED)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run("uv", "build", "--all-packages", "--out-dir=dist")
+
+
+@nox.session(python=["3.12", "3.13"], default=False)
+@nox.parametrize("package", [nox.param(package, id=package) for package in DOCTORS])
+def smoke(session: nox.Session, package: str) -> None:
+    """Install one package alone, and test it from outside of the repository."""
+    install(session, ["ring-core", *([package] if package != "ring-core" else [])], [])
+    module = package.replace("-", "_")
+    session.chdir(session.create_tmp())
+    session.run("python", "-I", "-m", module, "doctor", env={"JAX_PLATFORMS": "cpu"})
+
+
+@nox.session(python="3.12", default=False, requires=RELEASE)
+def release(session: nox.Session) -> None:
+    """Build and check all that is released, and show what its changelog would say."""
+    install(session, [], ["changelog"], *CONSTRAINED)
+    version = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"]["version"]
+    session.run("towncrier", "build", "--draft", f"--version={version}")
+    session.log("in dist, version %s; `towncrier build` writes the changelog", version)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import hypothesis
 import numpy.typing as npt
 import pytest
 
 FOLDERS = {
-    "core": {"core", "conformance", "meta"},
-    "torch": {"torch_only", "conformance", "meta"},
+    "core": {"api", "core", "conformance", "docs", "meta"},
+    "torch": {"api", "torch_only", "conformance", "docs", "meta"},
     "torch-cuda": {"conformance", "torch_cuda_only"},
-    "jax": {"jax_only", "conformance", "meta"},
-    "jax-gpu": {"jax_gpu_only"},
-    "jax-tpu": {"jax_tpu_only"},
+    "jax": {"api", "jax_only", "conformance", "docs", "meta"},
+    "jax-gpu": {"api", "docs", "jax_gpu_only"},
+    "jax-tpu": {"api", "docs", "jax_tpu_only"},
     "none": {"packaging"},
 }
 HERE = Path(__file__).parent
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
     parser.addoption(
-        "--all", action="store_true", help="jax: all masks everywhere; jax-tpu: compile all options"
+        "--all", action="store_true", help="jax: all masks everywhere; jax-tpu: all cases, options"
     )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
@@ -61,8 +62,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On GPUs, leave out the cases of more ranks than there are GPUs.
 
-    In JAX a case takes seconds to compile: of the masks on 4 and 8 devices a few run, and on one
-    device those of one schedule (all are the same there), unless all are asked for.
+    In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
+    few of them on 2, 4 and 8, and on one device those of one schedule (all are the same there);
+    options run under two of the four schedules.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):
@@ -91,15 +93,21 @@ def _ranks(item: pytest.Item) -> int:
 def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
     if backend == "jax-tpu":
-        return item.name.startswith("test_options_compile")
+        return item.name.startswith(("test_options_compile", "test_other_cases"))
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if backend != "jax" or case is None or not case.name.endswith(("-cp1", "-cp4", "-cp8")):
+    if backend != "jax" or case is None:
         return False
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
-    few = ("causal-", "window-shard-", "documents-", "shortest-")
-    return not case.name.startswith(few)
+    if case.name.endswith(("-cp2", "-cp4", "-cp8")):
+        few = ("causal-", "window-shard-", "documents-", "shortest-")
+        return not case.name.startswith(few)
+    if case.name.endswith("-cp3"):
+        return False
+    # An option under two of the four schedules: one of natural order, and one of another.
+    pairs = (("plain", "zigzag"), ("balanced", "striped"))
+    return case.schedule not in pairs[crc32(case.name.partition("-")[0].encode()) % 2]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

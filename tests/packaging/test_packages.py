@@ -152,7 +152,7 @@ for owner, names in {
         if hasattr(owner, name):
             setattr(owner, name, refuse)
 
-import ring_torch
+import ring_torch, ring_torch.compat
 assert not torch.cuda.is_initialized()
 assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
 """
@@ -160,7 +160,7 @@ assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
 # jax starts a backend when it is first asked for devices; none may have been.
 NO_JAX_DEVICE = """
 import sys
-import ring_jax, ring_jax.compat, ring_jax_gpu, ring_jax_tpu
+import ring_jax, ring_jax.compat, ring_jax.flax, ring_jax.nn, ring_jax_gpu, ring_jax_tpu
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "an import asked for a device"
 assert not {"torch", "triton", "jax_triton", "flax", "equinox", "matplotlib"} & set(sys.modules)

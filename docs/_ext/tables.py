@@ -1,0 +1,96 @@
+"""Tables of the pages, from the code they are about; each function returns Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+import ring_jax.__main__ as ring_jax_command
+import ring_torch
+from ring_core import SCHEDULES, Mask, make_plan, reference
+from ring_core.cost import HARDWARE
+from ring_core.viz import kv_messages
+
+RING_SIZES = (1, 2, 4, 8, 16)
+
+
+def schedules(*masks: Mask, seq_len: int, cp_size: int) -> str:
+    """Balance, critical path, live steps and messages of every schedule under some masks."""
+    rows = []
+    for mask in masks:
+        for schedule in SCHEDULES:
+            plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule)
+            rows.append(
+                (
+                    mask.describe(),
+                    f"`{schedule}`",
+                    f"{plan.balance:.2f}",
+                    f"{plan.critical:.2f}",
+                    f"{plan.num_steps} of {cp_size}",
+                    kv_messages(plan),
+                )
+            )
+    header = ("mask", "schedule", "balance", "critical", "live steps", "K/V messages")
+    return _table(header, rows)
+
+
+def layouts(*, seq_len: int, cp_size: int) -> str:
+    """Which tokens each rank holds."""
+    header = ("schedule", *(f"rank {rank}" for rank in range(cp_size)))
+    rows = []
+    for schedule in SCHEDULES:
+        plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, schedule=schedule)
+        ranks = (" ".join(map(str, plan.positions(rank))) for rank in range(cp_size))
+        rows.append((f"`{schedule}`", *ranks))
+    return _table(header, rows)
+
+
+def hardware() -> str:
+    """The presets of the cost model."""
+    header = ("name", "forward TFLOP/s", "backward", "link GB/s", "us a message", "where from")
+    rows = [
+        (f"`{h.name}`", h.matmul_tflops, h.backward_tflops, h.link_gb_s, h.hop_us, h.source)
+        for h in HARDWARE.values()
+    ]
+    return _table(header, rows)
+
+
+def errors(precision: Literal["float32", "bfloat16"], *, seq_len: int = 256) -> str:
+    """Root mean square errors of the simulated ring against float64, by ring size."""
+    inputs = [
+        np.random.default_rng(n).standard_normal((1, seq_len, 2, 16)).astype(np.float32)
+        for n in range(4)
+    ]
+    if precision == "bfloat16":  # numbers that bfloat16 has, so that rounding inputs costs nothing
+        inputs = [(x.view(np.uint32) & 0xFFFF0000).view(np.float32) for x in inputs]
+    q, k, v, dout = inputs
+    out, _ = reference.attention(q, k, v, causal=True)
+    exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
+    rows = []
+    for cp_size in RING_SIZES:
+        plan = make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, schedule="zigzag")
+        got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
+        found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
+        rows.append((cp_size, *(f"{error:.2e}" for error in found)))
+    return _table(("ranks", "out", "dQ", "dK", "dV"), rows)
+
+
+def torch_kernels() -> str:
+    """What each kernel of ``ring_torch`` supports."""
+    return ring_torch.support_matrix()
+
+
+def jax_kernels() -> str:
+    """What each kernel of ``ring_jax`` and of the packages beside it supports."""
+    return ring_jax_command.matrix()
+
+
+def _rms(x: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def _table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

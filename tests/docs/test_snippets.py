@@ -1,0 +1,189 @@
+"""Every snippet of the pages and READMEs runs, each with the backend it is about.
+
+A page says so in its front matter: ``runs: core``, ``torch`` or ``jax``; in torch ``ranks: 2``
+starts two. JAX gets eight host devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pages import Page, run
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+SLOW = ("bench", "doctor")
+
+#: Commands that tests run here; those that take long have tests of their own.
+COMMANDS = {
+    "core": "python -m ring_core ",
+    "torch": "python -m ring_torch ",
+    "jax": "python -m ring_jax ",
+}
+
+
+@dataclass(frozen=True)
+class Readme:
+    """What a README's snippets of a backend need before them, and what has to be true after."""
+
+    path: str
+    backend: str
+    imports: str
+    ranks: int = 1
+    given: str = ""
+    then: str = ""
+
+
+TORCH_GIVEN = """
+import torch
+import torch.distributed as dist
+torch.manual_seed(0)
+seq_len, group = 64, None
+q, k, v = whole = torch.randn(3, 1, seq_len, 4, 16)
+"""
+TORCH_THEN = """
+heads_first = (x.transpose(1, 2) for x in whole)
+expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+torch.testing.assert_close(cp.unshard(out, dim=1), expected.transpose(1, 2))
+"""
+JAX_GIVEN = """
+import jax
+import numpy as np
+q, k, v = whole = jax.random.normal(jax.random.key(0), (3, 2, 64, 4, 16))
+"""
+JAX_THEN = """
+expected = jax.nn.dot_product_attention(*whole, is_causal=True, implementation="xla")
+np.testing.assert_allclose(out, expected, atol=1e-5)
+"""
+
+READMES = (
+    Readme("README.md", "torch", "ring_torch", 2, TORCH_GIVEN, TORCH_THEN),
+    Readme("README.md", "jax", "ring_jax", 1, JAX_GIVEN, JAX_THEN),
+    Readme("packages/ring-core/README.md", "core", "ring_core"),
+    Readme(
+        "packages/ring-torch/README.md", "torch", "ring_torch", 2,
+        TORCH_GIVEN + "dist.init_process_group()", TORCH_THEN,
+    ),
+    Readme("packages/ring-jax/README.md", "jax", "ring_jax", 1, JAX_GIVEN, JAX_THEN),
+    Readme("packages/ring-jax-tpu/README.md", "jax-tpu", "ring_jax_tpu"),
+    Readme("packages/ring-jax-gpu/README.md", "jax-gpu", "ring_jax_gpu"),
+)  # fmt: skip
+
+
+def pages() -> list[Page]:
+    """The pages of the documentation."""
+    return [Page.read(path) for path in sorted(DOCS.rglob("*.md"))]
+
+
+def commands(backend: str) -> Iterator[str]:
+    """Commands on the pages and READMEs that this backend runs."""
+    paths = [*DOCS.rglob("*.md"), ROOT / "README.md", *ROOT.glob("packages/*/README.md")]
+    for line in dict.fromkeys(line for path in sorted(paths) for line in Page.read(path).commands):
+        if line.startswith(COMMANDS.get(backend, "-")) and line.split()[3] not in SLOW:
+            yield line
+
+
+def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
+    """What this backend runs, by name: functions of a folder to run in."""
+    found: dict[str, Callable[[Path], None]] = {}
+    for page in pages():
+        if page.settings.get("runs") == backend:
+            found[str(page.path.relative_to(ROOT))] = partial(run_page, page)
+    for readme in READMES:
+        if readme.backend == backend:
+            found[readme.path] = partial(run_readme, readme)
+    return found | {line: partial(run_command, line) for line in commands(backend)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose what this backend runs."""
+    chosen = snippets(metafunc.config.getoption("--backend"))
+    metafunc.parametrize("snippet", list(chosen.values()), ids=list(chosen))
+
+
+def start(command: list[str], folder: Path) -> str:
+    """What a command prints, started as a user would: without this suite's settings of JAX."""
+    paths = [
+        str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(":") if path
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": ":".join(paths), "JAX_NUM_CPU_DEVICES": "8", "NPROC": "32"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_blocks(path: Path, backend: str, ranks: int, folder: Path) -> None:
+    if backend == "torch":
+        run_on_ranks(path, ranks)
+    else:
+        start([sys.executable, str(ROOT / "tests" / "pages.py"), str(path)], folder)
+
+
+def run_on_ranks(path: Path, ranks: int) -> None:
+    """What ``torchrun`` does, but torch is imported once for all pages and ranks."""
+    from torch._C._distributed_c10d import TCPStore
+
+    from ring_torch.local import LocalRanks
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with LocalRanks(ranks) as processes:
+        processes.run(run_on_rank, str(path), ranks, store.port)
+
+
+def run_on_rank(rank: int, path: str, ranks: int, port: int) -> None:
+    """Run a page as a process that ``torchrun`` has just started."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()  # the page makes its own
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+    }
+    warnings.simplefilter("error")
+    run(Page.read(Path(path)))
+
+
+def run_page(page: Page, folder: Path) -> None:
+    assert page.program
+    ranks = int(page.settings.get("ranks", "1"))
+    run_blocks(page.path, page.settings["runs"], ranks, folder)
+
+
+def run_readme(readme: Readme, folder: Path) -> None:
+    blocks = [
+        block.code
+        for block, _ in Page.read(ROOT / readme.path).program
+        if re.search(rf"^(from|import) {readme.imports}\b", block.code, re.MULTILINE)
+    ]
+    assert blocks
+    path = folder / "page.md"
+    parts = (readme.given, *blocks, readme.then)
+    path.write_text("\n".join(f"```python\n{code.strip()}\n```\n" for code in parts))
+    run_blocks(path, readme.backend, readme.ranks, folder)
+
+
+def run_command(line: str, folder: Path) -> None:
+    (folder / "docs" / "images").mkdir(parents=True)
+    assert start([sys.executable, *line.split()[1:]], folder)
+
+
+def test_snippet(snippet: Callable[[Path], None], tmp_path: Path) -> None:
+    snippet(tmp_path)

@@ -1,0 +1,123 @@
+"""The code on the pages of the documentation: read from Markdown, and run as a reader would.
+
+``python tests/pages.py PAGE`` runs the ``python`` blocks of a page top to bottom, in one namespace.
+What a block prints has to be what the ``output`` block right after it shows, if there is one; under
+``torchrun`` that is what rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+_FENCE = re.compile(r"^( *)(`{3,})(?:\{code-block\} *)?([^`]*?) *$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its lines, the line of the page where they start.
+
+    ``mark`` is the ``:class:`` of a ``{code-block}``, which says why a block is not run.
+    """
+
+    language: str
+    code: str
+    line: int
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: what its front matter says, and its blocks."""
+
+    path: Path
+    settings: dict[str, str]
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        """Read a page."""
+        lines = path.read_text().splitlines()
+        return cls(path, dict(_front_matter(lines)), tuple(_blocks(lines)))
+
+    @property
+    def program(self) -> list[tuple[Block, str | None]]:
+        """Blocks to run, each with what it has to print, where the page shows that."""
+        return [
+            (block, after.code if after is not None and after.language == "output" else None)
+            for block, after in pairwise((*self.blocks, None))
+            if block is not None and block.language == "python" and not block.mark
+        ]
+
+    @property
+    def marked(self) -> list[Block]:
+        """Python blocks that no test runs, each with its reason."""
+        return [block for block in self.blocks if block.language == "python" and block.mark]
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of its ``sh`` blocks, with continued ones joined, without comments."""
+        text = "\n".join(block.code for block in self.blocks if block.language == "sh")
+        lines = text.replace("\\\n", " ").splitlines()
+        return [line for raw in lines if (line := raw.split(" #")[0].strip()) and line[0] != "#"]
+
+
+def _front_matter(lines: list[str]) -> Iterator[tuple[str, str]]:
+    if not lines or lines[0] != "---":
+        return
+    for line in lines[1 : lines.index("---", 1)]:
+        name, _, value = line.partition(":")
+        yield name.strip(), value.strip()
+
+
+def _blocks(lines: list[str]) -> Iterator[Block]:
+    at = 0
+    while at < len(lines):
+        opening = _FENCE.match(lines[at])
+        at += 1
+        if opening is None:
+            continue
+        indent, ticks, language = opening.groups()
+        start, mark = at, ""
+        while lines[at].strip() != ticks:
+            at += 1
+        if lines[start].strip().startswith(":class:"):
+            mark = lines[start].partition(":class:")[2].strip()
+            start += 1
+        code = "\n".join(line.removeprefix(indent) for line in lines[start:at])
+        yield Block(language, code, start + 1, mark)
+        at += 1
+
+
+def run(page: Page) -> None:
+    """Run a page in this process.
+
+    Raises:
+        AssertionError: A block prints something else than the page shows.
+    """
+    module = types.ModuleType("page")
+    sys.modules["page"] = module  # where dataclasses look for their names
+    for block, shown in page.program:
+        source = "\n" * (block.line - 1) + block.code  # tracebacks then name the page's lines
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(compile(source, str(page.path), "exec"), module.__dict__)
+        got = "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines())
+        if shown is not None and os.environ.get("RANK", "0") == "0" and got != shown.rstrip():
+            raise AssertionError(
+                f"{page.path}, line {block.line}: the page shows\n\n{shown}\n\nand the block prints\n\n{got}"
+            )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    run(Page.read(Path(sys.argv[1])))
