@@ -206,3 +206,18 @@ def test_signatures_are_those_of_torch() -> None:
     method = tuple(inspect.signature(ContextParallel.attention).parameters)
     assert call == ("q", "k", "v", "axis_name", "schedule", *options)
     assert method == ("self", "q", "k", "v", *options)
+
+
+def test_one_device_on_a_mesh_with_explicit_axes() -> None:
+    mesh = jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2])
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return ring_attention(x, x, x, axis_name=None, causal=True, sinks=jnp.ones(2)).sum()
+
+    expected = jax.jit(jax.grad(loss))(x)
+    replicated = jax.device_put(x, NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(replicated), expected)
+    split = jax.device_put(x, NamedSharding(mesh, P(None, "cp")))
+    with pytest.raises(ValueError, match=r"axis_name=None runs on one device.*use ContextParallel"):
+        loss(split)

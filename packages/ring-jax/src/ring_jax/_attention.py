@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, overload
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ring_core import KernelConfig, Mask
 from ring_jax._autodiff import attend
 from ring_jax._call import check_call
+from ring_jax._ring import explicit_mesh
 from ring_jax._types import Kernel
 from ring_jax._xla import XlaKernel
 
@@ -138,7 +141,11 @@ class RingAttention:
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport,
         )  # fmt: skip
-        out, lse = attend(static, inputs)
+        run = partial(attend, static)
+        mesh = explicit_mesh(inputs) if axis_name is None else None
+        if mesh is not None:  # kernels make arrays of their own, which lie on no mesh
+            run = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        out, lse = run(inputs)
         return (out, lse) if return_lse else out
 
 

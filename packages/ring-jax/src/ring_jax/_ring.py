@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,25 @@ def _varies_over(x: jax.Array) -> frozenset[Any]:
     kind: Any = jax.typeof(x)
     axes: frozenset[Any] = kind.mat.varying if hasattr(kind, "mat") else kind.vma  # jax < 0.12
     return axes
+
+
+def explicit_mesh(arrays: Any) -> AbstractMesh | None:
+    """The mesh with explicit axes of which every device holds all of the arrays, if there is one.
+
+    Raises:
+        ValueError: They are split over such axes: then there is no one device that could run alone.
+    """
+    found = None
+    for x in jax.tree.leaves(arrays):
+        sharding = jax.typeof(x).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            continue
+        found = sharding.mesh
+        split = [axis for axis in sharding.spec if axis is not None]
+        if split:
+            raise ValueError(
+                f"axis_name=None runs on one device, and an array of shape {x.shape} is split over "
+                f"mesh axes {split}; name the axis inside jax.shard_map, use ContextParallel, or "
+                f"gather it with jax.reshard(x, jax.P())"
+            )
+    return found
