@@ -43,8 +43,9 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward loop."""
+        saved = ctx.saved_tensors  # read once: checkpointing asks for it
         count = len(Inputs._fields)
-        inputs, (out, lse, *kept) = Inputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        inputs, (out, lse, *kept) = Inputs(*saved[:count]), saved[count:]
         grads = backward_pass(ctx.call, inputs, (out, lse), kept, (dout, dlse))
         return None, *grads
 

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    GroupName,
-    _resolve_process_group,  # type: ignore[attr-defined]
-)
+from torch.distributed import distributed_c10d
 
 from ring_core import KernelConfig, Mask, ScheduleName
 from ring_torch._autograd import backward_pass, forward_pass
@@ -57,6 +54,11 @@ def static_text(
     return json.dumps(facts)
 
 
+def _group(name: str) -> Any:
+    """The process group of a name, which has no public way to it."""
+    return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))  # type: ignore[attr-defined] # noqa: SLF001
+
+
 class _Static(NamedTuple):
     """The text, read."""
 
@@ -68,11 +70,7 @@ class _Static(NamedTuple):
     @property
     def ring(self) -> Ring:
         """The ranks; asked for anew, for a group may be gone and another have its name."""
-        return (
-            Ring(None, 0, 1)
-            if self.group is None
-            else ring_of(_resolve_process_group(GroupName(self.group)))
-        )
+        return Ring(None, 0, 1) if self.group is None else ring_of(_group(self.group))
 
 
 @lru_cache(maxsize=256)
@@ -220,8 +218,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # read once: checkpointing asks for it
     count = len(Inputs._fields)
-    inputs, (out, lse, *kept) = Inputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+    inputs, (out, lse, *kept) = Inputs(*saved[:count]), saved[count:]
     found = iter(attention_backward(dout, dlse, *inputs, out, lse, kept, ctx.text, ctx.seed))
     dq, dk, dv = next(found), next(found), next(found)
     dsinks = None if inputs.sinks is None else next(found)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
 from ring_torch._attention import Group, Schedule, Window, attend
-from ring_torch._call import check_call
+from ring_torch._batch import shard_batch
+from ring_torch._call import Options, check_call
 from ring_torch._comm import Ring, ring_of
+from ring_torch._gradients import reduce_gradients
 
 
 class ContextParallel:
@@ -82,6 +84,50 @@ class ContextParallel:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
         return torch.as_tensor(self.layout(seq_len).positions(self.cp_rank), device=device)
 
+    def shard_batch(
+        self, batch: Mapping[str, Any], *, dropout_seed: int | None = None
+    ) -> dict[str, Any]:
+        """This rank's part of the batch of a language model of transformers (``ring_torch.hf``).
+
+        Every rank gives the same whole batch. Sequences are padded on the right to a length that
+        the schedule divides, and split.
+
+        Args:
+            batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``, and where wanted
+                ``labels`` int ``[B, T]`` (label ``i`` is of token ``i``; -100 is ignored),
+                ``attention_mask`` ``[B, T]`` (1, or 0 for padding, on either side),
+                ``position_ids`` int ``[B, T]`` (default: from 0; without an attention mask, a
+                document begins where they do not go on by one), ``token_type_ids``,
+                ``shift_labels``, ``num_items_in_batch``.
+            dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on
+                all ranks and new with every batch.
+
+        Returns:
+            Keyword arguments of the model's forward: the tensors given, ``[B, T_local, ...]``, and
+            ``position_ids``, global ones; an ``attention_mask`` that ring attention alone can read;
+            for ``labels``, ``shift_labels`` (label ``i`` is of token ``i + 1``, shifted before the
+            split) and ``num_items_in_batch``, the labels of the whole batch that are not ignored.
+            The loss of the model then is this rank's part: the sum over ranks is the mean over all
+            tokens.
+
+        Raises:
+            ValueError: Shapes do not fit, or labels of padding are not -100.
+            UnsupportedError: The batch holds what cannot be split; the message says what to do.
+            RankMismatchError: Ranks were given different batches.
+        """
+        return shard_batch(self, self._ring, batch, dropout_seed)
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
+
+        After the backward of each rank's part of the loss they are those of the whole loss. A
+        gradient that no rank has stays ``None``.
+
+        Raises:
+            UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
+        """
+        reduce_gradients(self._ring, model)
+
     @overload
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
@@ -127,15 +173,14 @@ class ContextParallel:
         transport: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
-        call, inputs = check_call(
-            self._ring, self._ring.next_call(), self.schedule, q, k, v, causal=causal,
-            window=window,
-            chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
-            softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+        return attend(
+            self.group, self.schedule, q, k, v,
+            Options(
+                causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+                dropout_seed, deterministic, return_lse, kernel, transport,
+            ),
+            segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
-        return attend(call, inputs, return_lse=return_lse)
 
     def explain(
         self,
@@ -165,14 +210,13 @@ class ContextParallel:
 
         The kernel it would choose, why not the faster ones, and the plan.
         """
+        options = Options(
+            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+            dropout_seed, deterministic, return_lse, kernel, transport,
+        )  # fmt: skip
         call, _ = check_call(
-            self._ring, 0, self.schedule, q, k, v, causal=causal, window=window,
-            chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
-            softcap=softcap,
-            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+            self._ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+            bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
         return f"{call.choice.describe()}\ntransport {call.transport}\n\n{call.plan.describe()}"
 

@@ -1,0 +1,98 @@
+"""Small models of transformers with random weights, and batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+LENGTH, BYTES = 43, 61  # a length that no schedule divides
+SIZES: dict[str, Any] = {
+    "vocab_size": BYTES, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 7},
+    "Gemma2": {
+        "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11,
+        "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0,
+    },
+    "Gemma3": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": {
+        "head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "Llama4": {"attention_chunk_size": 10, "num_local_experts": 2, "intermediate_size_mlp": 24},
+}  # fmt: skip
+WHOLE: dict[str, Any] = {"use_cache": False}  # with a cache, transformers looks for no documents
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+
+
+class Wide(TorchFunctionMode):
+    """Keeps in float64 what transformers takes in float32: norms, angles, softmax and loss."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        def widened(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        if func is Tensor.float:
+            return args[0].double()
+        kwargs = {name: widened(x) for name, x in (kwargs or {}).items()}
+        return func(*map(widened, args), **kwargs)
+
+
+def build(name: str, implementation: str = "eager", **changes: Any) -> Any:
+    """A small model with random weights, the same on every rank, in float64."""
+    config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+    config = config_class(**SIZES | MODELS[name] | changes)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+        config, attn_implementation=implementation
+    )
+    with torch.no_grad():  # biases, norms and sinks begin at values that would hide their use
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model.double().eval()
+
+
+def whole(kind: str) -> dict[str, Tensor]:
+    """A batch as a collator makes it."""
+    generator = torch.Generator().manual_seed(5)
+    rows = 1 if kind == "flattened" else 2
+    tokens = torch.randint(BYTES, (rows, LENGTH), generator=generator)
+    labels = torch.where(torch.rand(tokens.shape, generator=generator) < 0.1, -100, tokens)
+    batch = {"input_ids": tokens, "labels": labels}
+    if kind in ("left", "right"):
+        at = torch.arange(LENGTH)
+        mask = torch.stack([at < 30, at < LENGTH]).long()
+        batch["attention_mask"] = mask if kind == "right" else mask.flip(1)
+        first = torch.tensor([13, 0] if kind == "left" else [0, 0])[:, None] == at
+        batch["labels"] = labels.masked_fill((batch["attention_mask"] == 0) | first, -100)
+    if kind in ("packed", "flattened"):  # documents cross the borders of shards
+        lengths = [[5, 1, 17, 20], [30, 13]][:rows]
+        batch["position_ids"] = torch.stack(
+            [torch.cat([torch.arange(n) for n in r]) for r in lengths]
+        )
+    return batch
+
+
+def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits and loss; gradients are in the model."""
+    model.zero_grad()
+    with Wide():
+        out = model(**batch)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.detach()

@@ -1,0 +1,258 @@
+"""Models of transformers on a ring: logits, loss and gradients are those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
+from torch import Tensor
+
+from ring_core import SCHEDULES, KernelConfig, RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    """Four ranks."""
+    ranks = LocalRanks(4)
+    yield ranks
+    ranks.close()
+
+
+def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Masks of packed documents for a model that does not tell its mask functions of positions."""
+    documents, at = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
+    sees = (documents[:, :, None] == documents[:, None]) & (at <= at[:, None])
+    near = at[:, None] - at < model.config.sliding_window
+    allowed = torch.zeros(sees.shape, dtype=torch.float64)
+    return {
+        name: allowed.masked_fill(~mask, -torch.inf)[:, None]
+        for name, mask in (("full_attention", sees), ("sliding_attention", sees & near))
+    }
+
+
+def same(got: Tensor, expected: Tensor, what: str) -> None:
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(
+        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _matches(rank: int, name: str, kind: str) -> None:
+    batch = whole(kind)
+    model = build(name)
+    masks = dense_masks(model, batch) if (name, kind[-2:]) == ("GptOss", "ed") else None
+    given = batch if masks is None else batch | {"attention_mask": masks}
+    logits, loss = run(model, given | WHOLE)
+    expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
+
+    model = build(name, hf.register())
+    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group in (None, pairs[rank // 2]):
+        for schedule in SCHEDULES:
+            cp = ContextParallel(group, schedule=schedule)
+            what = f"{name} {kind} {schedule} on {cp.cp_size}"
+            mine, part = run(model, cp.shard_batch(batch))
+            cp.reduce_gradients(model)
+            dist.all_reduce(part, group=group)
+            same(cp.unshard(mine)[:, :LENGTH][real], logits[real], f"logits of {what}")
+            same(part, loss, f"loss of {what}")
+            got = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+            assert got.keys() == expected.keys()
+            for weight, grad in expected.items():
+                same(got[weight], grad, f"gradient of {weight} of {what}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama4"])
+def test_logits_loss_and_gradients_are_the_whole_models(
+    pool: LocalRanks, name: str, kind: str
+) -> None:
+    pool.run(_matches, name, kind)
+
+
+def _bidirectional(rank: int, kind: str) -> None:
+    config = transformers.ModernBertConfig(
+        **SIZES
+        | {"local_attention": 12, "cls_token_id": 0, "sep_token_id": 0, "num_hidden_layers": 3}
+    )
+    torch.manual_seed(1)
+    given = whole(kind)
+    given.pop("labels")
+    mask = given.get("attention_mask", torch.ones_like(given["input_ids"])) == 1
+    outs = []
+    for implementation in ("eager", hf.register()):
+        model = transformers.ModernBertModel._from_config(
+            config, attn_implementation=implementation
+        )
+        torch.nn.init.normal_(
+            model.embeddings.tok_embeddings.weight, generator=torch.Generator().manual_seed(2)
+        )
+        for i, weight in enumerate(model.parameters()):
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(i))
+        model = model.double().eval()
+        cp = ContextParallel()
+        batch = given if implementation == "eager" else cp.shard_batch(given)
+        with Wide(), torch.no_grad():
+            out = model(**batch).last_hidden_state
+        outs.append(out if implementation == "eager" else cp.unshard(out)[:, :LENGTH])
+    same(outs[1][mask], outs[0][mask], f"hidden states of rank {rank}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "right"])
+def test_bidirectional_attention(pool: LocalRanks, kind: str) -> None:
+    pool.run(_bidirectional, kind)
+
+
+def _checkpointed(_: int, reentrant: bool) -> None:
+    batch, cp, grads = whole("packed"), ContextParallel(), []
+    for checkpointing in (False, True):
+        model = build("Mistral", hf.register(), use_cache=False, attention_dropout=0.3).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(**cp.shard_batch(batch, dropout_seed=9)).loss.backward()
+        grads.append([x.grad for x in model.parameters()])
+    for again, first in zip(*grads, strict=True):
+        torch.testing.assert_close(again, first, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(pool: LocalRanks, reentrant: bool) -> None:
+    pool.run(_checkpointed, reentrant)
+
+
+def _dropout(rank: int) -> None:
+    batch, outs = whole("packed"), {}
+    alone: list[Any] = [dist.new_group([n]) for n in range(4)]
+    model = build("Llama", hf.register(), attention_dropout=0.4)
+    for seed in (3, 4):
+        for group in (None, alone[rank]):
+            cp = ContextParallel(group, schedule="striped")
+            sharded = cp.shard_batch(batch, dropout_seed=seed)
+            with Wide(), torch.no_grad():
+                outs[seed, cp.cp_size] = cp.unshard(model.train()(**sharded).logits)[:, :LENGTH]
+    same(outs[3, 4], outs[3, 1], "logits with dropout")
+    assert not torch.allclose(outs[3, 4], outs[4, 4])
+    with pytest.raises(UnsupportedError, match="dropout_seed"):
+        model(**ContextParallel(None).shard_batch(batch))
+    with Wide(), torch.no_grad():
+        still = model.eval()(**ContextParallel(alone[rank]).shard_batch(batch)).logits
+    assert not torch.allclose(still[:, :LENGTH], outs[3, 1])
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(pool: LocalRanks) -> None:
+    pool.run(_dropout)
+
+
+def test_layers_drop_different_elements() -> None:
+    mask = ContextParallel().shard_batch(whole("plain"), dropout_seed=2**64 - 1)["attention_mask"]
+    layers = build("Llama").model.layers
+    seeds = {hf._layer_seed(layer.self_attn, mask) for layer in layers}
+    assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
+
+
+def _float32(_: int) -> tuple[float, float]:
+    batch = whole("packed")
+    expected = run(build("Llama"), batch | WHOLE)[0]
+    cp, ring = ContextParallel(), build("Llama", hf.register()).float()
+    with torch.no_grad():
+        plain = build("Llama").float()(**batch, **WHOLE).logits
+        mine = cp.unshard(ring(**cp.shard_batch(batch)).logits)[:, :LENGTH]
+    return float((mine - expected).abs().max()), float((plain - expected).abs().max())
+
+
+def test_float32_is_as_exact_as_without_a_ring(pool: LocalRanks) -> None:
+    for mine, plain in pool.run(_float32):
+        assert mine <= 2 * plain + 1e-6
+
+
+def _two_rings(rank: int) -> None:
+    """One model on two rings in turn, and two models of other options side by side."""
+    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    batch = whole("packed")
+    model = build("Mistral", hf.register())
+    other = build("Mistral", hf.register("ring-eager", kernel=KernelConfig("eager", block_q=8)))
+    rings = [ContextParallel(None, "zigzag"), ContextParallel(pairs[rank // 2], "plain")]
+    shards = [cp.shard_batch(batch) for cp in rings]
+    with Wide(), torch.no_grad():
+        outs = [m(**shard).logits for shard in shards for m in (model, other)]
+    outs = [
+        cp.unshard(x)[:, :LENGTH]
+        for cp, x in zip([r for r in rings for _ in "ab"], outs, strict=True)
+    ]
+    for out in outs[1:]:
+        same(out, outs[0], "logits")
+
+
+def test_the_batch_names_its_ring(pool: LocalRanks) -> None:
+    pool.run(_two_rings)
+
+
+def _unlike_batches(rank: int) -> None:
+    batch = whole("plain")
+    batch["input_ids"][0, 7] = rank == 2
+    with pytest.raises(RankMismatchError, match="rank"):
+        ContextParallel().shard_batch(batch)
+    with pytest.raises(RankMismatchError, match="same samples"):
+        ContextParallel().shard_batch(whole("plain"), dropout_seed=rank // 2)
+
+
+def test_ranks_must_hold_one_batch(pool: LocalRanks) -> None:
+    pool.run(_unlike_batches)
+
+
+def _reduced(rank: int) -> None:
+    layers = [torch.nn.Linear(3, 2, bias=False) for _ in range(3)]
+    all_ranks, one_rank, no_rank = (layer.weight for layer in layers)
+    layers[1].double()
+    all_ranks.grad = torch.full((2, 3), float(rank))
+    if rank == 3:  # as of an expert that other ranks do not use
+        one_rank.grad = torch.ones(2, 3, dtype=torch.float64)
+    ContextParallel().reduce_gradients(torch.nn.ModuleList(layers))
+    same(all_ranks.grad, torch.full((2, 3), 6.0), "sum")
+    assert one_rank.grad is not None and no_rank.grad is None
+    same(one_rank.grad, torch.ones(2, 3, dtype=torch.float64), "of one rank")
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse"):
+        ContextParallel().reduce_gradients(embedding)
+
+
+def test_gradients_are_summed(pool: LocalRanks) -> None:
+    pool.run(_reduced)
+
+
+def refused(words: str, model: Any, shard: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        model(**shard)
+
+
+def _positions(_: int) -> None:
+    batch, name = whole("plain"), hf.register()
+    for schedule, limit in (("plain", 20), ("zigzag", 30), ("zigzag", 12)):
+        cp = ContextParallel(None, schedule)  # type: ignore[arg-type]
+        rope = {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,
+        }  # fmt: skip
+        model, shard = build("Llama", name, rope_parameters=rope), cp.shard_batch(batch)
+        if limit > 12:
+            refused("longrope", model, shard)
+            continue
+        expected = run(build("Llama", rope_parameters=rope), batch)[0]  # all ranks turn far
+        same(cp.unshard(run(model, shard)[0])[:, :LENGTH], expected, "logits")
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = build("Llama", name, rope_parameters=dynamic, max_position_embeddings=40)
+    refused("dynamic", model, shard)
+
+
+def test_positions_that_ranks_would_read_differently(pool: LocalRanks) -> None:
+    pool.run(_positions)

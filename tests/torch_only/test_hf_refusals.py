@@ -1,0 +1,146 @@
+"""What ``shard_batch`` gives a model, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import LENGTH, build, whole
+from torch.nn.functional import pad
+from transformers import masking_utils
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, hf
+
+
+def test_labels_are_shifted_before_the_split() -> None:
+    batch, cp = whole("right"), ContextParallel()
+    shard = cp.shard_batch(batch)
+    expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # and one token of padding
+    assert torch.equal(shard["shift_labels"], expected)
+    assert shard["num_items_in_batch"] == int((expected != -100).sum())
+    assert torch.equal(shard["position_ids"][:, :LENGTH], torch.arange(LENGTH).expand(2, -1))
+    for misuse in (lambda x: x[:, 1:], lambda x: pad(x, (0, 1)), lambda x: x.view(-1), torch.ravel):
+        with pytest.raises(UnsupportedError, match="shift_labels"):
+            misuse(shard["labels"])
+    given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
+    assert torch.equal(cp.shard_batch(given)["shift_labels"][:, :LENGTH], batch["labels"])
+    embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
+    shard = cp.shard_batch({"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]})
+    assert (
+        shard["inputs_embeds"].shape == (2, LENGTH + 1, 32) and shard["inputs_embeds"].requires_grad
+    )
+    assert "labels" not in shard and shard["token_type_ids"].shape == (2, LENGTH + 1)
+
+
+def test_documents_cost_nothing_where_they_say_nothing() -> None:
+    cp = ContextParallel()
+    masks = {kind: cp.shard_batch(whole(kind))["attention_mask"] for kind in
+             ("plain", "right", "left", "packed", "flattened")}  # fmt: skip
+    assert masks["plain"].single and masks["plain"].segment_ids is None
+    assert masks["plain"].cu_seqlens == (0, LENGTH, LENGTH + 1)
+    assert masks["right"].single and not masks["left"].single
+    assert masks["flattened"].cu_seqlens == (0, 5, 6, 23, 43, 44)
+    assert masks["flattened"].segment_ids is None
+    assert masks["packed"].cu_seqlens is None and masks["packed"].segment_ids is not None
+    assert (masks["packed"].segment_ids[:, -1] == -1).all()
+
+
+TOKENS = torch.ones(2, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        ({}, ValueError, "one of input_ids"),
+        ({"input_ids": TOKENS, "inputs_embeds": TOKENS}, ValueError, "one of input_ids"),
+        ({"labels": TOKENS, "input_ids": [1, 2]}, ValueError, "must be a torch.Tensor, got list"),
+        ({"labels": TOKENS, "input_ids": TOKENS[0]}, UnsupportedError, "input_ids has shape"),
+        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ValueError, "labels must be"),
+        ({"input_ids": TOKENS, "labels": TOKENS[:, 0]}, UnsupportedError, "labels has shape"),
+        ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 8, 8)}, UnsupportedError, "four dimensions"),
+        ({"input_ids": TOKENS, "attention_mask": 2 * TOKENS}, UnsupportedError, "position_ids that start"),
+        ({"input_ids": TOKENS, "attention_mask": TOKENS, "position_ids": TOKENS}, UnsupportedError, "start again"),
+        ({"input_ids": TOKENS, "position_ids": torch.ones(3, 2, 8)}, UnsupportedError, "several directions"),
+        ({"input_ids": TOKENS, "attention_mask": 0 * TOKENS, "labels": TOKENS}, ValueError, "follows padding"),
+        ({"input_ids": TOKENS, "pixel_values": TOKENS}, UnsupportedError, "pixel_values"),
+        ({"input_ids": TOKENS, "cu_seq_lens_q": TOKENS}, UnsupportedError, "read from position_ids"),
+        ({"input_ids": TOKENS, "use_cache": True}, UnsupportedError, "no cache"),
+        ({"input_ids": TOKENS, "output_attentions": True}, UnsupportedError, "never held"),
+    ],
+)  # fmt: skip
+def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        ContextParallel().shard_batch(batch)
+
+
+def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_half_of_the_change_is_an_error() -> None:
+    """The batch without the attention, and the attention without the batch."""
+    batch = whole("right")
+    shard = ContextParallel(None, "plain").shard_batch(batch)
+    for implementation in ("eager", "sdpa", "flex_attention"):
+        with pytest.raises(UnsupportedError, match=r"hf\.register"):
+            build("Llama", implementation)(**shard)
+    model = build("Llama", hf.register())
+    del batch["labels"]
+    refused("shard_batch", lambda: model(**batch), ValueError)
+    refused("shard_batch", lambda: model(input_ids=batch["input_ids"]), ValueError)
+    four = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    refused("no mask of shape", lambda: model(input_ids=batch["input_ids"], attention_mask=four))
+    generate = {"max_new_tokens": 2, "do_sample": False}
+    refused("shard_batch", lambda: model.generate(**batch, **generate), ValueError)
+
+
+def test_models_that_would_answer_wrong() -> None:
+    cp = ContextParallel()
+    shard = cp.shard_batch(whole("plain"))
+    name = hf.register()
+    model = build("Llama", name)
+    refused("output_attentions", lambda: model(**shard, output_attentions=True))
+    refused("head_mask", lambda: model(**shard, head_mask=TOKENS))
+    cache = transformers.DynamicCache(config=model.config)
+    model(**shard, past_key_values=cache)
+    refused("KV cache", lambda: model(**shard, past_key_values=cache))
+    refused("chunked", lambda: build("Llama4", name)(**shard))
+    refused(
+        "another mask", lambda: build("Gemma3", name, use_bidirectional_attention=True)(**shard)
+    )
+    refused("router", lambda: build("GptOss", name)(**shard, output_router_logits=True))
+    blocks = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
+    embeddings = model.get_input_embeddings()(shard["input_ids"])
+    given = (model.config, embeddings, shard["attention_mask"], None)
+    refused("images", lambda: masking_utils.create_causal_mask(*given, block_sequence_ids=blocks))
+    mask: Any = masking_utils.create_causal_mask(*given)
+    refused("read or changed", lambda: mask[:, :, :4])
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    refused("linear_attention", lambda: masking_utils.create_causal_mask(*given))
+    refused("recurrent", lambda: masking_utils.create_recurrent_attention_mask(*given))
+    function = transformers.AttentionInterface()[name]
+    heads = torch.zeros(2, 1, LENGTH + 1, 8)
+    layer = torch.nn.Module()
+    refused(
+        "sliding_window=4", lambda: function(layer, heads, heads, heads, mask, sliding_window=4)
+    )
+    refused("is_causal", lambda: function(layer, heads, heads, heads, mask, is_causal=False))
+    refused(
+        "position_bias", lambda: function(layer, heads, heads, heads, mask, position_bias=heads)
+    )
+    refused("cross", lambda: function(layer, heads, heads[:, :, :4], heads[:, :, :4], mask))
+    refused("no attention_mask", lambda: function(layer, heads, heads, heads, None), ValueError)
+    refused("itself", lambda: function(layer, heads, heads, heads, shard["attention_mask"]))
+
+
+def test_names_are_not_taken_twice() -> None:
+    assert hf.register() == hf.register() == "ring"
+    refused("choose another name", lambda: hf.register(kernel="eager"), ValueError)
+    refused("mean something", lambda: hf.register("my_flash"), ValueError)
+    refused("kernel", lambda: hf.register("ring-none", kernel="none"), ValueError)
+    assert "ring-none" not in transformers.AttentionInterface()
