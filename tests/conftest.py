@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,10 +15,10 @@ import numpy.typing as npt
 import pytest
 
 FOLDERS = {
-    "core": {"api", "core", "conformance", "docs", "meta"},
-    "torch": {"api", "torch_only", "conformance", "docs", "meta"},
+    "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
+    "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta"},
     "torch-cuda": {"conformance", "torch_cuda_only"},
-    "jax": {"api", "jax_only", "conformance", "docs", "meta"},
+    "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
     "jax-gpu": {"api", "docs", "jax_gpu_only"},
     "jax-tpu": {"api", "docs", "jax_tpu_only"},
     "none": {"packaging"},
@@ -40,7 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings that jax reads when it is imported: host devices, and no time spent on fast code."""
+    """Settings that jax reads when it is imported: host devices, and no time spent on fast code.
+
+    For torch, start the process that ranks are forked from with all they import, once.
+    """
+    if config.getoption("--backend") == "torch" and not config.getoption("--collect-only"):
+        from ring_torch.local import PRELOADED
+
+        multiprocessing.set_forkserver_preload([*PRELOADED, "ring_torch.hf"])
+        forkserver.ensure_running()
     if not config.getoption("--backend").startswith("jax"):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -17,6 +17,7 @@ from ring_core import (
     TILE,
     Mask,
     Plan,
+    WorkItem,
     make_plan,
 )
 
@@ -246,12 +247,20 @@ def test_pieces_of_an_item_show_what_it_shows(plan: Plan, pieces: int) -> None:
         cut = item.cut(pieces)
         assert len(cut) <= pieces
         assert [piece.q_start for piece in cut[1:]] == [piece.q_stop for piece in cut[:-1]]
-        whole = np.concatenate([shown(plan, piece) for piece in cut])
+        whole = np.concatenate([_in_columns_of(item, plan, piece) for piece in cut])
         np.testing.assert_array_equal(whole, shown(plan, item))
+        for piece in cut if item.cu_q is None and item.tiles is None else ():
+            assert all(side is None or side >= 0 for side in piece.window)
         for piece in cut if plan.blocks is not None else ():
             assert piece.tiles is not None and piece.tiles.shape[0] == -(
                 -(piece.q_stop - piece.q_start) // TILE
             )
+
+
+def _in_columns_of(item: WorkItem, plan: Plan, piece: WorkItem) -> Any:
+    """What a piece shows, among all columns of its item."""
+    sides = piece.k_start - item.k_start, item.k_stop - piece.k_stop
+    return np.pad(shown(plan, piece), ((0, 0), sides))
 
 
 def test_square_causal_items_stay_whole() -> None:

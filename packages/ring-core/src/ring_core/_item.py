@@ -145,10 +145,11 @@ class WorkItem:
         return WorkItem(*ranks, q + q0, q + q1, k + k0, k + k1, *band)
 
     def cut(self, pieces: int) -> tuple[WorkItem, ...]:
-        """The item in at most ``pieces`` pieces of rows, each over all of its columns.
+        """The item in at most ``pieces`` pieces of rows, each over the columns that it sees.
 
-        A square causal item stays whole: its pieces would be neither full nor causal, and a kernel
-        may know only these. Pieces of a predicate's item begin at tiles.
+        Those of documents and of a predicate keep all columns. A square causal item stays whole:
+        its pieces would be neither full nor causal, and a kernel may know only these. Pieces of a
+        predicate's item begin at tiles.
         """
         rows = self.q_stop - self.q_start
         if self.lo == 0 and self.hi is None and rows == self.k_stop - self.k_start:
@@ -162,6 +163,11 @@ class WorkItem:
 
     def _rows(self, start: int, stop: int) -> WorkItem:
         cu_q, tiles = self.cu_q, self.tiles
+        if cu_q is None and tiles is None:
+            corner, columns = (self.q_start, self.k_start), self.k_stop - self.k_start
+            part = self._part(corner, start, stop, 0, columns)
+            assert part is not None and part.q_stop - part.q_start == stop - start
+            return part
         return replace(
             self,
             q_start=self.q_start + start,

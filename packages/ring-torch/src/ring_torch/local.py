@@ -20,13 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-_PRELOADED = [
-    "torch._dynamo",
-    "torch.distributed",
-    "ring_torch",
-]  # seconds each, once for all ranks
+#: Modules that ranks are forked with: they take seconds to import.
+PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
 _GRACE = 5.0
+_MOST = 1024  # processes on a machine, or threads of one
 
 
 class LocalRankError(RuntimeError):
@@ -43,6 +41,9 @@ class LocalRanks:
         patience: Seconds after which :meth:`run` gives up waiting for an answer, or ``None``.
         cuda: Give each rank a GPU and join them with NCCL; otherwise with gloo over loopback.
 
+    Raises:
+        ValueError: An argument is malformed.
+
     Example::
 
         with LocalRanks(4) as ranks:
@@ -58,8 +59,19 @@ class LocalRanks:
         patience: float | None = 600.0,
         cuda: bool = False,
     ) -> None:
+        for name, value in (("world_size", world_size), ("threads", threads)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
+                raise ValueError(f"{name} must be an integer in 1..{_MOST}, got {value!r}")
+        for name, seconds in (("timeout", timeout), ("patience", patience)):
+            real = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if (seconds is not None or name == "timeout") and not (
+                real and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
+            ):
+                raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+        if not isinstance(cuda, bool):
+            raise ValueError(f"cuda must be True or False, got {cuda!r}")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(list(PRELOADED))
         self._patience = patience
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"

@@ -111,7 +111,9 @@ class FlashKernel:
             return self._attend_each(rows, columns, pieces, params)
         if item.cu_q is None:
             options = _options(item, params)
-            return Result(*self.flash.forward(rows.q, columns.k, columns.v, options, place))
+            out, lse = self.flash.forward(rows.q, columns.k, columns.v, options, place)
+            # Every row sees something: where a library writes an infinity, a score was no number.
+            return Result(out, lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan))
         batch = rows.q.shape[0]
         options = _options(
             item, params, item.documents_window, _documents(item, batch, rows.q.device)
