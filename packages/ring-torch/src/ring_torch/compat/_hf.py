@@ -93,8 +93,8 @@ class RingFlashAttention:
             )
         check_stride(self.heads_k_stride, key.shape[1])
         causal = bool(module.is_causal if is_causal is None else is_causal)
-        dtype = get_target_dtype(query, module) or query.dtype
-        q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+        target: torch.dtype | None = get_target_dtype(query, module)
+        q, k, v = (x.transpose(1, 2).to(target or query.dtype) for x in (query, key, value))
         out = ring_attention(
             q, k, v, group=self.group, causal=causal,
             window=_window(sliding_window), cu_seqlens=self.documents,
