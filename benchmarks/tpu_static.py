@@ -3,13 +3,15 @@
 Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions a
 cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
 key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON
-where ``--json`` says, for this project's kernels and for jax's own splash attention, at the block
-sizes that are best for each, with the ratio. Forward is what training runs: ``lse`` is kept.
+where ``--json`` says, for this project's kernels, at the block sizes they choose themselves, and
+for jax's own splash attention, at those that are best for it, with the ratio. Forward is what
+training runs: ``lse`` is kept.
 
-The loop of a kernel walks over blocks. What lies outside all branches runs for each of them; a
-branch with products of matrices runs for the blocks of its kind, the first for full blocks and the
-second for partly masked ones; another branch runs once for each row of blocks. Left out are the
-branch for NaN and infinity and what a branch jumps over inside: waiting for the first block of dQ.
+The loop of a kernel walks over blocks. What lies outside all branches runs for each of them, and so
+does a branch that starts copies; a branch with products of matrices runs for the blocks of its
+kind, the first for full blocks and the second for partly masked ones; another branch runs once for
+each row of blocks. Left out are the branch for NaN and infinity and what a branch jumps over
+inside: waiting for the first block of dQ.
 
 At the end stands how many blocks are computed where documents are told by ids that only the device
 knows, beside how many show something.
@@ -19,20 +21,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 LENGTH, HEADS, KV_HEADS, DIM = 8192, 8, 2, 128
 WINDOW = 1024
-SIZES = ((512, 512), (512, 1024), (1024, 1024), (1024, 2048))
+SPLASH_SIZES = ((512, 512), (512, 1024), (1024, 1024), (1024, 2048))
+
+Pass = Literal["forward", "backward"]
+DIRECTIONS: tuple[Pass, Pass] = ("forward", "backward")
 
 #: Steps of a plain ring as ``(mask, offset of the queries)``; all shards but the first run these.
 MASKS: dict[str, tuple[tuple[str, int], ...]] = {
@@ -40,6 +47,9 @@ MASKS: dict[str, tuple[tuple[str, int], ...]] = {
     "causal": (("causal", 0),),
     "window over a ring": (("window", 0), ("window", LENGTH)),
 }
+
+#: The mask that a program is compiled for: blocks without a mask are a branch of any.
+PROGRAMS = {"full": "causal", "causal": "causal", "window over a ring": "window"}
 
 
 class Blocks(NamedTuple):
@@ -74,12 +84,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument(
-        "--child", help=argparse.SUPPRESS
-    )  # one compilation, in a process of its own
+    # Compilations, in a process of their own.
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        compile_one(**json.loads(options.child))
+        compile_all(**json.loads(options.child))
         return 0
     shape = f"T = {LENGTH} a device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
     print(f"bundles a thousand visible pairs and heads, {shape}\n")
@@ -95,27 +104,40 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+class Program(NamedTuple):
+    """What is compiled: a pass for a mask, with blocks of some sizes."""
+
+    direction: Pass
+    mask: str
+    q: int
+    k: int
+
+
 def measure(topology: str) -> Iterator[dict[str, Any]]:
     """The rows of one generation, printed as they are found."""
+    ours = {
+        (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
+        for name, compiled in PROGRAMS.items()
+        for direction in DIRECTIONS
+    }
+    splash = [Program(direction, "causal", *at) for direction in DIRECTIONS for at in SPLASH_SIZES]
     code = {
-        (who, direction, sizes): loops(topology, who, direction, sizes)
-        for who in ("ours", "splash")
-        for direction in ("forward", "backward")
-        for sizes in SIZES
+        "ours": loops(topology, "ours", list(dict.fromkeys(ours.values()))),
+        "splash": loops(topology, "splash", splash),
     }
     for name, steps in MASKS.items():
         row: dict[str, Any] = {"topology": topology, "mask": name}
         pairs = HEADS * sum(visible(*step) for step in steps)
-        for direction in ("forward", "backward"):
-            for who in ("ours", "splash"):
+        for direction in DIRECTIONS:
+            for who, candidates in (("ours", [ours[direction, name]]), ("splash", splash)):
                 costs = {
-                    sizes: sum(
-                        loop.total(visited(who, kernel, sizes, *step))
-                        for kernel, loop in found.items()
+                    (program.q, program.k): sum(
+                        loop.total(visited(who, kernel, (program.q, program.k), *step))
+                        for kernel, loop in code[who][program].items()
                         for step in steps
                     )
-                    for (whose, way, sizes), found in code.items()
-                    if (whose, way) == (who, direction) and found
+                    for program in candidates
+                    if program.direction == direction and program in code[who]
                 }
                 best = min(costs, key=lambda sizes: costs[sizes])
                 row[f"{direction} {who}"] = 1000 * costs[best] / pairs
@@ -123,10 +145,21 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
             row[f"{direction} ratio"] = row[f"{direction} ours"] / row[f"{direction} splash"]
         figures = [
             f"{row[f'{way} ours']:6.2f} {row[f'{way} splash']:7.2f} {row[f'{way} ratio']:6.2f}"
-            for way in ("forward", "backward")
+            for way in DIRECTIONS
         ]
         print(f"{topology:12} {name:20} {figures[0]:>25} {figures[1]:>25}", flush=True)
         yield row
+
+
+def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
+    """The block sizes that our kernels choose for a mask."""
+    from ring_jax_tpu._blocks import Shape, default_sizes
+    from ring_jax_tpu._generations import GENERATIONS
+
+    here = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
+    shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)
+    span = WINDOW if name.startswith("window") else math.inf
+    return default_sizes(direction, shape, span, next(here))
 
 
 def visible(mask: str, offset: int) -> int:
@@ -167,34 +200,39 @@ def by_columns(kernel: str) -> bool:
     return any(word in kernel for word in ("dkv", "keys", "all"))
 
 
-def loops(topology: str, who: str, direction: str, sizes: tuple[int, int]) -> dict[str, Loop]:
-    """Compile in a process of its own and read what was dumped; empty if it does not fit."""
-    with tempfile.TemporaryDirectory() as folder:
-        task = {"topology": topology, "who": who, "direction": direction, "sizes": sizes}
+def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, Loop]]:
+    """Compile in a process of its own and read what was dumped; without those that do not fit."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = {"folder": name, "topology": topology, "who": who, "programs": programs}
+        dump = f"--xla_jf_dump_to={folder / 'now'} --xla_jf_dump_llo_text=true"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
         done = subprocess.run(
             [sys.executable, __file__, "--child", json.dumps(task)],
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:
-            if re.search("RESOURCE_EXHAUSTED|UnsupportedError|vmem", done.stderr):
-                return {}
             raise RuntimeError(done.stderr[-3000:])
-        dumps = Path(folder).glob("*-final_bundles.txt")
-        found = {
-            match[1]: parse(path.read_text())
-            for path in dumps
-            if "analysis" not in path.name
-            and is_of(direction, path.name)
-            and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
-        }
-    assert found, f"no kernel was dumped for {task}"
+        kept = {n: folder / str(n) for n in range(len(programs)) if (folder / str(n)).exists()}
+        found = {programs[n]: kernels_in(place, programs[n].direction) for n, place in kept.items()}
+    assert all(found.values()), f"a kernel was not dumped for {task}"
     return found
+
+
+def kernels_in(folder: Path, direction: Pass) -> dict[str, Loop]:
+    """The loops of a pass's kernels, by their names."""
+    return {
+        match[1]: parse(path.read_text())
+        for path in folder.glob("*-final_bundles.txt")
+        if "analysis" not in path.name
+        and is_of(direction, path.name)
+        and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
+    }
 
 
 def is_of(direction: str, name: str) -> bool:
@@ -235,12 +273,15 @@ def parse(text: str) -> Loop:
     products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
     computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
     chosen = [length_of(b, jumps) for b in sorted(computing)]
+    copies = [address for address, rest in body if re.search(r"dma\.\w+_to_", rest)]
     skipped = [
         b
         for b in jumps
         if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
     ]
-    rare = sum(b.stop - b.start for b in skipped)
+    always = [b for b in skipped if b.holds(copies)]
+    once = [b for b in skipped if not any(c.covers(b) for c in always)]
+    rare = sum(b.stop - b.start for b in once if not any(o != b and o.covers(b) for o in once))
     within = sum(b.stop - b.start for b in computing)
     return Loop(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
 
@@ -277,7 +318,7 @@ def blocks_of_documents() -> tuple[int, int]:
     lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)
     ids = np.repeat(np.arange(LENGTH), lengths)[:LENGTH].astype(np.int32)
     plan = make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, schedule="plain")
-    blocks = Blocks(*SIZES[0], LENGTH, LENGTH)
+    blocks = Blocks(512, 512, LENGTH, LENGTH)
 
     @jax.jit
     def kinds(ids: Any) -> Any:
@@ -292,8 +333,8 @@ def blocks_of_documents() -> tuple[int, int]:
     return int(computed), int(tiles.any(axis=(1, 3)).sum())
 
 
-def compile_one(topology: str, who: str, direction: str, sizes: list[int]) -> None:
-    """Compile a kernel for one device of a topology."""
+def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]]) -> None:
+    """Compile for one device of a topology; what a program dumps is kept where it fits."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -302,31 +343,41 @@ def compile_one(topology: str, who: str, direction: str, sizes: list[int]) -> No
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
-    attend = _ours(sizes) if who == "ours" else _splash(sizes)
     q, k = (
         jax.ShapeDtypeStruct((1, heads, LENGTH, DIM), jnp.bfloat16, sharding=sharding)
         for heads in (HEADS, KV_HEADS)
     )
+    now = Path(folder, "now")
+    for n, (direction, mask, *sizes) in enumerate(programs):
+        attend = _ours(mask) if who == "ours" else _splash(sizes)
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return jax.vjp(attend, q, k, v)[0]
+        def forward(q: Any, k: Any, v: Any, attend: Any = attend) -> Any:
+            return jax.vjp(attend, q, k, v)[0]
 
-    def backward(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        return jax.vjp(attend, q, k, v)[1](dout)
+        def backward(q: Any, k: Any, v: Any, dout: Any, attend: Any = attend) -> Any:
+            return jax.vjp(attend, q, k, v)[1](dout)
 
-    function, given = (forward, (q, k, k)) if direction == "forward" else (backward, (q, k, k, q))
-    jax.jit(function).lower(*given).compile()
+        is_forward = direction == "forward"
+        function, given = (forward, (q, k, k)) if is_forward else (backward, (q, k, k, q))
+        shutil.rmtree(now, ignore_errors=True)
+        now.mkdir()
+        try:
+            jax.jit(function).lower(*given).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue
+        now.rename(Path(folder, str(n)))
 
 
-def _ours(sizes: list[int]) -> Any:
-    from ring_core import KernelConfig
+def _ours(mask: str) -> Any:
     from ring_jax_tpu import ring_attention
 
-    config = KernelConfig("pallas", block_q=sizes[0], block_k=sizes[1])
+    options: Any = {"window": (WINDOW - 1, 0)} if mask == "window" else {}
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         tokens = (x.swapaxes(1, 2) for x in (q, k, v))
-        out = ring_attention(*tokens, axis_name=None, causal=True, kernel=config)
+        out = ring_attention(*tokens, axis_name=None, causal=True, kernel="pallas", **options)
         return out.swapaxes(1, 2)
 
     return attend

@@ -14,18 +14,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from backends.jax_devices import GRADS, JaxBackend
-from cases import CASES, Case, diagonals, prefix
+from cases import Case, diagonals, prefix
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask
 from ring_jax._attention import RingAttention
 from ring_jax._types import Columns, Rows, Work
 from ring_jax._xla import XlaKernel
-from ring_jax_tpu._blocks import Blocks, Shape, default_sizes, vmem_mib
+from ring_jax_tpu import _launch
+from ring_jax_tpu._blocks import Blocks
+from ring_jax_tpu._generations import GENERATIONS
 from ring_jax_tpu._pallas import PallasKernel
 from ring_jax_tpu._visits import (
     EMPTY,
@@ -144,27 +146,22 @@ def test_fused_backward_kernel(name: str) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
+@pytest.mark.parametrize("name", ["TPU v4", "TPU v6e", "TPU7x"])
+def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of blocks, with scores asked for ahead or not, K and V fetched together or apart."""
+    monkeypatch.setattr(_launch, "generation_of", lambda _: GENERATIONS[name])
+    mask = Mask(causal=True, window=(400, 0))
+    case = Case("parts", mask, seq_len=600, dims=(256, 128), dtype="bfloat16", softcap=1.5)
+    config = KernelConfig("pallas", block_q=512, block_k=512, fused_backward=True)
+    assert_close(case, alone(case, config))
+
+
 @pytest.mark.parametrize("seq_len", [100, 200, 300])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int]) -> None:
     """One to six visits a column: dQ is asked for again while it is still being written."""
     case = Case("few-rows", Mask(), seq_len=seq_len, kv_seq_len=500, heads=heads)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "causal-zigzag-cp2", "window-large-plain-cp2", "causal-balanced-cp3",
-        "documents-chunks-striped-cp4", "predicate-zigzag-cp2", "sinks-many-zigzag",
-        "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag",
-    ],
-)  # fmt: skip
-def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
-    with interpreted():
-        results = JaxBackend().run(CASES[name], kernel="pallas")
-    assert_close(CASES[name], results)
 
 
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,35 +227,6 @@ def test_numbers_that_are_not_finite() -> None:
             jnp.repeat(kinds, many, axis=0), jnp.asarray(rows), jnp.asarray(columns), blocks
         )
         np.testing.assert_array_equal(found, expected)
-
-
-def test_windows_take_smaller_blocks() -> None:
-    shape = Shape(128, 128, 2, has_bias=False, has_dropout=False)
-    assert default_sizes("backward", shape) == (512, 1024)
-    assert default_sizes("backward", shape, span=1024) == (512, 512)
-
-
-def _refused(**options: Any) -> str:
-    q = jnp.zeros((1, 8192, 2, 128), options.pop("dtype", "bfloat16"))
-    with pytest.raises(UnsupportedError) as error:
-        ring_attention(q, q, q, axis_name=None, **options)
-    return str(error.value)
-
-
-def test_refusals_say_what_would_work() -> None:
-    assert "block_q=128" in _refused(kernel=KernelConfig("pallas", block_q=100))
-    large = _refused(kernel=KernelConfig("pallas", block_q=2048, block_k=2048))
-    assert "MiB of on-chip memory, and 16 MiB is the limit" in large
-    assert "not float16" in _refused(dtype="float16", kernel="pallas")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_default_blocks_fit(head_dim: int, itemsize: int) -> None:
-    for has_bias, has_dropout in ((False, False), (True, False), (True, True)):
-        shape = Shape(head_dim, head_dim, itemsize, has_bias, has_dropout)
-        assert vmem_mib("forward", shape, *default_sizes("forward", shape)) <= 16
-        assert vmem_mib("backward", shape, *default_sizes("backward", shape)) <= 16
 
 
 @lru_cache

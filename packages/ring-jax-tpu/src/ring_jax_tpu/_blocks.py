@@ -1,8 +1,6 @@
 """How large blocks are, and whether they fit on chip.
 
-The generation is not known when a call is traced, so the sizes are safe on all of them: they stay
-below the smallest default limit of on-chip memory, 16 MiB. :class:`ring_core.KernelConfig`
-overrides them.
+The sizes are those of the generation's table; :class:`ring_core.KernelConfig` overrides them.
 """
 
 from __future__ import annotations
@@ -12,18 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ring_core import KernelConfig, UnsupportedError
+from ring_jax_tpu._generations import UNKNOWN, Generation, Pair
 
 LANES = 128  # of a vector register: sizes of blocks are multiples
-VMEM_LIMIT_MIB = 16.0
-_SPARING_MIB = 12.0  # by the model below; v4 cannot compile some kernels modelled at 13 and 14
+_SPARING = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
 _MIB = 2.0**20
-_SPAN, _SMALL = 8192, 512  # below this span blocks of this size cost less: see docs/tried.md
+_SPAN = 8192  # below this span narrow blocks cost less: see docs/tried.md
 
 Pass = Literal["forward", "backward"]
 
-#: ``(queries, keys)`` a block by pass; see :func:`default_sizes`.
-_NARROW: dict[Pass, tuple[int, int]] = {"forward": (1024, 1024), "backward": (512, 1024)}
-_WIDE: dict[Pass, tuple[int, int]] = {"forward": (512, 1024), "backward": (512, 512)}
+#: ``(queries, keys)`` a block by pass where numbers are wide; see :func:`default_sizes`.
+_WIDE: dict[Pass, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
 
 
 @dataclass(frozen=True)
@@ -53,39 +50,50 @@ class Blocks:
 
 
 def choose_blocks(
-    config: KernelConfig, direction: Pass, shape: Shape, q_len: int, k_len: int, span: float
-) -> Blocks:
+    config: KernelConfig, direction: Pass, shape: Shape, q_len: int, k_len: int, span: float,
+    generation: Generation,
+) -> Blocks:  # fmt: skip
     """The sizes a call asked for, else the table's.
 
     Raises:
         UnsupportedError: A size is no multiple of 128, or the blocks do not fit on chip.
     """
-    q_default, k_default = default_sizes(direction, shape, span)
+    q_default, k_default = default_sizes(direction, shape, span, generation)
     q = _size("block_q", config.block_q, q_default, q_len)
     k = _size("block_k", config.block_k, k_default, k_len)
     need = vmem_mib(direction, shape, q, k)
-    if need > VMEM_LIMIT_MIB:
+    if need > generation.vmem_mib:
         raise UnsupportedError(
             f"kernel 'pallas': the {direction} with blocks of {q} queries and {k} keys needs "
-            f"{need:.1f} MiB of on-chip memory, and {VMEM_LIMIT_MIB:.0f} MiB is the limit. Instead: "
-            f"choose smaller block_q and block_k, or leave them out"
+            f"{need:.1f} MiB of on-chip memory, and {generation.vmem_mib:.0f} MiB is the limit "
+            f"(generation: {generation.name}). Instead: choose smaller block_q and block_k, "
+            f"leave them out, or kernel='auto'"
         )
     return Blocks(q, k, _rounded(q_len, q), _rounded(k_len, k))
 
 
-def default_sizes(direction: Pass, shape: Shape, span: float = math.inf) -> tuple[int, int]:
+def default_sizes(
+    direction: Pass, shape: Shape, span: float = math.inf, generation: Generation = UNKNOWN
+) -> Pair:
     """Sizes by head dim, dtype and ``span``, the most keys that a query sees.
 
     float32 and head dims beyond 128 take twice the room. A window is surrounded by masked halves of
     blocks, as many as a block is large.
     """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2
-    q, k = (_WIDE if wide else _NARROW)[direction]
+    row = generation.forward if direction == "forward" else generation.backward
+    q, k = _WIDE[direction] if wide else row
     if span < _SPAN:
-        q, k = min(q, _SMALL), min(k, _SMALL)
-    while vmem_mib(direction, shape, q, k) > _SPARING_MIB and max(q, k) > LANES:
+        q, k = min(q, generation.narrow[0]), min(k, generation.narrow[1])
+    most = _SPARING * generation.vmem_mib
+    while vmem_mib(direction, shape, q, k) > most and max(q, k) > LANES:
         q, k = (q, k // 2) if k >= q else (q // 2, k)
     return q, k
+
+
+def part_sizes(span: float, generation: Generation) -> Pair:
+    """What of a forward block is multiplied at once."""
+    return generation.narrow_part if span < _SPAN else generation.part
 
 
 def prefers_fused(shape: Shape, blocks: Blocks) -> bool:

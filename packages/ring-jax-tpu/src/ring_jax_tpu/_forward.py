@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax._types import Result
 from ring_jax_tpu._launch import Launch, Operands, is_odd, pad, query_head_grid
-from ring_jax_tpu._scores import EVERY, LOG2E, Ref, Scores, Tile, add_seen, dot
+from ring_jax_tpu._scores import EVERY, LOG2E, SUBLANES, Ref, Scores, Tile, add_seen, dot
 from ring_jax_tpu._visits import FULL, ODD, PARTIAL, by_rows
 
 
@@ -36,7 +36,7 @@ def forward(launch: Launch, into: Result) -> Result:
         into_specs=Result(*specs),
         scratch=(
             pltpu.VMEM((1, blocks.q), jnp.float32),
-            pltpu.VMEM((1, blocks.q), jnp.float32),
+            pltpu.VMEM((SUBLANES, blocks.q), jnp.float32),
             pltpu.VMEM((facts.v_dim, blocks.q), jnp.float32),
         ),
     )
@@ -46,13 +46,17 @@ def forward(launch: Launch, into: Result) -> Result:
 def _attend(
     tile: Tile, x: Operands, _: tuple[()], old: Result, new: Result, top: Ref, total: Ref, acc: Ref
 ) -> None:
-    """One visit; ``top [1, q]`` and ``total [1, q]`` are of the softmax, ``acc [Dv, q]`` of out."""
+    """One visit; ``top [1, q]`` and ``total [8, q]`` are of the softmax, ``acc [Dv, q]`` of out.
+
+    The sublanes of ``total`` are summed at the end: shuffling them costs as much as a sum.
+    """
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
         lse = old.lse[...]
         top[...] = lse * LOG2E
-        total[...] = jnp.where(lse != -jnp.inf, 1.0, 0.0)
+        share = jnp.where(lse != -jnp.inf, 1 / SUBLANES, 0.0)
+        total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
     for kind in (FULL, PARTIAL, ODD):
@@ -63,7 +67,7 @@ def _attend(
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
-        mass = total[...]
+        mass = total[...].sum(axis=0, keepdims=True)
         new.out[...] = (acc[...] * (1 / jnp.where(mass == 0, 1.0, mass))).T
         new.lse[...] = top[...] * (1 / LOG2E) + jnp.log(mass)
 
@@ -71,24 +75,24 @@ def _attend(
 def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, kind: int) -> None:
     """The step of the running softmax.
 
-    The scores of a part are asked for before the softmax of the part before it, so that the matrix
-    unit has work while that runs.
+    Where the generation gains from it the scores of a part are asked for before the softmax of the
+    part before it, so that the matrix unit has work while that runs.
     """
     masked, finite = kind != FULL, kind != ODD
     parts = list(tile.parts()) if finite else [(tile, EVERY, EVERY)]
 
     def scores(n: int) -> Scores:
         part, q_at, k_at = parts[n]
-        k, _ = split(x.kv.at[k_at, :], tile.facts.head_dim)
+        k, _ = split(some(x.kv, k_at), tile.facts.head_dim)
         return part.scores(x.q[q_at, :], k, masked=masked)
 
-    ahead = scores(0)
+    ahead = int(tile.facts.asks_ahead)
+    found = [scores(n) for n in range(ahead)]
     for n, (part, q_at, k_at) in enumerate(parts):
-        current = ahead
-        if n + 1 < len(parts):
-            ahead = scores(n + 1)
-        _, v = split(x.kv.at[k_at, :], tile.facts.head_dim)
-        _merge_part(part, v, current, q_at, top, total, acc, finite=finite)
+        if n + ahead < len(parts):
+            found.append(scores(n + ahead))
+        _, v = split(some(x.kv, k_at), tile.facts.head_dim)
+        _merge_part(part, v, found[n], q_at, top, total, acc, finite=finite)
 
 
 def _merge_part(
@@ -102,7 +106,8 @@ def _merge_part(
     shrink = jnp.exp2(old_top - safe)
     weights = jnp.exp2(scores - safe)
     top[:, q_at] = new_top
-    total[:, q_at] = total[:, q_at] * shrink + weights.sum(axis=0, keepdims=True)
+    sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
+    total[:, q_at] = total[:, q_at] * shrink + sums
     keep = tile.kept()
     weights = weights if keep is None else weights * keep
     if finite:
@@ -114,4 +119,12 @@ def _merge_part(
 
 def split(kv: Any, head_dim: int) -> tuple[Any, Any]:
     """Keys ``[..., D]`` and values ``[..., Dv]``."""
+    if isinstance(kv, tuple):
+        k, v = kv
+        return k[...], v[...]
     return kv[..., :head_dim], kv[..., head_dim:]
+
+
+def some(kv: Any, at: slice) -> Any:
+    """References to some of a block's keys."""
+    return tuple(x.at[at, :] for x in kv) if isinstance(kv, tuple) else kv.at[at, :]

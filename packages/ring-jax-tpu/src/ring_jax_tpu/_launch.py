@@ -16,9 +16,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array, Columns, Rows, Static, Work
-from ring_jax_tpu._blocks import Blocks, Pass, Shape, choose_blocks
+from ring_jax_tpu._blocks import LANES, Blocks, Pass, Shape, choose_blocks, part_sizes
+from ring_jax_tpu._generations import Generation, generation_of
 from ring_jax_tpu._scores import Facts, Marks, Scalars, Tile
-from ring_jax_tpu._visits import Visit, Visits, block_kinds, item_bounds, unpack, with_odd
+from ring_jax_tpu._visits import (
+    Visit,
+    Visits,
+    block_kinds,
+    check_number,
+    item_bounds,
+    unpack,
+    with_odd,
+)
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
 
@@ -27,7 +36,7 @@ class Operands(NamedTuple):
     """What every kernel reads; inside a kernel, references to the blocks of one visit."""
 
     q: Any  # [B, H, T, D]
-    kv: Any  # [B, K, S, D + Dv]
+    kv: Any  # [B, K, S, D + Dv]; inside a kernel also a pair, K and V
     rows: Marks
     columns: Marks
     bias: Any  # [B or 1, H or 1, T, S], or None
@@ -48,6 +57,7 @@ class Launch:
     Padding is only ever needed for lengths that are no multiple of a block; no item shows it.
     """
 
+    generation: Generation
     facts: Facts
     shape: Shape
     blocks: Blocks
@@ -59,7 +69,11 @@ class Launch:
     def of(
         cls, direction: Pass, static: Static, rows: Rows, columns: Columns, work: Work
     ) -> Launch:
-        """Choose blocks and pad to them."""
+        """Choose blocks and pad to them.
+
+        Raises:
+            UnsupportedError: They do not fit on chip, or are too many.
+        """
         (batch, heads, q_len, head_dim), (_, kv_heads, k_len, dims) = rows.q.shape, columns.kv.shape
         shape = Shape(
             head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
@@ -67,13 +81,16 @@ class Launch:
         )  # fmt: skip
         left, right = static.plan.mask.band
         span = math.inf if left is None or right is None else left + right + 1
-        blocks = choose_blocks(static.config, direction, shape, q_len, k_len, span)
+        generation = generation_of(rows.q)
+        blocks = choose_blocks(static.config, direction, shape, q_len, k_len, span, generation)
         kinds = block_kinds(rows, columns, work, blocks)
+        check_number(kinds)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         facts = Facts(
             static, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
-            bounds.shape[0], slopes_stride=heads if by_batch else 0,
+            bounds.shape[0], heads if by_batch else 0, part_sizes(span, generation),
+            generation.asks_ahead,
         )  # fmt: skip
         slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)
         scalars = Scalars(None, bounds.reshape(-1), slopes, _dropout_words(rows))
@@ -92,7 +109,7 @@ class Launch:
             ),
             None if rows.bias is None else pad(pad(rows.bias, 2, blocks.q_len), 3, blocks.k_len),
         )  # fmt: skip
-        return cls(facts, shape, blocks, kinds, scalars, operands)
+        return cls(generation, facts, shape, blocks, kinds, scalars, operands)
 
     def minding(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
@@ -127,7 +144,10 @@ class Launch:
             )
             kernel(tile, operands, *refs)
 
-        arrays = (scalars, self.operands, extra, into)
+        operands = self.operands
+        if self._fetches_apart:
+            operands = operands._replace(kv=(operands.kv, operands.kv))
+        arrays = (scalars, operands, extra, into)
         scalars, operands, extra, into = vary_alike(arrays, axes_of(arrays))
         before = len(jax.tree.leaves((scalars, operands, extra)))
         semantics = [
@@ -151,7 +171,10 @@ class Launch:
                     scratch_shapes=(*scratch, *room),
                 ),
                 input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
-                compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+                compiler_params=pltpu.CompilerParams(
+                    dimension_semantics=semantics,
+                    vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
+                ),
                 name=f"ring_{kernel.__name__.strip('_')}",
             )(scalars, operands, extra, into)
             return results[0]
@@ -172,9 +195,7 @@ class Launch:
 
     def key_rows(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, K, S, D + Dv]``."""
-        group, dims = self.facts.group, self.operands.kv.shape[3]
-        shape = (None, None, self.blocks.k, dims)
-        return grid.spec(shape, lambda at: (at.batch, lax.div(at.head, group), at.visit.k_block, 0))
+        return self._key_columns(grid, self.operands.kv.shape[3], 0)
 
     def bias_block(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B or 1, H or 1, T, S]``."""
@@ -190,8 +211,28 @@ class Launch:
             ),
         )
 
+    def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
+        """A block of some of those columns, ``width`` wide."""
+        group, shape = self.facts.group, (None, None, self.blocks.k, width)
+
+        def index(at: Place) -> tuple[Any, ...]:
+            return at.batch, lax.div(at.head, group), at.visit.k_block, column
+
+        return grid.spec(shape, index)
+
+    @property
+    def _fetches_apart(self) -> bool:
+        """Whether K and V are fetched one by one: both have to be whole registers wide."""
+        dims = self.facts.head_dim, self.facts.v_dim
+        whole = dims[1] % LANES == 0 and dims[0] % dims[1] == 0
+        return self.generation.fetches_apart and whole
+
     def _specs(self, grid: Grid) -> Operands:
         x = self.operands
+        kv: Any = self.key_rows(grid)
+        if self._fetches_apart:
+            k_dim, v_dim = self.facts.head_dim, self.facts.v_dim
+            kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[Place], Any]) -> pl.BlockSpec:
             many = x.shape[0] > 1
@@ -199,7 +240,7 @@ class Launch:
 
         return Operands(
             self.query_rows(grid, self.facts.head_dim),
-            self.key_rows(grid),
+            kv,
             jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
             jax.tree.map(
                 lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns

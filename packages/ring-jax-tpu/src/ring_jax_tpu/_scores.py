@@ -25,7 +25,6 @@ Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
 EVERY = slice(None)
 LOG2E = math.log2(math.e)
-PART_Q, PART_K = 256, 128  # scores that stay in registers from product to product
 
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
@@ -60,6 +59,8 @@ class Facts:
     block_k: int
     num_items: int
     slopes_stride: int  # from a batch row's slopes to the next one's; 0 if they share them
+    part: tuple[int, int]  # queries and keys that stay in registers from product to product
+    asks_ahead: bool  # for the scores of the part after
 
     @property
     def head_dim(self) -> int:
@@ -126,8 +127,8 @@ class Tile:
         """
         facts, whole = self.facts, self.facts.static.plan.mask.predicate is not None
         whole |= self.scalars.dropout is not None
-        q_size = facts.block_q if whole else math.gcd(facts.block_q, PART_Q)
-        k_size = facts.block_k if whole else math.gcd(facts.block_k, PART_K)
+        q_size = facts.block_q if whole else math.gcd(facts.block_q, facts.part[0])
+        k_size = facts.block_k if whole else math.gcd(facts.block_k, facts.part[1])
         q_parts, k_parts = facts.block_q // q_size, facts.block_k // k_size
         for i in range(q_parts):
             for j in range(k_parts):

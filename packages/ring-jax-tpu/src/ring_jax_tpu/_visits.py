@@ -109,6 +109,20 @@ def by_columns(kinds: Array) -> Visits:
     return _listed(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
 
 
+def check_number(kinds: Array) -> None:
+    """Check that the blocks fit into a list.
+
+    Raises:
+        UnsupportedError: They do not.
+    """
+    many, rows, columns = kinds.shape
+    if max(rows, columns) > 1 << _BITS or kinds.size > _MOST:
+        raise UnsupportedError(
+            f"kernel 'pallas': {many} x {rows} x {columns} blocks are more than its list of "
+            f"{_MOST} holds. Instead: choose larger block_q and block_k, or kernel='auto'"
+        )
+
+
 def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
     """Write down the live blocks of ``[N, outer, inner]`` kinds.
 
@@ -117,11 +131,6 @@ def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
     writes back is what it read.
     """
     many, outer, inner = kinds.shape
-    if max(outer, inner) > 1 << _BITS or many * outer * inner > _MOST:
-        raise UnsupportedError(
-            f"kernel 'pallas': {many} x {outer} x {inner} blocks are more than its list of "
-            f"{_MOST} holds. Instead: choose larger block_q and block_k"
-        )
     flat = kinds.reshape(many, outer * inner)
     order = jnp.argsort(flat == EMPTY, axis=1, stable=True).astype(jnp.int32)
     count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
