@@ -34,8 +34,8 @@ BACKENDS = {
 #: What their tests need beside pytest.
 GROUPS = {"torch": ["test", "test-torch"], "jax": ["test", "test-jax"]}
 
-#: Backends that spend their time compiling, one case on one core.
-PARALLEL = ("jax", "jax-gpu", "jax-tpu")
+#: Backends that use one core for a case.
+PARALLEL = ("core", "jax", "jax-gpu", "jax-tpu")
 
 #: What has to pass before a change is accepted.
 CI = [
@@ -44,7 +44,6 @@ CI = [
     "packaging",
     *(f"tests-3.12({backend})" for backend in BACKENDS),
     "tests-3.13(core)",
-    "lowest(core)",
     "docs",
 ]
 
@@ -91,12 +90,27 @@ def lowest(session: nox.Session, backend: str) -> None:
 
 @nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
-    """Run the whole table of cases in JAX, on 1, 4 and 8 devices too, and all that compiles."""
-    for backend in ("jax", "jax-tpu"):
-        install(session, BACKENDS[backend], GROUPS["jax"], *CONSTRAINED)
-        session.run(
-            "pytest", "tests", f"--backend={backend}", "--all", "-n", "auto", *session.posargs
-        )
+    """Run all cases and all that compiles, where the tests of each backend run a part."""
+    for backend in ("torch", "jax", "jax-tpu"):
+        install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
+        workers = ["-n", "auto"] if backend in PARALLEL else []
+        command = ("pytest", "tests", f"--backend={backend}", "--all", *workers)
+        session.run(*command, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+@nox.parametrize("backend", [nox.param(name, id=name) for name in ("core", "torch", "jax")])
+def fuzz(session: nox.Session, backend: str) -> None:
+    """Run random cases on a backend, for minutes or, with ``--seconds``, for hours."""
+    install(session, BACKENDS[backend], ["test"], *CONSTRAINED)
+    session.run("python", "tests/fuzz", f"--backend={backend}", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def mutants(session: nox.Session) -> None:
+    """Break ring_core in thousands of small ways and list what no test notices."""
+    session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))
+    session.run("python", "tests/mutation", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -218,7 +232,9 @@ def smoke(session: nox.Session, package: str) -> None:
 def release(session: nox.Session) -> None:
     """Build and check all that is released, and show what its changelog would say."""
     install(session, [], ["changelog"], *CONSTRAINED)
-    version = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"]["version"]
+    version = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"][
+        "version"
+    ]
     session.run("towncrier", "build", "--draft", f"--version={version}")
     session.log("in dist, version %s; `towncrier build` writes the changelog", version)
 

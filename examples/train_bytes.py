@@ -9,7 +9,9 @@ code then runs on one process, with a ring of one::
     python examples/train_bytes.py --schedule striped
     python examples/train_bytes.py --packed --window 512
     torchrun --nproc-per-node 4 examples/train_bytes.py --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_bytes.py --checkpoint out/checkpoint
 
+With ``--checkpoint`` a run that was cut off goes on where it last saved, with the same losses.
 The exit code is 0 if both learn and agree, 1 if not, 2 for wrong arguments.
 """
 
@@ -33,6 +35,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, silu
 
 from ring_core import SCHEDULES, Layout, Mask, layout_of, make_plan
@@ -64,6 +68,8 @@ class Config:
     dim: int
     lr: float
     seed: int
+    checkpoint: str | None = None  # a folder that all processes share
+    save_every: int = 10
 
     def __str__(self) -> str:
         return f"{self.cp} process{'es' if self.cp > 1 else ''}"
@@ -164,7 +170,8 @@ def train(config: Config, *, quiet: bool = False) -> Run:
     optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.95))
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / WARMUP))
     positions = cp.positions(config.seq_len, device=config.device)
-    losses: list[float] = []
+    kept = [model, optimizer, warmup]
+    losses = load(config, kept)
     for step in progress(config, losses, quiet=quiet or cp.cp_rank > 0):
         *whole, options = sequence(config, step)
         tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
@@ -181,11 +188,51 @@ def train(config: Config, *, quiet: bool = False) -> Run:
         nn.utils.clip_grad_norm_(weights, 1.0)  # the norm of the sum: the same on every rank
         optimizer.step()
         warmup.step()
+        if cp.cp_rank == 0:
+            save(config, kept, losses)
     seconds, peak = time.perf_counter() - started, peak_memory(config.device)
     memory = torch.tensor([peak - before, peak], device=config.device)
     if cp.cp_size > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
     return Run(tuple(losses), seconds, *memory.tolist())
+
+
+def checkpoint_file(config: Config) -> Path | None:
+    """Where a run of this kind is kept."""
+    if config.checkpoint is None:
+        return None
+    return Path(config.checkpoint) / f"{config.cp}-{config.dtype}.pt"
+
+
+def facts(config: Config) -> str:
+    """What a run that goes on has to have in common with the one that was cut off."""
+    return str(replace(config, steps=0, checkpoint=None, save_every=0).__dict__)
+
+
+def save(config: Config, kept: Sequence[Any], losses: list[float]) -> None:
+    """Keep all that the next steps depend on; every process holds the same, and one writes it."""
+    file = checkpoint_file(config)
+    if file is None or len(losses) % config.save_every:
+        return
+    state = {"facts": facts(config), "losses": losses, "kept": [x.state_dict() for x in kept]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(file)  # whole or not at all
+
+
+def load(config: Config, kept: Sequence[Any]) -> list[float]:
+    """Take up a run where it was last saved; the losses of its steps so far."""
+    file = checkpoint_file(config)
+    if file is None or not file.exists():
+        return []
+    state = torch.load(file, map_location=config.device, weights_only=True)
+    if state["facts"] != facts(config):
+        raise ValueError(f"{file} is of another run: {state['facts']}, not {facts(config)}")
+    for part, its in zip(kept, state["kept"], strict=True):
+        part.load_state_dict(its)
+    losses: list[float] = state["losses"]
+    return losses[: config.steps]
 
 
 def peak_memory(device: str) -> int:
@@ -197,8 +244,8 @@ def peak_memory(device: str) -> int:
 
 
 def progress(config: Config, losses: Sequence[float], *, quiet: bool) -> Iterator[int]:
-    """Count the steps, with a bar if there is a terminal to draw it in, else with a few lines."""
-    name, steps = f"{config}, {config.dtype}", range(config.steps)
+    """Count the steps to do, with a bar if there is a terminal to draw it in, else a few lines."""
+    name, steps = f"{config}, {config.dtype}", range(len(losses), config.steps)
     if bar := not quiet and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
         from tqdm import tqdm
     for step in tqdm(steps, desc=name, unit="step") if bar else steps:
@@ -223,7 +270,11 @@ def train_here(configs: Sequence[Config]) -> list[Run]:
     """Train as one of the processes that torchrun started."""
     if configs[0].device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if configs[0].device == "cuda" else "gloo")
+    # torchrun may keep its store when it starts processes anew, with addresses of the old ones.
+    store, rank, size = next(rendezvous("env://"))
+    life = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if configs[0].device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=life, rank=rank, world_size=size)
     runs = train_all(dist.get_rank(), configs)
     dist.destroy_process_group()
     return runs
@@ -232,7 +283,8 @@ def train_here(configs: Sequence[Config]) -> list[Run]:
 def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
     """Train with one configuration after the other; every rank calls this."""
     first = configs[0]
-    train(replace(first, seq_len=64 * first.cp, steps=1), quiet=True)  # libraries load lazily
+    # Libraries load lazily.
+    train(replace(first, seq_len=64 * first.cp, steps=1, checkpoint=None), quiet=True)
     return [train(config) for config in configs]
 
 
@@ -332,6 +384,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dim", type=int, default=64, help="width of the model")
     add("--lr", type=float, default=3e-3, help="learning rate")
     add("--seed", type=int, default=0, help="of weights and data")
+    add("--checkpoint", metavar="FOLDER", help="keep the run there, and go on with one kept there")
+    add("--save-every", type=int, default=10, metavar="STEPS", help="how often it is kept")
     add("--out", default="out/train_bytes.png", help="picture to write, or none")
     add("--compare", action=argparse.BooleanOptionalAction, default=not world, help="to 1 process")
     add("--no-float64", action="store_true", help="compare in --dtype only")
@@ -343,7 +397,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def mistakes(options: argparse.Namespace, world: int) -> Iterator[str]:
     """What is wrong with the arguments."""
-    limits = {"cp": 0, "seq_len": 0, "window": -1, "steps": 0, "layers": 0, "lr": 0, "seed": -1}
+    limits = {"cp": 0, "seq_len": 0, "window": -1, "steps": 0, "layers": 0, "lr": 0, "seed": -1,
+              "save_every": 0}  # fmt: skip
     for name, limit in limits.items():
         if (value := getattr(options, name)) is not None and not value > limit:
             yield f"--{name.replace('_', '-')} must be more than {limit}, got {value}"

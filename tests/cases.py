@@ -13,8 +13,13 @@ import numpy.typing as npt
 from ring_core import SCHEDULES, Mask, Plan, ScheduleName, make_plan, reference
 
 Arrays = dict[str, npt.NDArray[Any]]
-Segments = Literal["documents", "pair", "padded"]
-Bias = Literal["full", "shared", "masked"]
+Segments = Literal["documents", "pair", "padded", "scattered"]
+Bias = Literal["full", "shared", "heads", "batch", "masked"]
+Numbers = Literal["equal", "one-hot", "large", "tiny"]
+Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
+
+#: Inputs of this size have products below the smallest normal number, or are below it themselves.
+TINY = {"float64": 2.0**-1040, "float32": 2.0**-135, "bfloat16": 2.0**-129, "float16": 2.0**-18}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Case:
     segments: Segments | None = None
     lse_grad: bool = False
     spread: float = 1.0  # how much larger the keys of the last quarter are
-    poison: Literal["padding", "q", "k", "v"] | None = None  # NaN in padding, or in one token
+    poison: Poison | None = None  # NaN in padding, or NaN or one -inf in one token
+    numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
 
     @property
     def keys(self) -> int:
@@ -77,6 +83,7 @@ class Case:
         }
         arrays: Arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
         arrays["k"][:, -(self.keys // 4) :] *= self.spread
+        self._renumber(arrays)
         if not self.lse_grad:
             del arrays["dlse"]
         if self.sinks is not None:
@@ -92,14 +99,32 @@ class Case:
             for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
                 arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
         elif self.poison is not None:
-            arrays[self.poison][:, 2 * self.seq_len // 3] = np.nan
+            token = arrays[self.poison[0]][:, 2 * arrays[self.poison[0]].shape[1] // 3]
+            if self.poison.endswith("-inf"):
+                token[..., 0] = -np.inf
+            else:
+                token[:] = np.nan
         return arrays
 
+    def _renumber(self, arrays: Arrays) -> None:
+        """Change inputs in place to what ``numbers`` says."""
+        if self.numbers == "equal":
+            arrays["k"][:] = arrays["k"][:, :1]
+        elif self.numbers == "one-hot":
+            for name in "qk":
+                at = np.arange(arrays[name].shape[1]) % self.dims[0]
+                arrays[name][:] = 64 * np.eye(self.dims[0])[at][None, :, None]
+        elif self.numbers == "large":  # no rounding: whole numbers of 64
+            for name in "qk":
+                arrays[name] = 64 * np.round(2 * arrays[name])
+        elif self.numbers == "tiny":
+            for name in ("q", "k", "v", "dout"):
+                arrays[name] *= TINY[self.dtype]
+
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
-        shared = self.bias == "shared"
         shape = (
-            1 if shared else self.batch,
-            1 if shared else self.heads[0],
+            1 if self.bias in ("shared", "heads") else self.batch,
+            1 if self.bias in ("shared", "batch") else self.heads[0],
             self.seq_len,
             self.keys,
         )
@@ -115,6 +140,11 @@ class Case:
             q_ids[:, -(self.seq_len // 4) :] = -1
             q_ids[:, self.seq_len // 3] = -7
         k_ids = q_ids
+        if self.segments == "scattered":
+            q_ids, k_ids = (
+                rng.integers(-1, 3, (self.batch, n)).astype(np.int32)
+                for n in (self.seq_len, self.keys)
+            )
         if self.segments == "pair":
             k_ids = rng.integers(0, 5, (self.batch, self.keys)).astype(np.int32)
         return {"q_ids": q_ids, "k_ids": k_ids}
@@ -159,6 +189,21 @@ def diagonals(q_pos: Any, k_pos: Any) -> Any:
 def prefix(q_pos: Any, k_pos: Any) -> Any:
     """Prefix-LM: everybody sees the first 20 tokens."""
     return (k_pos < 20) | (k_pos <= q_pos)
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """A predicate of two periods: which diagonals are seen, and which squares of ``block``."""
+
+    period: int
+    width: int
+    block: int
+    squares: int
+
+    def __call__(self, q_pos: Any, k_pos: Any) -> Any:
+        """Whether a query sees a key."""
+        diagonal = (q_pos - k_pos) % self.period < self.width
+        return diagonal & ((q_pos // self.block + 2 * (k_pos // self.block)) % self.squares != 0)
 
 
 def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
@@ -213,6 +258,8 @@ def _option_cases() -> list[Case]:
         "mqa": {"heads": (8, 1), "batch": 2},
         "v-dim": {"dims": (8, 4)},
         "scale": {"softmax_scale": 0.7},
+        "scale-negative": {"softmax_scale": -0.5},
+        "scale-zero": {"softmax_scale": 0.0},
         "softcap": {"softcap": 1.5},
         "sinks": {"sinks": 0, "lse_grad": True},
         "sinks-many": {"sinks": 3, "dtype": "bfloat16"},
@@ -269,4 +316,36 @@ def _length_cases() -> list[Case]:
     return cases
 
 
-CASES = {case.name: case for case in (*_mask_cases(), *_option_cases(), *_length_cases())}
+def _number_cases() -> list[Case]:
+    """Numbers that are far from one, or none."""
+    causal, nothing = Mask(causal=True), Mask(predicate=Lattice(3, 0, 8, 2))
+    numbers: dict[str, dict[str, Any]] = {
+        "equal": {"numbers": "equal", "lse_grad": True},
+        "one-hot": {"numbers": "one-hot", "dims": (16, 8)},
+        "large": {"numbers": "large", "dims": (16, 16), "lse_grad": True},
+        "large-bfloat16": {"numbers": "large", "dims": (16, 16), "dtype": "bfloat16"},
+        "large-float16": {"numbers": "large", "dims": (16, 16), "dtype": "float16"},
+        "large-softcap": {"numbers": "large", "dims": (16, 16), "softcap": 2.0**-7},
+        "softcap-large": {"softcap": 1e6},
+        "sinks-large": {"numbers": "large", "dims": (4, 4), "sinks": 0},
+        "q-inf": {"poison": "q-inf"},
+        "k-inf": {"poison": "k-inf"},
+        "v-inf": {"poison": "v-inf"},
+        "q-inf-alone": {"poison": "q-inf", "mask": Mask(window=(0, 0)), "heads": (6, 3)},
+        "k-inf-alone": {"poison": "k-inf", "mask": Mask(window=(0, 0)), "heads": (6, 3)},
+        "q-inf-full": {"poison": "q-inf", "mask": Mask(), "seq_len": 4, "heads": (6, 3)},
+        "k-inf-full": {"poison": "k-inf", "mask": Mask(), "seq_len": 4, "heads": (6, 3)},
+        "nothing": {"mask": nothing, "lse_grad": True},
+        "nothing-sinks": {"mask": nothing, "sinks": 0, "lse_grad": True},
+        "nothing-float16": {"mask": nothing, "dtype": "float16"},
+    }
+    return [
+        Case(f"{name}-plain", **{"mask": causal, **fields}, cp_size=4)
+        for name, fields in numbers.items()
+    ]
+
+
+CASES = {
+    case.name: case
+    for case in (*_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases())
+}

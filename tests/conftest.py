@@ -14,6 +14,8 @@ import hypothesis
 import numpy.typing as npt
 import pytest
 
+from ring_core import SCHEDULES
+
 FOLDERS = {
     "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
     "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta"},
@@ -23,10 +25,24 @@ FOLDERS = {
     "jax-tpu": {"api", "docs", "jax_tpu_only"},
     "none": {"packaging"},
 }
+#: Tests of TPU kernels that show what others show too, in a case or on a chip of their own.
+SLOW_ON_TPU = (
+    "test_options_compile", "test_other_cases", "test_other_schedules_compile",
+    *(f"{test}[{chip}" for chip in ("v4", "v5p", "v6e", "tpu7x")
+      for test in ("test_forward", "test_where_the_compiler_is_told_to_drop_barriers")),
+    *(f"test_two_backward_kernels[{case}]" for case in (
+        "full", "window", "chunks", "documents", "predicate", "keys", "fewer-keys", "bfloat16",
+        "softcap", "segments", "bias-shared", "poison-v",
+    )),
+    "test_blocks_of_dq_that_come_back_at_once[heads0",
+)  # fmt: skip
 HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
+hypothesis.settings.register_profile(
+    "mutants", max_examples=100, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("ci")
 
 
@@ -73,8 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On GPUs, leave out the cases of more ranks than there are GPUs.
 
     In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
-    few of them on 2, 4 and 8, and on one device those of one schedule (all are the same there);
-    options run under two of the four schedules.
+    few of them on 2, 4 and 8 too, and each option and most masks under one of the four schedules.
+    On one rank all schedules are the same, so one runs.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):
@@ -103,21 +119,22 @@ def _ranks(item: pytest.Item) -> int:
 def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
     if backend == "jax-tpu":
-        return item.name.startswith(("test_options_compile", "test_other_cases"))
+        return item.name.startswith(SLOW_ON_TPU)
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if backend != "jax" or case is None:
+    if backend not in ("torch", "jax") or case is None:
         return False
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
+    is_few = case.name.startswith(("causal-", "window-shard-", "documents-", "shortest-"))
+    if backend == "torch":  # beside the conformance tests, which run all
+        again = item.path.name in ("test_gather.py", "test_flash.py")
+        return again and case.name.endswith(("-cp4", "-cp8")) and not is_few
     if case.name.endswith(("-cp2", "-cp4", "-cp8")):
-        few = ("causal-", "window-shard-", "documents-", "shortest-")
-        return not case.name.startswith(few)
-    if case.name.endswith("-cp3"):
-        return False
-    # An option under two of the four schedules: one of natural order, and one of another.
-    pairs = (("plain", "zigzag"), ("balanced", "striped"))
-    return case.schedule not in pairs[crc32(case.name.partition("-")[0].encode()) % 2]
+        return not is_few
+    # Another mask or option under one of the four schedules.
+    turn = crc32(case.name.removesuffix("-cp3").removesuffix(f"-{case.schedule}").encode())
+    return not is_few and case.schedule != SCHEDULES[turn % len(SCHEDULES)]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -18,7 +18,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 class SimulatorBackend:
     """Runs the plan rank by rank in this process."""
 
-    dtypes = ("float64", "float32", "bfloat16")  # float16's range is not simulated
+    dtypes = ("float64", "float32", "bfloat16", "float16")
     failures = ()
 
     def run(self, case: Case, mutant: str | None = None) -> Arrays:

@@ -115,6 +115,8 @@ def _blocks(plan: Plan, step: int, q_pos: Any, k_pos: Any) -> Any:
     q_size, k_size = (
         (stops - starts).max(axis=(0, 1)).tolist()
     )  # static: the same for all ranks and rows
+    if not q_size or not k_size:
+        return  # no rank sees anything
     for r in range(plan.cp_size):
         for row in table[r].tolist():
             value = dict(zip(TABLE_COLUMNS, row, strict=True))

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import TOO_LARGE
+
 Ints = npt.NDArray[np.int64]
 IntLike = Ints | np.int64 | int
 
-UNBOUNDED = 1 << 40
+UNBOUNDED = TOO_LARGE
 
 
 class Rectangles(NamedTuple):

@@ -20,7 +20,7 @@ from ring_core.philox import dropout_keep
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Precision = Literal["float64", "float32", "bfloat16"]
+Precision = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,9 @@ def round_to(x: Floats, precision: Precision) -> Floats:
     single = np.ascontiguousarray(x, dtype=np.float32)
     if precision == "float32":
         return single
+    if precision == "float16":
+        with np.errstate(over="ignore"):
+            return single.astype(np.float16).astype(np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), single, rounded.view(np.float32))
@@ -106,7 +109,7 @@ def backward(
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
     """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
     logits = _logits(q, k, rows, columns, item, params)
-    visible = logits.visible & ~np.isneginf(lse)[..., None]
+    visible = logits.visible
     safe = np.where(np.isneginf(lse), 0, lse).astype(lse.dtype)
     do, qh = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     kh, vh = _heads(k, q.shape[2]), _heads(v, q.shape[2])

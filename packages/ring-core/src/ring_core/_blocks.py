@@ -56,6 +56,7 @@ class BlockGeometry:
         store(
             self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
         )
+        self._check_predicate()
         kinds, pairs = self._classified()
         store(self, "kinds", kinds)
         store(self, "pairs", pairs)
@@ -121,6 +122,29 @@ class BlockGeometry:
 
     def _q_positions(self, rank: int) -> Ints:
         return self.q_layout.positions(rank) + self.q_offset
+
+    def _check_predicate(self) -> None:
+        """Try it at a few positions.
+
+        Raises:
+            ValueError: It fails, or does not return booleans.
+        """
+        assert self.mask.predicate is not None
+        q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
+        k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
+        try:
+            seen = np.asarray(self.mask.predicate(q_pos, k_pos))
+            np.broadcast_to(seen, (q_pos.size, k_pos.size))
+        except Exception as error:
+            raise ValueError(
+                f"mask: predicate(q_pos, k_pos) must take integer arrays [n, 1] and [1, m] and return "
+                f"booleans [n, m]; it failed: {error}"
+            ) from error
+        if seen.dtype != np.bool_:
+            raise ValueError(
+                f"mask: predicate(q_pos, k_pos) must return booleans, got {seen.dtype}; compare, as "
+                f"in (q_pos - k_pos) % 2 == 0"
+            )
 
     def _classified(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from ring_core._plan import Plan
+from ring_core.checks import check_flag
 
 Band = Literal["full", "causal", "any"]
 
@@ -41,6 +42,8 @@ class Capabilities:
         document_head_dim_multiple: Then head dims must be a multiple of this.
         segment_ids, predicate, softcap, bias, alibi, dropout, deterministic: The options of the
             same names.
+        any_scale: ``softmax_scale`` may be 0 or less; a kernel that scales what it has masked, or
+            the maximum of a row, cannot do that.
         lse_grad: The gradient of ``lse`` reaches Q and K.
         backward: Whether there is a backward at all.
         exact_nan: A NaN or infinity reaches only rows that see it; without, also others of its
@@ -65,6 +68,7 @@ class Capabilities:
     alibi: bool = False
     dropout: bool = False
     deterministic: bool = False
+    any_scale: bool = False
     lse_grad: bool = False
     backward: bool = True
     exact_nan: bool = True
@@ -88,11 +92,17 @@ class KernelConfig:
     fused_backward: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be that of a kernel, or 'auto', got {self.name!r}")
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
             if size is not None and (
-                not isinstance(size, int) or isinstance(size, bool) or size < 1
+                not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31
             ):
-                raise ValueError(f"{name} must be an integer >= 1 or None, got {size!r}")
+                raise ValueError(
+                    f"{name} must be an integer >= 1 and < 2**31, or None, got {size!r}"
+                )
+        if self.fused_backward is not None:
+            check_flag("fused_backward", self.fused_backward)
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ class Request:
     alibi: bool = False
     dropout: bool = False
     deterministic: bool = False
+    any_scale: bool = False
     grad: bool = False
     lse_grad: bool = False
     block_sizes: bool = False
@@ -122,6 +133,7 @@ OPTION_WORDS = {
     "alibi": "alibi_slopes",
     "dropout": "dropout_p",
     "deterministic": "deterministic=True",
+    "any_scale": "softmax_scale <= 0",
     "lse_grad": "gradient through lse",
     "block_sizes": "choice of block_q and block_k",
     "fused_backward": "choice of fused_backward",

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import TOO_LARGE, check_index, check_size, is_integer
+
 Ints = npt.NDArray[np.int64]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 
@@ -35,10 +37,13 @@ class Layout:
     cp_size: int
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(LayoutName):
+        if not isinstance(self.name, str) or self.name not in get_args(LayoutName):
             raise ValueError(
                 f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}"
             )
+        check_size("cp_size", self.cp_size)
+        if not is_integer(self.seq_len) or self.seq_len >= TOO_LARGE:
+            raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
             raise ValueError(
@@ -82,6 +87,7 @@ class Layout:
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of one rank, in local order."""
+        check_index("rank", rank, self.cp_size)
         starts = self.run_positions(rank).tolist()
         return tuple(
             Run(local, self.run_length, position, self.stride)
@@ -90,5 +96,6 @@ class Layout:
 
     def positions(self, rank: int) -> Ints:
         """Global position of each local index of a rank, ``[local_len]``."""
+        check_index("rank", rank, self.cp_size)
         steps = np.arange(self.run_length, dtype=np.int64) * self.stride
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import TOO_LARGE, as_positions, is_integer
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Window = tuple[int | None, int | None]
@@ -63,7 +65,12 @@ class Mask:
         store(self, "chunk_size", _checked_chunk_size(self.chunk_size))
         store(self, "cu_seqlens", _checked_cu_seqlens(self.cu_seqlens))
         parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
-        store(self, "_hash", hash(parts))
+        try:
+            store(self, "_hash", hash(parts))
+        except TypeError as error:
+            raise ValueError(
+                f"predicate must be hashable, for plans are kept by their masks: {error}"
+            ) from error
 
     def __hash__(self) -> int:
         return self._hash
@@ -118,7 +125,7 @@ class Mask:
 
     def dense(self, q_pos: npt.ArrayLike, k_pos: npt.ArrayLike) -> Bools:
         """Boolean ``[len(q_pos), len(k_pos)]``: which query sees which key."""
-        q, k = np.asarray(q_pos, dtype=np.int64), np.asarray(k_pos, dtype=np.int64)
+        q, k = as_positions("q_pos", q_pos), as_positions("k_pos", k_pos)
         visible = np.ones((q.size, k.size), dtype=bool)
         visible &= np.asarray(self.rule(q[:, None], k[None, :]), dtype=bool)
         if self.document_offsets is not None:
@@ -148,10 +155,10 @@ def _checked_window(window: Any) -> Window | None:
             f"window=(W - 1, 0)"
         )
     for side in window:
-        if side is not None and (not _is_int(side) or side < 0):
+        if side is not None and (not is_integer(side) or not 0 <= side < TOO_LARGE):
             raise ValueError(
-                f"window={window!r}: each side must be an integer >= 0, or None for unbounded "
-                f"(never -1)"
+                f"window={window!r}: each side must be an integer >= 0 and < 2**40, or None for "
+                f"unbounded (never -1)"
             )
     left, right = (None if side is None else int(side) for side in window)
     return left, right
@@ -160,8 +167,10 @@ def _checked_window(window: Any) -> Window | None:
 def _checked_chunk_size(chunk_size: Any) -> int | None:
     if chunk_size is None:
         return None
-    if not _is_int(chunk_size) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}")
+    if not is_integer(chunk_size) or not 1 <= chunk_size < TOO_LARGE:
+        raise ValueError(
+            f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
+        )
     return int(chunk_size)
 
 
@@ -175,6 +184,8 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
             "cu_seqlens must be known on the host: pass a tuple of ints, or use segment_ids for "
             "documents known on the device only"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"cu_seqlens must be one row of integers (0, ..., T): {error}") from error
     if offsets.ndim != 1 or offsets.size < 2 or offsets.dtype.kind not in "iu":
         raise ValueError(
             f"cu_seqlens must be one row of at least two integers (0, ..., T), got shape "
@@ -190,7 +201,3 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
             f"{int(offsets[at])}"
         )
     return tuple(offsets.tolist())
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

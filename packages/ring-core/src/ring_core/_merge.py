@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import check_floats
+
 Floats = npt.NDArray[np.floating[Any]]
 
 
@@ -30,7 +32,27 @@ def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[F
 
     Returns:
         ``(out, lse)`` of the same shapes.
+
+    Raises:
+        ValueError: Not arrays of floats, or of shapes that do not fit.
     """
+    check_floats("lse_a", lse_a)
+    check_floats("lse_b", lse_b)
+    if lse_a.shape != lse_b.shape:
+        raise ValueError(
+            f"lse_a and lse_b must have one shape, got {lse_a.shape} and {lse_b.shape}"
+        )
+    for name, out in (("out_a", out_a), ("out_b", out_b)):
+        check_floats(name, out)
+        if out.shape[:-1] != lse_a.shape:
+            raise ValueError(
+                f"{name} must have the shape of lse_a, {lse_a.shape}, and a last dimension, got "
+                f"{out.shape}"
+            )
+    if out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_a and out_b must have one shape, got {out_a.shape} and {out_b.shape}"
+        )
     top = np.maximum(lse_a, lse_b)
     top = np.where(np.isneginf(top), 0, top)
     weight_a, weight_b = np.exp(lse_a - top), np.exp(lse_b - top)
@@ -55,9 +77,23 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
         out: ``[B, T, H, D]``.
         lse: ``[B, H, T]``.
         sinks: ``[H]``, or ``[H, n]`` for several a head; ``None`` changes nothing.
+
+    Raises:
+        ValueError: Not arrays of floats, or of shapes that do not fit.
     """
+    check_floats("out", out)
+    check_floats("lse", lse)
+    if out.ndim != 4 or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
+        raise ValueError(
+            f"out must be [B, T, H, D] and lse [B, H, T], got shapes {out.shape} and {lse.shape}"
+        )
     if sinks is None:
         return out, lse
+    check_floats("sinks", sinks)
+    if sinks.ndim not in (1, 2) or sinks.shape[0] != out.shape[2] or not sinks.size:
+        raise ValueError(
+            f"sinks must have shape [{out.shape[2]}] or [{out.shape[2]}, n], got {sinks.shape}"
+        )
     folded = sinks if sinks.ndim == 1 else np.logaddexp.reduce(sinks, axis=-1)
     with_sink = np.logaddexp(lse, folded[:, None])
     nothing = np.isneginf(lse)

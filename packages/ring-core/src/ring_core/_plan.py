@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import check_index, check_record, check_size
 from ring_core._band import UNBOUNDED
 from ring_core._blocks import TILE, BlockGeometry
 from ring_core._gather import Gather, make_gather
@@ -113,14 +114,16 @@ class Plan:
 
     def items(self, rank: int, step: int) -> tuple[WorkItem, ...]:
         """What a rank computes in a step (an index into ``steps``)."""
+        check_index("rank", rank, self.cp_size)
+        check_index("step", step, self.num_steps)
         if rank not in self._items:
-            if not 0 <= rank < self.cp_size:
-                raise ValueError(f"rank must be in 0..{self.cp_size - 1}, got {rank}")
             self._items[rank] = self._rank_items(rank)
         return self._items[rank][step]
 
     def helped(self, rank: int, step: int) -> tuple[WorkItem, ...]:
         """What another rank computes in a step for this rank's queries."""
+        check_index("rank", rank, self.cp_size)
+        check_index("step", step, self.num_steps)
         helps, shift = self.steps[step].helps, self.steps[step].shift
         if helps == "none":
             return ()
@@ -133,6 +136,8 @@ class Plan:
 
     def gather(self, rank: int, *, own: bool = True) -> Gather:
         """What a rank does if it fetches all keys it needs, its own among them or not."""
+        check_index("rank", rank, self.cp_size)
+        check_record("own", own, bool)
         if (rank, own) not in self._gathers:
             self._gathers[rank, own] = make_gather(self, rank, own=own)
         return self._gathers[rank, own]
@@ -144,6 +149,7 @@ class Plan:
         hi`` needs no case; ``doc_start:doc_stop`` are the cells of ``boundaries`` the row spans
         (0:0 if the band alone decides). Ranks and slices of empty rows are zero.
         """
+        check_index("step", step, self.num_steps)
         ranks = np.arange(self.cp_size)
         behind = (ranks - self.steps[step].shift) % self.cp_size
         own, helped = step_rows(self.steps[step].helps, self.geometry, ranks, behind)
@@ -273,21 +279,19 @@ def make_plan(
     Raises:
         ValueError: Unknown schedule; a length the schedule cannot divide; ``cu_seqlens`` that do
             not end at ``seq_len`` or come with other keys than queries; a predicate over more than
-            ``2 ** 34`` pairs.
+            ``2 ** 34`` pairs, or one that does not return booleans.
     """
-    return _make_plan(mask, seq_len, cp_size, schedule, kv_seq_len)
+    check_record("mask", mask, Mask)
+    layout_of(schedule)
+    seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
+    keys = None if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
+    return _make_plan(mask, seq_len, cp_size, schedule, keys)
 
 
 @lru_cache(maxsize=128)
 def _make_plan(
     mask: Mask, seq_len: int, cp_size: int, schedule: ScheduleName, kv_seq_len: int | None
 ) -> Plan:
-    if schedule not in get_args(ScheduleName):
-        raise ValueError(
-            f"unknown schedule {schedule!r}; known: {', '.join(get_args(ScheduleName))}"
-        )
-    if cp_size < 1:
-        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
     keys = seq_len if kv_seq_len is None else kv_seq_len
     layout = layout_of(schedule)
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)

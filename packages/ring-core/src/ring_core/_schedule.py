@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ring_core._geometry import Geometry, Rows
 from ring_core._layout import LayoutName
+from ring_core.checks import check_choice
 
 Ints = npt.NDArray[np.int64]
 ScheduleName = Literal["plain", "zigzag", "striped", "balanced"]
@@ -21,7 +22,12 @@ _PAIRS_AT_ONCE = 1 << 15
 
 
 def layout_of(schedule: ScheduleName) -> LayoutName:
-    """The layout the tokens of a schedule are in."""
+    """The layout the tokens of a schedule are in.
+
+    Raises:
+        ValueError: No such schedule.
+    """
+    check_choice("schedule", schedule, SCHEDULES)
     layouts: dict[ScheduleName, LayoutName] = {
         "plain": "contiguous",
         "zigzag": "zigzag",

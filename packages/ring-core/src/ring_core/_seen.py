@@ -16,7 +16,8 @@ def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> F
     Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.
     """
     odd = ~np.isfinite(x).all(axis=-1)
-    result = weights @ np.where(odd[..., None], 0, x)
+    with np.errstate(invalid="ignore"):  # weights may be infinite themselves
+        result = weights @ np.where(odd[..., None], 0, x)
     for j in np.flatnonzero(odd.any(axis=tuple(range(odd.ndim - 1)))):
         with np.errstate(invalid="ignore"):
             term = weights[..., :, j, None] * x[..., j, None, :]

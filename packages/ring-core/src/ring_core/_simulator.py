@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import _block, checks
+from ring_core._arguments import check_record
 from ring_core._block import Params, Precision, Rows, Side
+from ring_core._inputs import Inputs, SegmentIds, check_inputs
 from ring_core._item import WorkItem
 from ring_core._merge import finalize, merge
 from ring_core._plan import Plan
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
-SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Message(NamedTuple):
@@ -100,8 +101,8 @@ def simulate(
         dlse: ``[B, H, T_q]``, the gradient that reaches ``lse``.
         segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed: As
             in :func:`ring_core.reference.attention`.
-        precision: ``bfloat16`` rounds inputs, probabilities and results, and accumulates in
-            float32.
+        precision: ``bfloat16`` and ``float16`` round inputs, probabilities and results, and
+            accumulate in float32.
 
     Returns:
         ``(out, lse)``, or ``(out, lse, dq, dk, dv)`` when ``dout`` is given. :func:`run` returns
@@ -139,35 +140,38 @@ def run(
     precision: Precision = "float64",
 ) -> Simulation:
     """:func:`simulate` with every result by name."""
-    sizes = checks.check_qkv(*(checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
+    check_record("plan", plan, Plan)
+    given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = given.sizes
     if (sizes.q_len, sizes.k_len) != (plan.seq_len, plan.kv_seq_len):
         raise ValueError(
-            f"the plan is for {plan.seq_len} queries and {plan.kv_seq_len} keys, got {sizes.q_len} and {sizes.k_len}"
+            f"the plan is for {plan.seq_len} queries and {plan.kv_seq_len} keys, got q of {sizes.q_len} and k and v of "
+            f"{sizes.k_len}"
         )
     checks.check_choice("precision", precision, get_args(Precision))
     checks.check_dropout(dropout_p, dropout_seed)
+    checks.check_seed(dropout_seed)
+    upstream = None
+    if dlse is not None and dout is None:
+        raise ValueError("dlse was given without dout; pass zeros where out has no gradient")
+    if dout is not None:
+        upstream = given.upstream(dout, dlse)
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
     params = Params(
         plan.mask, scale, checks.check_softcap(softcap), dropout_p, dropout_seed, precision
     )
-    ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
-    slopes = (
-        None
-        if alibi_slopes is None
-        else np.atleast_2d(_block.round_to(np.asarray(alibi_slopes), precision))
-    )
-    ranks = _deal(plan, q, k, v, ids, bias, slopes, precision)
-    folded = None if sinks is None else _block.round_to(np.asarray(sinks), precision)
+    ranks = _deal(plan, given, precision)
+    folded = None if given.sinks is None else _block.round_to(given.sinks, precision)
 
     last = _forward(plan, ranks, params)
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
     out = _block.round_to(_gather(plan, [rank.out for rank in ranks], axis=1), precision)
     lse = _gather(plan, [rank.lse for rank in ranks], axis=2)
-    if dout is None:
+    if upstream is None:
         return Simulation(out, lse)
 
-    _start_backward(plan, ranks, dout, dlse, precision)
+    _start_backward(plan, ranks, *upstream, precision)
     home = _backward(plan, ranks, params, last)
     dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
     dk = _gather_keys(plan, [grad.dk for grad in home])
@@ -246,14 +250,13 @@ def _rotate[T](held: list[T], hop: int | None) -> list[T]:
     return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
 
 
-def _deal(
-    plan: Plan, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, ids: tuple[Any, Any],
-    bias: npt.ArrayLike | None, slopes: Floats | None, precision: Precision,
-) -> list[Rank]:  # fmt: skip
+def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
     """Give every rank its slices."""
-    qg, kg, vg = (_block.round_to(np.asarray(x), precision) for x in (q, k, v))
-    bias_rows = None if bias is None else _block.round_to(np.asarray(bias), precision)
-    q_ids, k_ids = (None if x is None else np.asarray(x, dtype=np.int32) for x in ids)
+    qg, kg, vg = (_block.round_to(x, precision) for x in (given.q, given.k, given.v))
+    bias_rows, slopes = (
+        None if x is None else _block.round_to(x, precision) for x in (given.bias, given.slopes)
+    )
+    q_ids, k_ids = (None if x is None else x.astype(np.int32) for x in (given.q_ids, given.k_ids))
     ranks = []
     for r in range(plan.cp_size):
         q_at, k_at = plan.positions(r), plan.k_positions(r)
@@ -270,17 +273,17 @@ def _deal(
 def _start_backward(
     plan: Plan,
     ranks: list[Rank],
-    dout: npt.ArrayLike,
-    dlse: npt.ArrayLike | None,
+    dout: Floats,
+    dlse: Floats | None,
     precision: Precision,
 ) -> None:
     """``delta = rowsum(dout * out) - dlse``, once, from the finished output."""
     for r, rank in enumerate(ranks):
         at = plan.positions(r)
-        rank.dout = _block.round_to(np.asarray(dout)[:, at], precision)
+        rank.dout = _block.round_to(dout[:, at], precision)
         rank.delta = (rank.dout * rank.out).sum(axis=-1).swapaxes(1, 2)
         if dlse is not None:
-            rank.delta = rank.delta - np.asarray(dlse, rank.delta.dtype)[:, :, at]
+            rank.delta = rank.delta - dlse.astype(rank.delta.dtype)[:, :, at]
         rank.dq = np.zeros_like(rank.q)
         rank.dbias = None if rank.rows.bias is None else np.zeros_like(rank.rows.bias)
 

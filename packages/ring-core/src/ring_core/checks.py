@@ -6,11 +6,11 @@ communication and raises ``ValueError``: what was asked, what is possible, what 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ring_core._arguments import is_finite
 from ring_core._mask import Mask, Window
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -68,8 +68,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head dim, got {q.shape[3]} and {k.shape[3]}")
+    if not q.shape[1] or not k.shape[1]:
+        raise ValueError(
+            f"q, k and v must hold a token at least, got sequence length {q.shape[1]} of q and "
+            f"{k.shape[1]} of k"
+        )
     heads, kv_heads = q.shape[2], k.shape[2]
-    if kv_heads < 1 or heads % kv_heads:
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(
             f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v (each K/V head "
             f"serves an equal group of query heads)"
@@ -112,7 +117,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The scale of the logits; ``head_dim ** -0.5`` by default."""
     if softmax_scale is None:
         return float(head_dim**-0.5)
-    if not _is_real(softmax_scale) or not math.isfinite(softmax_scale):
+    if not _is_real(softmax_scale):
         raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale!r}")
     return float(softmax_scale)
 
@@ -121,7 +126,7 @@ def check_softcap(softcap: float | None) -> float | None:
     """The soft cap of the logits, or none."""
     if softcap is None:
         return None
-    if not _is_real(softcap) or not math.isfinite(softcap) or softcap <= 0:
+    if not _is_real(softcap) or softcap <= 0:
         raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap!r}")
     return float(softcap)
 
@@ -222,7 +227,7 @@ def check_flag(name: str, value: object) -> None:
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Options that name something are one of the known names."""
-    if value not in known:
+    if not any(type(value) is type(name) and value == name for name in known):
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
 
@@ -234,4 +239,4 @@ def _check_float(name: str, x: Tensor, device: str) -> None:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import check_rate, check_record, check_size, check_text
 from ring_core._layout import Layout
 from ring_core._mask import Mask
 from ring_core._plan import Plan, make_plan
@@ -51,11 +52,11 @@ class Hardware:
     source: str
 
     def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            check_text(name, getattr(self, name))
         for rate in ("matmul_tflops", "backward_tflops", "link_gb_s"):
-            if not getattr(self, rate) > 0:
-                raise ValueError(f"{rate} must be positive, got {getattr(self, rate)}")
-        if not self.hop_us >= 0:
-            raise ValueError(f"hop_us must not be negative, got {self.hop_us}")
+            check_rate(rate, getattr(self, rate))
+        check_rate("hop_us", self.hop_us, zero=True)
 
 
 _TPU = (
@@ -90,7 +91,7 @@ def hardware(name: str) -> Hardware:
     Raises:
         ValueError: No such preset.
     """
-    if name not in HARDWARE:
+    if not isinstance(name, str) or name not in HARDWARE:
         known = ", ".join(HARDWARE)
         raise ValueError(
             f"unknown hardware {name!r}; known: {known}; or describe yours as "
@@ -115,9 +116,8 @@ class Model:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
+            if field.name != "v_head_dim" or self.v_head_dim is not None:
+                check_size(field.name, getattr(self, field.name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and "
@@ -188,6 +188,11 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
         hardware: Rates; see :func:`hardware` for presets.
         backward: Count the backward as well.
     """
+    for name, value, kind in (
+        ("plan", plan, Plan), ("model", model, Model), ("hardware", hardware, Hardware),
+        ("backward", backward, bool),
+    ):  # fmt: skip
+        check_record(name, value, kind)
     work = plan.work()
     slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(busiest * model.flops_per_pair)
@@ -228,12 +233,20 @@ def compare(
     Raises:
         ValueError: What no schedule could plan, e.g. ``cu_seqlens`` that end elsewhere.
     """
-    unknown = [name for name in schedules if name not in SCHEDULES]
-    if unknown:
-        raise ValueError(f"unknown schedule {unknown[0]!r}; known: {', '.join(SCHEDULES)}")
-    if cp_size < 1:
-        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
-    keys = seq_len if kv_seq_len is None else kv_seq_len
+    check_record("mask", mask, Mask)
+    if not isinstance(schedules, list | tuple):
+        raise ValueError(f"schedules must be a list of names, got {schedules!r}")
+    for schedule in schedules:
+        if schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedules: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}"
+            )
+    cp_size, seq_len = check_size("cp_size", cp_size), check_size("seq_len", seq_len)
+    keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
+    for name, value, kind in (
+        ("model", model, Model), ("hardware", hardware, Hardware), ("backward", backward, bool)
+    ):  # fmt: skip
+        check_record(name, value, kind)
     costs: dict[str, Cost | str] = {}
     for schedule in cast("Sequence[ScheduleName]", schedules):
         refusal = _indivisible(schedule, (seq_len, keys), cp_size)

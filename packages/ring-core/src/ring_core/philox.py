@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import as_positions
+
 Words = npt.NDArray[np.uint32]
 
 ROUNDS = 10
@@ -52,8 +54,19 @@ def dropout_keep(
 
     The counter is ``(j >> 2, i, h, b)`` and the key the seed's low and high 32 bits; element ``j``
     takes word ``j & 3`` and is kept when ``word >= round(p * 2**32)``. All indices are global.
+
+    Raises:
+        ValueError: ``p`` is not in ``[0, 1)``, ``seed`` not in ``[0, 2**64)``, or indices are no
+            rows of integers.
     """
-    b, h, i, j = (np.asarray(x, dtype=np.int64) for x in (batch, heads, queries, keys))
+    if not isinstance(p, int | float) or isinstance(p, bool) or not 0 <= p < 1:
+        raise ValueError(f"p must be in [0, 1), got {p!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an integer in [0, 2**64), got {seed!r}")
+    b, h, i, j = (
+        as_positions(name, x)
+        for name, x in (("batch", batch), ("heads", heads), ("queries", queries), ("keys", keys))
+    )
     counter = (j >> 2, i[:, None], h[:, None, None], b[:, None, None, None])
     words = np.stack(philox(counter, seed_key(seed)))
     word = np.take_along_axis(words, np.broadcast_to((j & 3), words.shape[1:])[None], axis=0)[0]

@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
+from ring_core._inputs import Inputs as _Inputs
+from ring_core._inputs import SegmentIds as SegmentIds
+from ring_core._inputs import check_inputs as _check_inputs
 from ring_core._mask import Mask, Window
 from ring_core._seen import seen_matmul
 from ring_core._simulator import Simulation as Simulation
@@ -22,7 +25,6 @@ from ring_core._simulator import simulate as simulate
 from ring_core.philox import dropout_keep
 
 Floats = npt.NDArray[np.floating[Any]]
-SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Grads(NamedTuple):
@@ -104,7 +106,11 @@ def attention_grads(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
 ) -> Grads:
-    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64."""
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64.
+
+    Raises:
+        ValueError: An argument is malformed, as in the backends.
+    """
     rule = checks.check_mask(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
@@ -122,9 +128,7 @@ def attention_grads(
         dropout_p,
         dropout_seed,
     )
-    return _backward(
-        dense, np.asarray(dout, np.float64), None if dlse is None else np.asarray(dlse, np.float64)
-    )
+    return _backward(dense, *dense.given.upstream(dout, dlse))
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,7 @@ class _Dense:
     lse: Floats
     out: Floats  # [B, T_q, H, Dv]
     scale: float
-    kv_heads: int
-    sinks: Floats | None
-    bias_shape: tuple[int, ...] | None
+    given: _Inputs
 
 
 def _dense(
@@ -153,22 +155,28 @@ def _dense(
     bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
-    sizes = checks.check_qkv(*(checks.Tensor(np.shape(x), "float64") for x in (q, k, v)))
+    given = _check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = given.sizes
+    if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {sizes.k_len}, got {mask.cu_seqlens[-1]}"
+        )
     checks.check_dropout(dropout_p, dropout_seed)
+    checks.check_seed(dropout_seed)
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
     softcap = checks.check_softcap(softcap)
     group = sizes.q_heads // sizes.kv_heads
-    qh = np.asarray(q, np.float64).transpose(0, 2, 1, 3)
-    kh, vh = (np.asarray(x, np.float64).transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (k, v))
+    qh = given.q.transpose(0, 2, 1, 3)
+    kh, vh = (x.transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (given.k, given.v))
 
     q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
     k_pos = np.arange(sizes.k_len)
     visible = np.broadcast_to(
         mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
     ).copy()
-    if segment_ids is not None:
-        q_ids, k_ids = (np.asarray(ids) for ids in checks.check_pair(segment_ids, sizes))
-        same = (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
+    if given.q_ids is not None and given.k_ids is not None:
+        same = given.q_ids[:, :, None] == given.k_ids[:, None, :]
+        same &= (given.q_ids >= 0)[:, :, None]
         visible &= same[:, None]
 
     with np.errstate(invalid="ignore", over="ignore"):
@@ -177,13 +185,12 @@ def _dense(
         if softcap is not None:
             squashed = np.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed**2
-        if bias is not None:
-            x = x + np.asarray(bias, np.float64)
-            visible &= ~np.isneginf(np.asarray(bias, np.float64))
-        if alibi_slopes is not None:
-            slopes = np.atleast_2d(np.asarray(alibi_slopes, np.float64))[:, :, None, None]
-            x = x - slopes * np.abs(q_pos[:, None] - k_pos)
-    folded = None if sinks is None else np.asarray(sinks, np.float64).reshape(sizes.q_heads, -1)
+        if given.bias is not None:
+            x = x + given.bias
+            visible &= ~np.isneginf(given.bias)
+        if given.slopes is not None:
+            x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
+    folded = None if given.sinks is None else given.sinks.reshape(sizes.q_heads, -1)
     lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
@@ -194,11 +201,7 @@ def _dense(
         )  # fmt: skip
         keep = kept / (1 - dropout_p)
     out = seen_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
-    bias_shape = None if bias is None else np.shape(bias)
-    given = None if sinks is None else np.asarray(sinks, np.float64)
-    return _Dense(
-        qh, kh, vh, visible, slope, probs, keep, lse, out, scale, sizes.kv_heads, given, bias_shape
-    )
+    return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, given)
 
 
 def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
@@ -216,30 +219,27 @@ def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
         return safe + np.log(total), probs
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     do = dout.transpose(0, 2, 1, 3)
-    with np.errstate(invalid="ignore", over="ignore"):
-        dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
-        weighted = np.where(dense.visible, dense.probs * dprobs, 0)
-        delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
-        dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
-        dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
+    dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
+    weighted = np.where(dense.visible, dense.probs * dprobs, 0)
+    delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
+    dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
+    dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
     seen_by = dense.visible.swapaxes(-1, -2)
     dq = seen_matmul(dx, dense.visible, dense.k)
     dk = seen_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
     dv = seen_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
-    group = dk.shape[1] // dense.kv_heads
-    dk, dv = (
-        x.reshape(x.shape[0], dense.kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv)
-    )
+    sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
+    group = dk.shape[1] // kv_heads
+    dk, dv = (x.reshape(x.shape[0], kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     dsinks = None
-    if dense.sinks is not None:
+    if sinks is not None:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
-        share = np.exp(
-            dense.sinks.reshape(len(dense.sinks), -1)[None, :, None, :] - safe[..., None]
-        )
-        dsinks = (share * -delta).sum(axis=(0, 2)).reshape(dense.sinks.shape)
-    dbias = None if dense.bias_shape is None else _sum_to(dlogits, dense.bias_shape)
+        share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
+        dsinks = (share * -delta).sum(axis=(0, 2)).reshape(sinks.shape)
+    dbias = None if bias is None else _sum_to(dlogits, bias.shape)
     dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
     return Grads(dq, dk, dv, dsinks, dbias)
 

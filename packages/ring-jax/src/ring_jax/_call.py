@@ -58,7 +58,7 @@ def check_call(
         softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
         deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
-    described = [_described(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
+    described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
     rule = checks.check_mask(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
@@ -73,13 +73,10 @@ def check_call(
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         checks.check_flag(name, flag)
     checks.check_choice("transport", transport, TRANSPORTS)
-    checks.check_sinks(_optional(sinks, "sinks"), sizes, DEVICE)
-    checks.check_bias(_optional(bias, "bias"), sizes, plan.kv_seq_len, DEVICE)
-    checks.check_alibi_slopes(_optional(alibi_slopes, "alibi_slopes"), sizes, DEVICE)
-    q_ids, k_ids = (None, None) if segment_ids is None else checks.check_pair(segment_ids, sizes)
-    for side, ids in (("queries", q_ids), ("keys", k_ids)):
-        if ids is not None:
-            checks.check_segment_ids(_described(ids, "segment_ids"), sizes, side, DEVICE)
+    q_ids, k_ids = check_others(
+        sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     if not isinstance(config, KernelConfig):
         raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
@@ -88,7 +85,7 @@ def check_call(
         device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
         alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
-        lse_grad=return_lse,
+        any_scale=scale <= 0, lse_grad=return_lse,
     )  # fmt: skip
     chosen = choose(kernels, config, request, plan)
     static = Static(
@@ -107,6 +104,35 @@ def check_call(
     return static, vary_alike(inputs, axes)
 
 
+def check_others(
+    sizes: checks.Sizes,
+    kv_seq_len: int,
+    *,
+    segment_ids: object,
+    sinks: object,
+    bias: object,
+    alibi_slopes: object,
+) -> tuple[Any, Any]:
+    """Check the arrays beside Q, K and V; the segment ids of queries and of keys.
+
+    Raises:
+        ValueError: One is malformed.
+    """
+    described = {
+        name: None if x is None else described_as(name, x)
+        for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
+    }
+    checks.check_sinks(described["sinks"], sizes, DEVICE)
+    checks.check_bias(described["bias"], sizes, kv_seq_len, DEVICE)
+    checks.check_alibi_slopes(described["alibi_slopes"], sizes, DEVICE)
+    if segment_ids is None:
+        return None, None
+    pair = checks.check_pair(segment_ids, sizes)
+    for side, ids in zip(("queries", "keys"), pair, strict=True):
+        checks.check_segment_ids(described_as("segment_ids", ids), sizes, side, DEVICE)
+    return pair
+
+
 DEVICE = "device"  # arrays of a traced call have no device to compare
 
 
@@ -120,7 +146,7 @@ def axis_size(axis_name: Hashable | None) -> int:
         return 1
     try:
         return int(lax.axis_size(axis_name))
-    except NameError as error:
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"axis_name {axis_name!r} is not a mesh axis here; call ring_attention inside "
             f"jax.shard_map over a mesh that has it, use ContextParallel on global arrays, or "
@@ -134,7 +160,7 @@ def seed_words(seed: int | Array) -> Array:
     Raises:
         ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
     """
-    if isinstance(seed, int):
+    if isinstance(seed, int) or not isinstance(seed, jax.Array | np.ndarray | np.generic):
         checks.check_seed(seed)
         return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
     shape, dtype = jnp.shape(seed), jnp.result_type(seed)
@@ -152,22 +178,23 @@ def seed_words(seed: int | Array) -> Array:
 
 def _check_static(**values: Any) -> None:
     for name, value in values.items():
-        leaves = jax.tree.leaves(value)
-        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+        inside = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(x, jax.Array) for x in inside):
             raise ValueError(
                 f"{name} must be known when the call is traced, and is a jax array; pass Python "
                 f"numbers (under jit: close over them or name them in static_argnames)"
             )
 
 
-def _described(x: object, name: str) -> checks.Tensor:
+def described_as(name: str, x: object) -> checks.Tensor:
+    """An array as the checks take it.
+
+    Raises:
+        ValueError: It is none.
+    """
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
     return checks.Tensor(tuple(x.shape), str(x.dtype), DEVICE)
-
-
-def _optional(x: object, name: str) -> checks.Tensor | None:
-    return None if x is None else _described(x, name)
 
 
 @jax.custom_vjp

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
 from ring_jax._attention import Array, Schedule, Window
 from ring_jax._autodiff import attend
-from ring_jax._call import check_call
+from ring_jax._call import check_call, check_others, described_as
 from ring_jax._types import Kernel
 from ring_jax._xla import XlaKernel
 
@@ -48,6 +48,8 @@ class ContextParallel:
         schedule: Schedule = "zigzag",
     ) -> None:
         checks.check_choice("schedule", schedule, SCHEDULES)
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
         for name, axis in named.items():
             if axis is not None or name == "axis_name":
@@ -76,19 +78,30 @@ class ContextParallel:
         return Layout(layout_of(self.schedule), seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
-        """An array in natural order, put in layout order and split along the axis."""
+        """An array in natural order, put in layout order and split along the axis.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        _check_dim(x, dim)
         order = self._order(x.shape[dim])
         moved = x if order is None else jnp.take(x, order, axis=dim)
         return self._split(moved, dim, self.axis_name)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
-        """The array in natural order again, no longer split along the axis."""
+        """The array in natural order again, no longer split along the axis.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        _check_dim(x, dim)
         whole = self._split(x, dim, None)
         order = self._order(x.shape[dim])
         return whole if order is None else jnp.take(whole, np.argsort(order), axis=dim)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
+        self.layout(seq_len)
         return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
 
     @overload
@@ -204,7 +217,10 @@ class ContextParallel:
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
                     f"{x.shape}"
                 )
-            self.layout(x.shape[1])
+            try:
+                self.layout(x.shape[1])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
             for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
                 size = 1 if axis is None else self.mesh.shape[axis]
                 if x.shape[dim] % size:
@@ -212,9 +228,9 @@ class ContextParallel:
                         f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
                         f"devices along {axis!r}"
                     )
-        bias = arrays.get("bias")
-        if bias is not None and jnp.ndim(bias) != 4:
-            raise ValueError(f"bias must have 4 dimensions, got shape {jnp.shape(bias)}")
+        sizes = checks.check_qkv(*(described_as(name, arrays[name]) for name in "qkv"))
+        names = ("segment_ids", "sinks", "bias", "alibi_slopes")
+        check_others(sizes, sizes.k_len, **{name: arrays.get(name) for name in names})
 
     def _dropout_offsets(self, q: Array) -> tuple[Array | int, Array | int]:
         """Global indices of this device's first batch row and query head."""
@@ -248,3 +264,12 @@ class ContextParallel:
 
     def _spec(self, *axes: Hashable | None) -> PartitionSpec:
         return PartitionSpec(*axes)
+
+
+def _check_dim(x: object, dim: object) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"x must be a jax.Array, got {type(x).__name__}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+        )

@@ -43,6 +43,7 @@ class XlaKernel:
         alibi=True,
         dropout=True,
         deterministic=True,
+        any_scale=True,
         lse_grad=True,
         block_sizes=True,
     )

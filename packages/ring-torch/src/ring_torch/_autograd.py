@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ring_torch._backward import Grads, run_backward
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, agree
+from ring_torch._comm import Facts, agree, explained
 from ring_torch._forward import header_device, run_forward
 from ring_torch._gather import Carrier, Messages
 from ring_torch._gathered import gathered_backward, gathered_forward
@@ -52,7 +52,10 @@ class RingAttention(torch.autograd.Function):
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``out`` in the inputs' dtype and ``lse``, sinks included, and keys for the backward."""
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with (
+        torch.autocast(inputs.q.device.type, enabled=False),
+        explained(call.ring, call.number, call.forward_facts),
+    ):
         out, lse, kept = _run_forward(call, inputs)
         if inputs.sinks is not None:
             out = out.to(call.wide)
@@ -70,7 +73,10 @@ def backward_pass(
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    with torch.autocast(out.device.type, enabled=False):
+    with (
+        torch.autocast(out.device.type, enabled=False),
+        explained(call.ring, call.number, call.backward_facts),
+    ):
         delta = None
         if call.kernel.needs_delta or inputs.sinks is not None:
             delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)

@@ -146,6 +146,8 @@ def shard_batch(
 ) -> dict[str, Any]:
     """:meth:`ContextParallel.shard_batch`."""
     checks.check_seed(dropout_seed)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
     _check_names(given)
     tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]

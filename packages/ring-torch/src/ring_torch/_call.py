@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask, Plan, Request, ScheduleName, checks, make_plan
@@ -133,6 +134,8 @@ def check_call(
             *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
         )
         q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+        for ids in (q_ids, k_ids):
+            _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
     names = ("q", "k", "v", "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
     if grad is None:
@@ -142,7 +145,8 @@ def check_call(
     if isinstance(options.cu_seqlens, list):
         options = options._replace(cu_seqlens=tuple(options.cu_seqlens))
     facts = tuple(
-        None if x is None else _fact(x, name) for x, name in zip(inputs, names, strict=True)
+        None if x is None and name not in ("q", "k", "v") else _fact(x, name)
+        for x, name in zip(inputs, names, strict=True)
     )
     given = (ring, schedule, facts, options, _types(options), grad, number > 0)
     try:
@@ -189,6 +193,8 @@ def _prepare(
     k, v, q_ids, k_ids, sinks, bias, slopes = rest
     assert q is not None and k is not None and v is not None and facts[0] is not None
     sizes, device = checks.check_qkv(q, k, v), facts[0].device
+    if device.type == "meta":
+        raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
     plan = _plan(ring, schedule, sizes, options)
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
@@ -212,7 +218,8 @@ def _prepare(
         device=device.type, dtype=q.dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=q_ids is not None, softcap=cap is not None, bias=bias is not None,
         alibi=slopes is not None, dropout=options.dropout_p > 0,
-        deterministic=options.deterministic, grad=grad, lse_grad=grad and options.return_lse,
+        deterministic=options.deterministic, any_scale=scale <= 0,
+        grad=grad, lse_grad=grad and options.return_lse,
     )  # fmt: skip
     choice = choose(config, request, plan)
     widths = (
@@ -276,4 +283,9 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
 def _fact(x: object, name: str) -> Fact:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
+    if isinstance(x, DTensor):
+        raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
     return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import RankMismatchError
+from ring_torch._verdict import Verdict
 
 _HEADER_BYTES = 2048
 _DIGEST_BYTES = 8
 _ALIGNMENT = 16
+_MOST_AGREED = 4096
 
 
 @dataclass
@@ -26,7 +29,8 @@ class _Past:
     """What has happened on a group."""
 
     calls: int = 0
-    agreed: set[bytes] = field(default_factory=set)  # digests of facts compared in words
+    agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
+    verdict: tuple[Verdict, bytes] | None = None  # the last, which all ranks have read
 
 
 # Facts about groups, which are not ours to extend.
@@ -161,6 +165,7 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
     in words, so that a difference can be named. Messages of unequal size would crash gloo, and of
     equal size but other shapes would pass unnoticed. On a GPU the host reads the header of the
     first such call; from then on the stream compares digests, and a difference ends it in an error.
+    The first such call also waits for all ranks to find the same.
 
     Args:
         ring: The ranks.
@@ -169,7 +174,9 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
         device: Where headers have to lie for this group.
 
     Raises:
-        RankMismatchError: The rank behind is making another call.
+        RankMismatchError: The rank behind is making another call, or another rank has found that
+            one does.
+        RuntimeError: A rank did not come within the group's timeout.
     """
     if ring.size == 1:
         return
@@ -180,20 +187,65 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
     if device.type != "cpu":
         mine = mine.pin_memory().to(device, non_blocking=True)
     theirs = torch.empty_like(mine)
-    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    try:
+        ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {ring.rank} of the group waited in vain for its neighbours, ranks "
+            f"{ring.behind(1)} and {ring.ahead(1)}, to make call {number} ({facts.words['pass']}): "
+            f"{error}"
+        ) from error
     if on_stream:
         same = (mine[:_DIGEST_BYTES] == theirs[:_DIGEST_BYTES]).all()
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
         return
     received = bytes(theirs.cpu().numpy())
+    assert ring.group is not None
+    verdict = Verdict(ring.group, number, facts.words["pass"])
     if received[:_DIGEST_BYTES] != digest:
         difference = _difference(header[_DIGEST_BYTES:], received[_DIGEST_BYTES:].rstrip(b"\0"))
-        raise RankMismatchError(
+        text = (
             f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: {difference}. All ranks must make "
             f"the same calls in the same order with equal local shapes, dtypes and options"
         )
+        verdict.differ(text)
+        raise RankMismatchError(text)
+    if not has_agreed(ring, facts):
+        if (note := verdict.wait(facts.digest, ring.size, device)) is not None:
+            raise RankMismatchError(note)
+        _remember(ring, facts, verdict)
+
+
+def _remember(ring: Ring, facts: Facts, verdict: Verdict) -> None:
+    """Note that all ranks make such calls; what they said before this one, all have read."""
     assert ring.group is not None
-    _pasts.setdefault(ring.group, _Past()).agreed.add(facts.digest)
+    past = _pasts.setdefault(ring.group, _Past())
+    if past.verdict is not None and ring.rank == 0:
+        last, digest = past.verdict
+        last.forget(digest)
+    past.verdict = verdict, facts.digest
+    past.agreed[facts.digest] = None
+    while len(past.agreed) > _MOST_AGREED:
+        past.agreed.pop(next(iter(past.agreed)))
+
+
+@contextmanager
+def explained(ring: Ring, number: int, facts: Facts) -> Iterator[None]:
+    """Say of a failure inside what another rank has found out about it.
+
+    Raises:
+        RankMismatchError: Ranks make different calls.
+    """
+    try:
+        yield
+    except RankMismatchError:
+        raise
+    except RuntimeError as error:
+        if ring.group is None or ring.size == 1:
+            raise
+        if (text := Verdict(ring.group, number, facts.words["pass"]).note()) is not None:
+            raise RankMismatchError(text) from error
+        raise
 
 
 def has_agreed(ring: Ring, facts: Facts) -> bool:

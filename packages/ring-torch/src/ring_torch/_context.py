@@ -61,7 +61,12 @@ class ContextParallel:
         return Layout(layout_of(self.schedule), seq_len, self.cp_size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """This rank's slice, contiguous, of a whole tensor that every rank holds."""
+        """This rank's slice, contiguous, of a whole tensor that every rank holds.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        _check_dim(x, dim)
         pieces = [
             x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
                 _every(x.ndim, dim, run.stride)
@@ -75,14 +80,22 @@ class ContextParallel:
 
         Its gradient is taken to be the same on every rank, as when each computes the same loss from
         it: each rank keeps its own slice of it.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that is no rank's slice.
         """
+        _check_dim(x, dim)
         layout = self.layout(x.shape[dim] * self.cp_size)
         whole: Tensor = _Unshard.apply(x, dim, layout, self._ring)
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
-        return torch.as_tensor(self.layout(seq_len).positions(self.cp_rank), device=device)
+        positions = self.layout(seq_len).positions(self.cp_rank)
+        try:
+            return torch.as_tensor(positions, device=device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device {device!r} cannot be used: {error}") from error
 
     def shard_batch(
         self, batch: Mapping[str, Any], *, dropout_seed: int | None = None
@@ -247,6 +260,15 @@ class _Unshard(torch.autograd.Function):
             None,
             None,
             None,
+        )
+
+
+def _check_dim(x: object, dim: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
 
 

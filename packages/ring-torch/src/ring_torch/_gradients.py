@@ -17,6 +17,8 @@ _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copi
 
 def reduce_gradients(ring: Ring, model: nn.Module) -> None:
     """:meth:`ContextParallel.reduce_gradients`."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in weights:
         if isinstance(weight, DTensor) or (weight.grad is not None and weight.grad.is_sparse):

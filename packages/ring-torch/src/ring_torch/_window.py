@@ -8,6 +8,7 @@ says that all are done, so that the next call may write.
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,9 +62,11 @@ class Window:
 
     def __post_init__(self) -> None:
         self.device = device = torch.cuda.current_device()
-        here = socket.gethostname()
-        places: list[Any] = [None] * self.ring.size
-        dist.all_gather_object(places, (here, device), group=self.ring.group)
+        here = _host()
+        place = torch.tensor([here, device], device=torch.device("cuda", device))
+        every = [torch.empty_like(place) for _ in range(self.ring.size)]
+        dist.all_gather(every, place, group=self.ring.group)
+        places = [(host, other) for host, other in torch.stack(every).tolist()]
         peers = [other for _, other in places if other != device]
         assert self.ring.group is not None
         # One to meet on, others to copy on: ahead of kernels in line for a free multiprocessor.
@@ -281,6 +284,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
         return
     for to, x in zip(target.unbind(), source.unbind(), strict=True):
         _copy(to, x)
+
+
+def _host() -> int:
+    """A number for the name of this host."""
+    name = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    return int.from_bytes(name, "little", signed=True)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

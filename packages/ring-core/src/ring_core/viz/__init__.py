@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ring_core._arguments import check_record, check_text
 from ring_core._plan import Plan
 from ring_core.cost import Cost
 from ring_core.viz._cells import NOBODY as NOBODY
@@ -31,6 +32,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    check_record("plan", plan, Plan)
     from ring_core.viz._draw import draw_plan
 
     _save(partial(draw_plan, plan), (11, 6), path)
@@ -47,12 +49,19 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
     Raises:
         ImportError: matplotlib is not installed.
     """
+    check_text("title", title)
+    if not isinstance(costs, Mapping) or not costs:
+        raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
+    for name, found in costs.items():
+        check_record(f"costs[{name!r}]", found, Mapping)
     from ring_core.viz._charts import draw_costs
 
     _save(partial(draw_costs, costs, title), (9, 4.5), path)
 
 
 def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path must be text or a Path, got {type(path).__name__}")
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -7,9 +7,11 @@ from itertools import islice
 
 import numpy as np
 
+from ring_core._arguments import check_record, is_integer
 from ring_core._plan import Plan
 from ring_core.viz._cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
 
+WIDEST = 1024
 SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
 _SYMBOLS = string.digits + string.ascii_letters
 _BACKGROUNDS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
@@ -21,13 +23,15 @@ def describe(plan: Plan, *, color: bool = False, width: int = 64) -> str:
     Args:
         plan: The plan.
         color: Colour ranks with ANSI escapes.
-        width: Characters the pictures may take, at least 8; lines take up to 16 more.
+        width: Characters the pictures may take, 8 to 1024; lines take up to 16 more.
 
     Raises:
-        ValueError: ``width`` below 8.
+        ValueError: ``width`` below 8 or above 1024.
     """
-    if width < 8:
-        raise ValueError(f"width must be at least 8 characters, got {width}")
+    check_record("plan", plan, Plan)
+    check_record("color", color, bool)
+    if not is_integer(width) or not 8 <= width <= WIDEST:
+        raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
     heading = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} schedule={plan.schedule} "

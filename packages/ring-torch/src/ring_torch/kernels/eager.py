@@ -50,6 +50,7 @@ class EagerKernel:
         alibi=True,
         dropout=True,
         deterministic=True,
+        any_scale=True,
         lse_grad=True,
         block_sizes=True,
     )

@@ -3,9 +3,9 @@
 On the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``; on CUDA torch's
 build of FlashAttention-2. Both take the global ``out`` and ``lse`` in the backward.
 
-Both multiply masked weights, which are 0, with whatever they meet. On the CPU, blocks that are
-partly masked and hold NaN or infinity go to ``eager``, which reads only what is seen; to look for
-them on CUDA would stall the host.
+Both multiply masked weights, which are 0, with whatever they meet, and the CPU's says that ``lse``
+is 0 where all logits of a row are ``-inf``. So on the CPU, blocks with NaN or infinity go to
+``eager``, which reads only what is seen; to look for them on CUDA would stall the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CpuFlashKernel:
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _would_leak(item, rows.q, columns.k, columns.v):
+        if _is_special(rows.q, columns.k) or _would_leak(item, columns.v):
             EagerKernel().forward(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -79,7 +79,8 @@ class CpuFlashKernel:
         row_grads: RowGrads, column_grads: ColumnGrads,
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
-        if _would_leak(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
+        others = columns.v, upstream.dout, upstream.out
+        if _is_special(rows.q, columns.k) or _would_leak(item, *others):
             grads = row_grads, column_grads
             EagerKernel().backward(rows, columns, upstream, item, params, *grads)
             return
@@ -167,7 +168,12 @@ def _lengths(
 
 def _would_leak(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
-    return not item.is_full and not all(bool(torch.isfinite(x).all()) for x in tensors)
+    return not item.is_full and _is_special(*tensors)
+
+
+def _is_special(*tensors: Tensor) -> bool:
+    """Whether some number is NaN or infinite."""
+    return not all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
 def _head_groups(q: Tensor, columns: Columns) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

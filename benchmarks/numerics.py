@@ -1,0 +1,58 @@
+"""Error against ring size: ``python benchmarks/numerics.py`` prints it for every precision.
+
+Root mean square errors of the simulated ring against float64, causal attention over tokens that the
+precision holds exactly, so that rounding inputs costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import Mask, ScheduleName, make_plan, reference
+from ring_core._block import Precision, round_to
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
+RING_SIZES = (1, 2, 4, 8, 16, 32, 64)
+RESULTS = ("out", "dQ", "dK", "dV")
+SEQ_LEN = 512
+
+
+def errors(
+    precision: Precision, schedule: ScheduleName, ring_sizes: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """``[len(ring_sizes), len(RESULTS)]``."""
+    rng = np.random.default_rng(0)
+    shape = (4, 1, SEQ_LEN, 2, 16)
+    q, k, v, dout = round_to(rng.standard_normal(shape), precision)
+    out, _ = reference.attention(q, k, v, causal=True)
+    exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
+    rows = []
+    for cp_size in ring_sizes:
+        plan = make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, schedule=schedule)
+        got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
+        rows.append([_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)])
+    return np.array(rows)
+
+
+def _rms(x: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def main(ring_sizes: Sequence[int] = RING_SIZES) -> int:
+    """Print a table for each precision."""
+    for precision in PRECISIONS:
+        print(f"{precision}, causal, zigzag, {SEQ_LEN} tokens")
+        print("ranks " + " ".join(f"{name:>9}" for name in RESULTS))
+        for cp_size, row in zip(ring_sizes, errors(precision, "zigzag", ring_sizes), strict=True):
+            print(f"{cp_size:5} " + " ".join(f"{error:9.2e}" for error in row))
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What ranks tell each other beside their messages, through the store of their process group.
+
+A rank compares its call with that of the rank behind. Others would learn of a difference only by
+waiting in vain: so who finds one leaves a note, for who waits to read. And the first time that a
+group makes a call, each waits until all ranks have found it to be the same.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_SAME = b"the same"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether all ranks of a group make one call, in a pass of it; known by its number."""
+
+    group: dist.ProcessGroup
+    number: int
+    name: str  # of the pass
+
+    @property
+    def _key(self) -> str:
+        # torchrun may keep a store, with old notes, for processes that it starts anew.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"ring/{life}/{self.number}/{self.name}"
+
+    def differ(self, difference: str) -> None:
+        """Leave a note for ranks that wait."""
+        with suppress(RuntimeError):  # the store may be gone with the rank that kept it
+            _store(self.group).set(self._key, difference)
+
+    def note(self) -> str | None:
+        """The note that another rank left, if there is one."""
+        with suppress(RuntimeError):
+            store = _store(self.group)
+            if store.check([self._key]):
+                text = store.get(self._key)
+                return None if text == _SAME else text.decode(errors="replace")
+        return None
+
+    def wait(self, digest: bytes, size: int, device: torch.device) -> str | None:
+        """Wait until all ranks have found their calls to be the same; else the note of one.
+
+        Raises:
+            RuntimeError: A rank did not come within the group's timeout.
+        """
+        store = _store(self.group)
+        if store.add(self._count(digest), 1) == size:
+            store.set(self._key, _SAME)
+        timeout = _timeout(self.group, device)
+        try:
+            store.wait([self._key], timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a rank of the group did not make call {self.number} within {timeout}"
+            ) from error
+        return self.note()
+
+    def forget(self, digest: bytes) -> None:
+        """Take what all ranks have read out of the store."""
+        with suppress(RuntimeError):
+            for key in (self._key, self._count(digest)):
+                _store(self.group).delete_key(key)
+
+    def _count(self, digest: bytes) -> str:
+        """Under which name ranks that make one call are counted."""
+        return f"{self._key}/{digest.hex()}"
+
+
+def _store(group: dist.ProcessGroup) -> Any:
+    """The store that the group's members met in."""
+    return distributed_c10d._world.pg_map[group][1]  # noqa: SLF001 - no public way
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's members wait for each other."""
+    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
+    timeout: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    return timeout

@@ -1,0 +1,74 @@
+"""Numbers far from one: denormal ones, and that cases of the table are what they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, TINY, Case
+from tolerances import findings
+
+from ring_core import Mask, reference
+
+#: The smallest normal number; hardware, and compilers, may take anything below it for zero.
+NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+
+
+@pytest.mark.parametrize("dtype", TINY)
+def test_denormal_inputs(dtype: str, run: Any) -> None:
+    """Logits are zero to rounding; values and gradients are as small as the smallest normal."""
+    case = Case(f"tiny-{dtype}", Mask(causal=True), "zigzag", 2, 24, dtype=dtype, numbers="tiny")
+    assert 0 < np.abs(case.inputs["v"]).max() < 4 * NORMAL[dtype]
+    results = run(case)
+    for one in findings(case, results):
+        assert one.bad == 0
+        assert one.error <= one.bound + (NORMAL[dtype] if one.name != "lse" else 0), one
+    counts = np.log(np.arange(1, case.seq_len + 1))
+    np.testing.assert_allclose(
+        results["lse"], np.broadcast_to(counts, results["lse"].shape), rtol=1e-6, atol=1e-6
+    )
+
+
+def scores(case: Case) -> Any:
+    """Products of queries and keys, scaled, ``[B, H, T_q, T_kv]``."""
+    x = case.inputs
+    k = x["k"].repeat(case.heads[0] // case.heads[1], axis=2)
+    return np.einsum("bqhd,bkhd->bhqk", x["q"], k) * case.dims[0] ** -0.5
+
+
+def test_large_logits_are_large() -> None:
+    """Beyond 10,000, and what float16 holds; the ``lse`` of shards differ by thousands."""
+    case = CASES["large-plain"]
+    logits = scores(case)
+    assert logits.max() > 1e4 and logits.min() < -1e4
+    assert np.abs(scores(CASES["large-float16-plain"]) * case.dims[0] ** 0.5).max() > 65504
+    shards = logits.reshape(*logits.shape[:3], case.cp_size, -1).max(axis=-1)
+    assert np.median(shards.max(axis=-1) - shards.min(axis=-1)) > 1e3
+
+
+def test_other_numbers_are_what_they_are_called() -> None:
+    equal, one_hot = scores(CASES["equal-plain"]), CASES["one-hot-plain"]
+    assert np.ptp(equal, axis=-1).max() < 1e-6 < np.ptp(equal)
+    capped = scores(CASES["large-softcap-plain"]) / 2.0**-7
+    assert np.mean(np.abs(capped) > 1e4) > 0.9, "all but exact zeros are at the cap"
+    first = one_hot.expected["out"][:, : one_hot.dims[0]]
+    np.testing.assert_allclose(
+        first, one_hot.inputs["v"][:, : one_hot.dims[0]].repeat(2, axis=2), rtol=1e-12
+    )
+    for name in ("nothing-plain", "nothing-sinks-plain"):
+        case = CASES[name]
+        assert not case.mask.dense(np.arange(case.seq_len), np.arange(case.seq_len)).any()
+        sinks = case.inputs.get("sinks", np.full(case.heads[0], -np.inf))
+        assert not case.expected["out"].any()
+        assert (case.expected["lse"] == sinks[:, None]).all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("q-inf", 1), ("k-inf", 15), ("v-inf", 16)])
+def test_infinities_reach_those_who_see_them(name: str, most: int) -> None:
+    """Of 48 rows the last 16 see token 32."""
+    case = CASES[f"{name}-plain"]
+    odd = ~np.isfinite(case.expected["out"]).all(axis=(0, 2, 3))
+    assert not odd[:32].any() and 0 < odd.sum() <= most
+    before = reference.attention(*(case.inputs[x][:, :32] for x in "qkv"), causal=True)[0]
+    np.testing.assert_allclose(case.expected["out"][:, :32], before, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,280 @@
+"""Every argument of every public function, with wrong values: an error that names it, no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from wrong import (
+    FLAG,
+    NAME,
+    NAN,
+    OPTIONS,
+    REAL,
+    SIZE,
+    Subject,
+    Values,
+    cases,
+    forgotten,
+    problems,
+)
+
+from ring_core import KernelConfig, Layout, Mask, finalize, layout_of, make_plan, merge, reference
+from ring_core.cost import HARDWARE, Hardware, Model, compare, estimate, hardware
+from ring_core.philox import dropout_keep
+from ring_core.viz import describe, plot, plot_costs
+
+Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
+
+
+def zeros(*shape: int, dtype: Any = np.float64) -> Any:
+    return np.zeros(shape, dtype)
+
+
+#: Values that are no array of real numbers.
+ARRAY: Values = {
+    "none": None, "word": "q", "words": np.full(Q, "1"), "complex": zeros(*Q, dtype=np.complex128),
+    "flags": zeros(*Q, dtype=bool), "objects": np.full(Q, None), "ragged": [[1.0], [1.0, 2.0]],
+    "dates": zeros(*Q, dtype="M8[s]"), "set": {1.0},
+}  # fmt: skip
+QUERIES: Values = {
+    **ARRAY, "number": 1.0, "3 dimensions": zeros(8, 4, 16), "5 dimensions": zeros(1, *Q),
+    "batch": zeros(1, 8, 4, 16), "heads": zeros(2, 8, 3, 16), "no heads": zeros(2, 8, 0, 16),
+    "head dim": zeros(2, 8, 4, 8), "no head dim": zeros(2, 8, 4, 0), "empty": zeros(2, 0, 4, 16),
+}  # fmt: skip
+KEYS: Values = {
+    **ARRAY, "number": 1.0, "3 dimensions": zeros(8, 2, 16), "5 dimensions": zeros(1, *KV),
+    "batch": zeros(1, 8, 2, 16), "heads": zeros(2, 8, 3, 16), "no heads": zeros(2, 8, 0, 16),
+    "length": zeros(2, 9, 2, 16), "head dim": zeros(2, 8, 2, 0), "empty": zeros(2, 0, 2, 16),
+}  # fmt: skip
+VALUES: Values = {n: x for n, x in KEYS.items() if n != "head dim"} | {
+    "head dim": zeros(2, 8, 2, 0)
+}
+ids = zeros(2, 8, dtype=np.int32)
+TENSORS: dict[str, Values] = {
+    "q": QUERIES,
+    "k": KEYS,
+    "v": VALUES,
+    "segment_ids": {
+        **{n: x for n, x in ARRAY.items() if n != "none"}, "floats": zeros(2, 8), "number": 3,
+        "nan": np.full((2, 8), NAN), "shape": zeros(2, 9, dtype=np.int32), "row": ids[0],
+        "triple": (ids, ids, ids), "one of two": (ids, None), "beyond int32": np.full((2, 8), 2**40),
+    },
+    "sinks": {
+        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "heads": zeros(3),
+        "none a head": zeros(4, 0), "3 dimensions": zeros(4, 1, 1),
+    },
+    "bias": {
+        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "square": zeros(8, 8),
+        "batch": zeros(3, 4, 8, 8), "heads": zeros(2, 3, 8, 8), "rows": zeros(2, 4, 4, 8),
+        "columns": zeros(2, 4, 8, 9),
+    },
+    "alibi_slopes": {
+        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "heads": zeros(2),
+        "batch": zeros(3, 4), "3 dimensions": zeros(1, 2, 4),
+    },
+}  # fmt: skip
+UPSTREAM: dict[str, Values] = {
+    "dout": {**ARRAY, "number": 1.0, "shape": zeros(*KV), "empty": zeros(2, 0, 4, 16)},
+    "dlse": {
+        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "shape": zeros(2, 8, 4),
+    },
+}  # fmt: skip
+MASK_OPTIONS = {n: OPTIONS[n] for n in ("causal", "window", "chunk_size", "cu_seqlens", "mask")}
+NUMBERS = {n: OPTIONS[n] for n in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")}
+PREDICATES: Values = {
+    "number": 3, "word": "causal", "mask": Mask(), "array": np.ones((8, 8), bool),
+    "unhashable": type("Rule", (), {"__call__": lambda *_: True, "__hash__": None})(),
+}  # fmt: skip
+LENGTH: Values = {**SIZE, "none": None, "indivisible": 7}
+CAUSAL = Mask(causal=True)
+plan = make_plan(CAUSAL, seq_len=8, cp_size=2, schedule="zigzag")
+PLAN: Values = {"none": None, "mask": CAUSAL, "word": "zigzag", "class": type(plan)}
+MASKS: Values = {"none": None, "word": "causal", "array": np.ones((8, 8)), "class": Mask}
+RANK: Values = {
+    **{n: x for n, x in SIZE.items() if n != "zero"}, "none": None, "too large": 2
+}  # fmt: skip
+POSITIONS: Values = {
+    n: ARRAY[n] for n in ("none", "word", "words", "complex", "flags", "objects", "ragged", "set")
+} | {"floats": np.ones(3), "nan": np.array([NAN]), "square": zeros(2, 2, dtype=np.int64)}  # fmt: skip
+PARTS = {
+    "out_a": zeros(2, 8, 4), "lse_a": zeros(2, 8), "out_b": zeros(2, 8, 4), "lse_b": zeros(2, 8),
+}  # fmt: skip
+PART: Values = {**ARRAY, "shape": zeros(2, 9), "number": 1.0}
+PREDICATE_MASKS: Values = {
+    f"a predicate that {word}": Mask(predicate=rule)  # type: ignore[arg-type]
+    for word, rule in {
+        "returns nothing": lambda _i, _j: None,
+        "returns words": lambda _i, _j: "yes",
+        "returns distances": lambda i, j: i - j,
+        "returns another shape": lambda _i, _j: np.ones(5, bool),
+        "takes one argument": lambda i: i,
+    }.items()
+}
+model, fast = Model(4, 2, 16), HARDWARE["tpu-v5e"]
+inputs = {"q": zeros(*Q), "k": zeros(*KV), "v": zeros(*KV)}
+
+SUBJECTS: dict[str, Subject] = {
+    "ring_core.Mask": Subject(
+        Mask, {},
+        {
+            **{n: OPTIONS[n] for n in ("causal", "window", "chunk_size")},
+            "cu_seqlens": {
+                n: x for n, x in OPTIONS["cu_seqlens"].items() if n not in ("early end", "late end")
+            },
+            "predicate": PREDICATES,
+        },
+    ),
+    "ring_core.Mask.dense": Subject(
+        CAUSAL.dense, {"q_pos": np.arange(3), "k_pos": np.arange(3)},
+        {"q_pos": POSITIONS, "k_pos": POSITIONS},
+    ),
+    "ring_core.make_plan": Subject(
+        make_plan, {"mask": Mask(), "seq_len": 8, "cp_size": 2, "schedule": "zigzag"},
+        {
+            "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
+            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "schedule": NAME,
+            "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
+        },
+    ),
+    "ring_core.Plan.items": Subject(
+        plan.items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
+    ),
+    "ring_core.Plan.helped": Subject(
+        plan.helped, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
+    ),
+    "ring_core.Plan.gather": Subject(
+        plan.gather, {"rank": 0}, {"rank": RANK, "own": FLAG}
+    ),
+    "ring_core.Plan.table": Subject(plan.table, {"step": 0}, {"step": RANK}),
+    "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
+    "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),
+    "ring_core.Plan.k_positions": Subject(plan.k_positions, {"rank": 0}, {"rank": RANK}),
+    "ring_core.Layout": Subject(
+        Layout, {"name": "zigzag", "seq_len": 8, "cp_size": 2},
+        {"name": NAME, "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}},
+    ),
+    "ring_core.Layout.runs": Subject(plan.q_layout.runs, {"rank": 0}, {"rank": RANK}),
+    "ring_core.layout_of": Subject(layout_of, {"schedule": "plain"}, {"schedule": NAME}),
+    "ring_core.KernelConfig": Subject(
+        KernelConfig, {},
+        {
+            "name": {n: x for n, x in NAME.items() if n != "typo"},
+            "block_q": SIZE, "block_k": SIZE,
+            "fused_backward": {n: x for n, x in FLAG.items() if n != "none"},
+        },
+    ),
+    "ring_core.merge": Subject(merge, PARTS, dict.fromkeys(PARTS, PART)),
+    "ring_core.finalize": Subject(
+        finalize, {"out": zeros(2, 8, 4, 16), "lse": zeros(2, 4, 8), "sinks": zeros(4)},
+        {
+            "out": {**ARRAY, "number": 1.0, "shape": zeros(2, 8, 3, 16)},
+            "lse": {**ARRAY, "number": 1.0, "shape": zeros(2, 8, 4)},
+            "sinks": TENSORS["sinks"],
+        },
+    ),
+    "ring_core.reference.attention": Subject(
+        reference.attention, inputs, {**TENSORS, **MASK_OPTIONS, **NUMBERS}
+    ),
+    "ring_core.reference.attention_grads": Subject(
+        reference.attention_grads, {"dout": zeros(*Q), **inputs},
+        {**TENSORS, **MASK_OPTIONS, **NUMBERS, **UPSTREAM},
+    ),
+    **{
+        f"ring_core.reference.{call.__name__}": Subject(
+            call, {"plan": plan, "dout": zeros(*Q), **inputs},
+            {
+                **TENSORS, **NUMBERS, "plan": PLAN, "precision": NAME, "dlse": UPSTREAM["dlse"],
+                "dout": {n: x for n, x in UPSTREAM["dout"].items() if n != "none"},
+            },
+        )
+        for call in (reference.simulate, reference.run)
+    },
+    "ring_core.philox.dropout_keep": Subject(
+        dropout_keep, {"p": 0.5, "seed": 1, **{key: [0] for key in ("batch", "heads", "queries", "keys")}},
+        {
+            "p": {n: x for n, x in OPTIONS["dropout_p"].items() if n != "without a seed"},
+            "seed": {**OPTIONS["dropout_seed"], "none": None},
+            **dict.fromkeys(("batch", "heads", "queries", "keys"), POSITIONS),
+        },
+    ),
+    "ring_core.cost.Model": Subject(
+        Model, {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16},
+        {
+            **{key: {**SIZE, "none": None} for key in ("num_q_heads", "num_kv_heads", "head_dim")},
+            "v_head_dim": SIZE, **{key: {**SIZE, "none": None} for key in ("batch", "bytes_per_element")},
+        },
+    ),
+    "ring_core.cost.Hardware": Subject(
+        Hardware, {"name": "x", "matmul_tflops": 1.0, "backward_tflops": 1.0, "link_gb_s": 1.0, "hop_us": 1.0, "source": "x"},
+        {
+            "name": {n: x for n, x in NAME.items() if n not in ("typo", "empty")},
+            **{key: {**REAL, "zero": 0.0, "negative": -1.0, "none": None} for key in ("matmul_tflops", "backward_tflops", "link_gb_s")},
+            "hop_us": {**REAL, "negative": -1.0, "none": None},
+            "source": {n: x for n, x in NAME.items() if n not in ("typo", "empty")},
+        },
+    ),
+    "ring_core.cost.hardware": Subject(hardware, {"name": "tpu-v5e"}, {"name": NAME}),
+    "ring_core.cost.estimate": Subject(
+        estimate, {"plan": plan, "model": model, "hardware": fast},
+        {"plan": PLAN, "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"}, "backward": FLAG},
+    ),
+    "ring_core.cost.compare": Subject(
+        compare, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2, "model": model, "hardware": fast},
+        {
+            "mask": MASKS, "seq_len": {n: x for n, x in LENGTH.items() if n not in ("zero", "negative", "indivisible")},
+            "cp_size": {**SIZE, "none": None},
+            "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"},
+            "schedules": {"typo": ("zigzak",), "word": "plain", "number": 3, "numbers": (3,), "none": None},
+            "kv_seq_len": {n: x for n, x in LENGTH.items() if n not in ("none", "zero", "negative", "indivisible")},
+            "backward": FLAG,
+        },
+    ),
+    "ring_core.viz.describe": Subject(describe, {"plan": plan}, {"plan": PLAN, "color": FLAG, "width": {**SIZE, "none": None}}),
+    "ring_core.viz.plot": Subject(
+        plot, {"plan": plan, "path": Path("x.svg")},
+        {"plan": PLAN, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},
+    ),
+    "ring_core.viz.plot_costs": Subject(
+        plot_costs, {"costs": {2: compare(CAUSAL, seq_len=8, cp_size=2, model=model, hardware=fast)}, "title": "x", "path": Path("x.svg")},
+        {
+            "costs": {"none": None, "empty": {}, "word": "x", "flat": {"plain": 1}},
+            "title": {"none": None, "number": 3},
+            "path": {"none": None, "number": 3.5, "list": ["x.svg"]},
+        },
+    ),
+}  # fmt: skip
+
+#: What kernels, loops and commands make and use, and what describes their tensors to the checks.
+FOR_BACKENDS = {
+    f"ring_core.{name}"
+    for name in (
+        "Capabilities", "Fetch", "Gather", "Plan", "Request", "Run", "Stage", "Step", "WorkItem",
+        "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
+        "cost.Cost", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
+        "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
+def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
+    assert not list(problems(SUBJECTS[name], argument))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_argument_has_wrong_values(name: str) -> None:
+    assert not SUBJECTS[name].argument_without_row()
+
+
+def test_every_public_function_has_a_row() -> None:
+    modules = (
+        "ring_core",
+        "ring_core.cost",
+        "ring_core.philox",
+        "ring_core.reference",
+        "ring_core.viz",
+    )
+    assert not forgotten(modules, SUBJECTS, FOR_BACKENDS)

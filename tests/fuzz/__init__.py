@@ -1,0 +1,1 @@
+"""Random cases of the table's kind, on every backend: ``python tests/fuzz`` or ``nox -s fuzz``."""

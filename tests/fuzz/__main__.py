@@ -1,0 +1,116 @@
+"""Run random cases on a backend: ``nox -s fuzz`` (``-- --seconds 3600 --resume`` by hand).
+
+Goes on where ``out/fuzz.json`` ends with ``--resume``, after running again what failed. Prints the
+tallies of all backends in that file, and writes them as JSON where ``--json`` says. A failure is
+printed as the expression that makes its case; put it into ``tests/cases.py`` under a name of its
+own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ROOT / "out" / "fuzz.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fuzz, and say what was found; 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--backend", choices=("core", "torch", "jax"), default="core")
+    parser.add_argument("--cases", type=int, default=2000, help="how many seeds (2000)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for how long at most (600)")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--seed", type=int, default=0, help="the first seed (0)")
+    start.add_argument("--resume", action="store_true", help="go on after the backend's last run")
+    parser.add_argument("--state", type=Path, default=STATE, help="where runs are kept")
+    parser.add_argument("--json", type=Path, help="write the tallies here, too")
+    options = parser.parse_args(argv)
+    if options.backend == "jax":  # read when it is imported
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    return _run(options)
+
+
+def _run(options: Any) -> int:
+    from fuzz.campaign import Campaign, Tally, load, save
+
+    tallies = load(options.state) if options.state.exists() else {}
+    if not options.resume:
+        tallies[options.backend] = Tally(options.seed, options.seed)
+    tally = tallies.setdefault(options.backend, Tally(0, 0))
+    backend = _backend(options.backend)
+    campaign = Campaign(options.backend, backend, tally)
+    began = saved = time.monotonic()
+    try:
+        for failure in campaign.run_failed_again():
+            _show(failure)
+        for _ in range(options.cases):
+            if time.monotonic() - began > options.seconds:
+                break
+            found = campaign.run_next()
+            if found is not None:
+                _show(found)
+            if time.monotonic() - saved > 20:
+                save(options.state, tallies)
+                saved = time.monotonic()
+                print(f"{options.backend}: seed {tally.next}, {tally.line()}", flush=True)
+    finally:
+        save(options.state, tallies)
+        if hasattr(backend, "close"):
+            backend.close()
+    _report(tallies, options.json)
+    return 1 if tally.failures else 0
+
+
+def _backend(name: str) -> Any:
+    if name == "torch":
+        from backends.torch_ranks import TorchBackend
+
+        return TorchBackend()
+    if name == "jax":
+        from backends.jax_devices import JaxBackend
+
+        return JaxBackend()
+    from backends.simulator import SimulatorBackend
+
+    return SimulatorBackend()
+
+
+def _show(failure: Any) -> None:
+    print(f"\nseed {failure.seed} failed: {failure.error}\n  {failure.trial}")
+    print(f"  simplest: {failure.simplest}\n", flush=True)
+
+
+def _report(tallies: dict[str, Any], path: Path | None) -> None:
+    for name, tally in tallies.items():
+        print(f"{name}: seeds {tally.first} to {tally.next - 1}, {tally.line()}")
+    if path is None:
+        return
+    report = {
+        name: {
+            "seeds": [tally.first, tally.next - 1],
+            "cases": tally.cases,
+            "refused": tally.refused.total(),
+            "failed": len(tally.failures),
+            "seconds": round(tally.seconds),
+            "worst_error_over_tolerance": round(tally.worst, 3),
+            "judged_over_several_draws": tally.redrawn,
+        }
+        for name, tally in tallies.items()
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""A seed's case: every rule, shape, dtype, schedule and option, in any company.
+
+The same seed gives the same trial for the same limits, on any machine. Seeds that share a program
+differ in the values of their arrays alone, which costs a compiling backend one compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from cases import Case, Lattice, Segments, diagonals, prefix
+
+from fuzz.trial import Trial
+from ring_core import SCHEDULES, Mask
+
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a backend runs, and how much of it is affordable."""
+
+    ring_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ways: dict[str, tuple[str, ...]]
+    tokens: int = 72
+    pairs: int = 24_000  # of a query and a key, over batch and heads
+    values: int = 1  # how many seeds share a program
+
+
+LIMITS = {
+    "core": Limits(
+        (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 11, 16), ("float64", "float32", "bfloat16"), {}
+    ),
+    "torch": Limits(
+        (1, 1, 2, 2, 2, 3, 4),
+        ("float64", "float32", "float32", "bfloat16", "float16"),
+        {
+            "kernel": ("auto", "eager", "eager", "sdpa"),
+            "transport": ("auto", "auto", "p2p", "p2p", "gather"),
+        },
+        tokens=64,
+        pairs=12_000,
+    ),
+    "jax": Limits(
+        (1, 2, 3, 4, 5, 8),
+        ("float64", "float32", "float32", "bfloat16", "float16"),
+        {},
+        tokens=64,
+        pairs=20_000,
+        values=25,
+    ),
+}
+
+
+def draw(seed: int, limits: Limits) -> Trial:
+    """The trial of a seed."""
+    rng = np.random.default_rng([seed // limits.values, 0])
+    cp_size, schedule = pick(rng, limits.ring_sizes), pick(rng, SCHEDULES)
+    unit = 2 * cp_size if schedule == "zigzag" else cp_size
+    long = limits.values == 1 and rng.random() < 0.04  # several tiles of a predicate a rank
+    tokens = 6 * limits.tokens if long else limits.tokens
+    seq_len, keys = _lengths(rng, unit, tokens)
+    case = Case(
+        f"fuzz-{seed}", _mask(rng, seq_len, keys, cp_size), schedule, cp_size, seq_len, keys,
+        dtype=pick(rng, limits.dtypes), **_shape(rng, seq_len * (keys or seq_len), limits),
+        **_options(rng),
+    )  # fmt: skip
+    way = tuple((name, pick(rng, values)) for name, values in limits.ways.items())
+    return Trial(_values(np.random.default_rng([seed, 1]), case), way)
+
+
+def pick[T](rng: Rng, choices: Sequence[T]) -> T:
+    """One of some, each as likely."""
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _lengths(rng: Rng, unit: int, tokens: int) -> tuple[int, int | None]:
+    """Queries, and keys where they are not as many."""
+    most = max(1, tokens // unit)
+    seq_len, keys = (unit * int(n) for n in rng.integers(1, most + 1, 2))
+    return seq_len, keys if rng.random() < 0.25 else None
+
+
+def _mask(rng: Rng, seq_len: int, keys: int | None, cp_size: int) -> Mask:
+    shard = seq_len // cp_size
+    sides = (None, None, 0, 1, 3, shard - 1, shard, shard + 1, seq_len // 2, 2 * seq_len)
+    period = int(rng.integers(1, 9))
+    lattice = Lattice(
+        period, int(rng.integers(0, period + 1)), int(rng.integers(1, 24)), int(rng.integers(2, 5))
+    )
+    window, chunk = (pick(rng, sides), pick(rng, sides)), int(rng.integers(1, seq_len + 3))
+    has_documents = keys is None and rng.random() < 0.3
+    predicates: tuple[Any, ...] = (diagonals, prefix, lattice, lattice)
+    return Mask(
+        causal=bool(rng.random() < 0.5),
+        window=window if rng.random() < 0.45 else None,
+        chunk_size=pick(rng, (chunk, shard, 2 * shard)) if rng.random() < 0.25 else None,
+        cu_seqlens=_documents(rng, seq_len) if has_documents else None,
+        predicate=pick(rng, predicates) if rng.random() < 0.2 else None,
+    )
+
+
+def _documents(rng: Rng, seq_len: int) -> tuple[int, ...]:
+    """Offsets: anywhere, or one long document among short ones; empty ones among them."""
+    cuts = rng.integers(0, seq_len + 1, int(rng.integers(0, 9)))
+    if rng.random() < 0.3:
+        cuts = np.cumsum(rng.integers(0, 4, seq_len))
+        cuts = cuts[cuts <= pick(rng, (seq_len, seq_len // 2, seq_len // 4))]
+    return (0, *sorted(cuts.tolist()), seq_len)
+
+
+def _shape(rng: Rng, pairs: int, limits: Limits) -> dict[str, Any]:
+    """Batch, heads and their dimensions, within what is affordable."""
+    kv_heads, group = int(rng.integers(1, 4)), pick(rng, (1, 1, 2, 3, 8))
+    batch = 0 if rng.random() < 0.005 else int(rng.integers(1, 4))
+    while batch * kv_heads * group * pairs > limits.pairs and (batch, kv_heads, group) != (1, 1, 1):
+        batch, kv_heads, group = (max(1, n // 2) for n in (batch, kv_heads, group))
+    dim = pick(rng, (1, 2, 4, 5, 8, 8, 16, 17, 32))
+    v_dim = pick(rng, (1, 3, 8, 16)) if rng.random() < 0.3 else dim
+    return {"batch": batch, "heads": (kv_heads * group, kv_heads), "dims": (dim, v_dim)}
+
+
+def _options(rng: Rng) -> dict[str, Any]:
+    chances: dict[str, tuple[float, tuple[Any, ...]]] = {
+        "softmax_scale": (0.15, (0.05, 0.7, 1.0, 0.0, -0.5)),
+        "softcap": (0.15, (0.1, 1.5, 30.0, 1e4)),
+        "sinks": (0.2, (0, 1, 3)),
+        "bias": (0.25, ("full", "shared", "heads", "batch", "masked", "masked")),
+        "alibi": (0.15, (1, 2)),
+        "dropout_p": (0.15, (0.1, 0.5, 0.9)),
+        "segments": (0.25, ("documents", "pair", "padded", "scattered")),
+        "lse_grad": (0.3, (True,)),
+    }
+    return {
+        name: pick(rng, values)
+        for name, (chance, values) in chances.items()
+        if rng.random() < chance
+    }
+
+
+def _values(rng: Rng, case: Case) -> Case:
+    """The case with what changes values alone: one program runs them all."""
+    if case.segments is not None:
+        segments: tuple[Segments, ...] = ("pair", "scattered")
+        if case.keys == case.seq_len:
+            segments += ("documents", "padded")
+        case = replace(case, segments=pick(rng, segments))
+    values: dict[str, Any] = {}
+    if rng.random() < 0.06:
+        has_padding = case.segments in ("padded", "scattered")
+        kinds = ("q", "k", "v", "q-inf", "k-inf", "v-inf", "padding" if has_padding else "k")
+        values["poison"] = pick(rng, kinds)
+    if rng.random() < 0.1:
+        values["spread"] = pick(rng, (10.0, 40.0))
+    if rng.random() < 0.06:  # large logits are exact where the scale is a power of two
+        is_exact = case.dims[0] in (1, 4, 16) and case.softmax_scale is None
+        values["numbers"] = pick(rng, ("equal", "one-hot", "large" if is_exact else "equal"))
+    if values.get("poison") == "v-inf":
+        values |= {"spread": 1.0, "numbers": None}  # or weights that underflow make NaN of it
+    if case.dtype in ("bfloat16", "float16"):
+        values |= _without_cancellation(case, values)
+    return replace(case, **values)
+
+
+def _without_cancellation(case: Case, values: dict[str, Any]) -> dict[str, Any]:
+    """Values for half precision, where a backward knows ``out``, and so ``delta``, rounded.
+
+    The gradient of Q is a sum over keys from which ``delta`` cancels where keys are equal, or one
+    is seen; what rounding leaves of it there is more than the whole gradient.
+    """
+    is_alike = values.get("numbers") in ("equal", "one-hot")
+    return {
+        "numbers": None if is_alike else values.get("numbers"),
+        "dropout_p": 0.5 if case.dropout_p else 0.0,  # a factor that does not round
+    }

@@ -1,0 +1,70 @@
+"""From a trial that fails to the simplest one found that fails alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from cases import Case
+
+from fuzz.trial import Trial
+from ring_core import Mask
+
+
+def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
+    """Follow simpler trials as long as they fail."""
+    while True:
+        found = next((one for one in simpler(trial) if fails(one)), None)
+        if found is None:
+            return trial
+        trial = found
+
+
+def simpler(trial: Trial) -> list[Trial]:
+    """Trials that are one step simpler, the largest steps first."""
+    case, mask = trial.case, trial.case.mask
+    unit = 2 * case.cp_size if case.schedule == "zigzag" else case.cp_size
+    changes: list[dict[str, Any]] = [
+        {one.name: one.default}
+        for one in fields(Case)[2:]
+        if one.name not in ("cp_size", "seq_len", "heads", "dims", "batch")
+        and getattr(case, one.name) != one.default
+    ]
+    rules: list[dict[str, Any]] = [
+        {one.name: one.default}
+        for one in fields(Mask)
+        if one.init and getattr(mask, one.name) != one.default
+    ]
+    changes += [{"mask": replace(mask, **rule)} for rule in rules]
+    changes += [{"heads": (1, 1)}, {"dims": (1, 1)}, {"batch": 1}]
+    for n in {1, case.seq_len // unit // 2, case.seq_len // unit - 1} - {0}:
+        changes.append({"seq_len": unit * n, "mask": _cropped(mask, unit * n)})
+    for cp_size in range(1, case.cp_size):
+        length = 2 * cp_size if case.schedule == "zigzag" else cp_size
+        seq_len = case.seq_len // length * length
+        change = {"cp_size": cp_size, "seq_len": seq_len, "mask": _cropped(mask, seq_len)}
+        if case.kv_seq_len is not None:
+            change["kv_seq_len"] = max(1, case.kv_seq_len // length) * length
+        changes.append(change)
+    return [
+        replace(trial, case=made)
+        for made in (replace(case, **change) for change in changes)
+        if made != case and _is_whole(made)
+    ]
+
+
+def _cropped(mask: Mask, seq_len: int) -> Mask:
+    if mask.cu_seqlens is None:
+        return mask
+    inside = (at for at in mask.cu_seqlens if at < seq_len)
+    return replace(mask, cu_seqlens=(*inside, seq_len))
+
+
+def _is_whole(case: Case) -> bool:
+    """Whether a simplified case still is one."""
+    if case.keys != case.seq_len and (
+        case.segments in ("documents", "padded") or case.mask.cu_seqlens
+    ):
+        return False
+    return case.poison != "padding" or case.segments in ("padded", "scattered")

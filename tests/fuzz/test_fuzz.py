@@ -1,0 +1,159 @@
+"""Random cases, the same ones each time; and the fuzzer finds, simplifies and remembers faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backends.simulator import SimulatorBackend
+from cases import Case, Lattice, diagonals, prefix
+from mutants import MUTANTS
+from tolerances import findings
+
+from fuzz.__main__ import main
+from fuzz.campaign import Campaign, Tally, generator, load, save
+from fuzz.draw import LIMITS, draw
+from fuzz.judge import LUCK, Compared, judge, rounding
+from fuzz.trial import expression
+from ring_core import Mask, UnsupportedError
+
+SEEDS = {"core": range(1_000_000, 1_000_150), "torch": range(1_000_000, 1_000_080)}
+SEEDS["jax"] = range(LIMITS["jax"].values)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--backend"))
+
+
+def test_random_cases(backend: Any, name: str) -> None:
+    seeds = SEEDS[name]
+    campaign = Campaign(name, backend, Tally(seeds.start, seeds.start))
+    failures = [campaign.run_next() for _ in seeds]
+    assert not any(failures), "\n".join(map(str, filter(None, failures)))
+    assert campaign.tally.cases > 0.6 * len(seeds), "most are run, not refused"
+
+
+class Broken:
+    """A backend that has the right answers, except where a condition holds."""
+
+    def __init__(self, wrong: Any) -> None:
+        self.wrong = wrong
+
+    def run(self, case: Case) -> Any:
+        if case.dtype == "bfloat16":
+            raise UnsupportedError("dtype bfloat16")
+        results = dict(case.expected)
+        if self.wrong(case):
+            results["dq"] = results["dq"] + 1
+        return results
+
+
+def test_faults_are_found_and_simplified() -> None:
+    def wrong(case: Case) -> bool:
+        return case.softcap is not None and case.mask.window is not None and case.batch > 0
+
+    campaign = Campaign("core", Broken(wrong), Tally(0, 0))
+    failures = [failure for _ in range(120) if (failure := campaign.run_next())]
+    assert failures == campaign.tally.failures != []
+    assert campaign.tally.cases + campaign.tally.refused.total() + len(failures) == 120
+    assert campaign.tally.refused.total() > 0
+    for failure in failures:
+        made = eval(failure.simplest)
+        assert wrong(made) and f"fuzz-{failure.seed}: dq" in failure.error
+        assert (made.seq_len, made.heads, made.dims, made.dtype) == (1, (1, 1), (1, 1), "float32")
+        assert made.mask == Mask(window=made.mask.window)
+    campaign = Campaign("core", Broken(lambda _: False), campaign.tally)
+    assert campaign.run_failed_again() == campaign.tally.failures == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_found(mutant: str) -> None:
+    """Wrong results are not taken for bad luck."""
+    assert any(_is_found(mutant, draw(seed, LIMITS["core"]).case) for seed in range(200))
+
+
+def _is_found(mutant: str, case: Case) -> bool:
+    try:
+        results = SimulatorBackend().run(case, mutant=mutant)
+    except AssertionError:  # what arrived is not what was expected
+        return True
+    return any(
+        one.error > LUCK * (one.bound + rounding(case)[one.name]) for one in findings(case, results)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_imprecision_is_no_luck(dtype: str) -> None:
+    """Results that have a few times the allowed error, each time, are not accepted."""
+    case = Case("imprecise", Mask(causal=True), cp_size=2, seq_len=24, heads=(2, 2), dtype=dtype)
+
+    def compare(one: Case) -> Compared:
+        results = {
+            name: x + wrong * rng.standard_normal(x.shape) for name, x in one.expected.items()
+        }
+        return {found.name: (found.error, found.bound) for found in findings(one, results)}
+
+    rng, unit = np.random.default_rng(0), {"float64": 2.0**-53, "float32": 2.0**-24}
+    wrong = 40 * unit.get(dtype, 2.0**-8)
+    with pytest.raises(AssertionError, match="imprecise: out: error"):
+        judge(case, compare)
+    wrong = 0.0
+    assert judge(case, compare) == (0.0, False)
+
+
+def test_a_crash_is_a_failure() -> None:
+    def crash(_: Case) -> bool:
+        raise RuntimeError("message lost")
+
+    failure = Campaign("core", Broken(crash), Tally(1, 1)).run_next()
+    assert failure is not None and "message lost" in failure.error
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_seeds_say_what_runs(limits: str) -> None:
+    drawn = [draw(seed, LIMITS[limits]) for seed in range(300)]
+    assert drawn == [draw(seed, LIMITS[limits]) for seed in range(300)]
+    cases = [trial.case for trial in drawn]
+    assert [eval(expression(case)) for case in cases] == cases
+    rules = [
+        {f for f in ("causal", "window", "cu_seqlens", "predicate") if getattr(c.mask, f)}
+        for c in cases
+    ]
+    assert max(map(len, rules)) >= 3
+    assert {case.schedule for case in cases} == {"plain", "zigzag", "striped", "balanced"}
+
+
+def test_a_program_has_many_values() -> None:
+    values = LIMITS["jax"].values
+    cases = [draw(seed, LIMITS["jax"]).case for seed in range(2 * values)]
+    first = {(case.mask, case.seq_len, case.cp_size, case.dtype) for case in cases[:values]}
+    assert len(first) == 1
+    assert not np.array_equal(cases[0].inputs["q"], cases[1].inputs["q"])
+
+
+def test_runs_go_on_where_they_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, report = tmp_path / "fuzz.json", tmp_path / "report.json"
+    options = ["--state", str(state), "--json", str(report)]
+    assert main([*options, "--cases", "3", "--seed", "7"]) == 0
+    assert main([*options, "--cases", "2", "--resume"]) == 0
+    tally = load(state)["core"]
+    assert (tally.first, tally.next, tally.cases) == (7, 12, 5)
+    assert "core: seeds 7 to 11, 5 cases" in capsys.readouterr().out
+    assert '"seeds": [\n      7,\n      11' in report.read_text()
+
+
+def test_a_state_of_other_seeds_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.json"
+    save(path, {"core": Tally(0, 5)})
+    path.write_text(path.read_text().replace(generator(), "other"))
+    with pytest.raises(ValueError, match="move it away"):
+        load(path)
+
+
+def test_predicates_are_expressions() -> None:
+    for predicate in (diagonals, prefix, Lattice(3, 2, 8, 2)):
+        case = Case("one", Mask(window=(1, None), predicate=predicate), seq_len=8)
+        assert eval(expression(case)) == case

@@ -1,0 +1,152 @@
+"""Every argument of every public function, with wrong values: an error that names it, no result."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from wrong import NAME, OPTIONS, SIZE, Subject, Values, cases, forgotten, problems
+
+from ring_jax import ContextParallel, ring_attention
+
+Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
+
+
+def ids(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def bad_arrays(*shape: int) -> Values:
+    """Arrays of the right shape that are otherwise wrong, and what is no array."""
+    good = jnp.zeros(shape)
+    return {
+        "word": "q", "number": 1.0, "flag": True, "list": good.tolist(), "class": jax.Array,
+        "complex": good.astype(jnp.complex64), "integers": good.astype(jnp.int32),
+        "flags": good.astype(bool), "8 bits": good.astype(jnp.float8_e4m3fn),
+        "objects": np.full(shape, None), "words": np.full(shape, "1"),
+        "shape alone": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "keys": jax.random.split(jax.random.key(0), shape),
+    }  # fmt: skip
+
+
+zeros = jnp.zeros
+TENSORS: dict[str, Values] = {
+    "q": {
+        "none": None, **bad_arrays(*Q), "3 dimensions": zeros((8, 4, 16)),
+        "half": zeros(Q, jnp.float16), "5 dimensions": zeros((1, *Q)),
+        "batch": zeros((1, 8, 4, 16)), "heads": zeros((2, 8, 3, 16)),
+        "no heads": zeros((2, 8, 0, 16)), "head dim": zeros((2, 8, 4, 8)),
+        "empty": zeros((2, 0, 4, 16)), "no head dim": zeros((2, 8, 4, 0)),
+    },
+    **{
+        name: {
+            "none": None, **bad_arrays(*KV), "3 dimensions": zeros((8, 2, 16)),
+            "5 dimensions": zeros((1, *KV)), "batch": zeros((1, 8, 2, 16)),
+            "half": zeros(KV, jnp.float16), "heads": zeros((2, 8, 3, 16)),
+            "no heads": zeros((2, 8, 0, 16)), "length": zeros((2, 9, 2, 16)),
+            "empty": zeros((2, 0, 2, 16)), "head dim": zeros((2, 8, 2, 0)),
+        }
+        for name in ("k", "v")
+    },
+    "segment_ids": {
+        **{n: x for n, x in bad_arrays(2, 8).items() if n != "integers"},
+        "floats": zeros((2, 8)), "uint8": ids(2, 8, dtype=jnp.uint8), "shape": ids(2, 9),
+        "row": ids(8), "scalar": ids(), "triple": (ids(2, 8),) * 3, "empty pair": (),
+        "one of two": (ids(2, 8), None), "pair of uint8": (ids(2, 8), ids(2, 8, dtype=jnp.uint8)),
+    },
+    "sinks": {
+        **bad_arrays(4), "heads": zeros(3), "none a head": zeros((4, 0)), "scalar": zeros(()),
+        "3 dimensions": zeros((4, 1, 1)),
+    },
+    "bias": {
+        **bad_arrays(2, 4, 8, 8), "square": zeros((8, 8)), "batch": zeros((3, 4, 8, 8)),
+        "heads": zeros((2, 3, 8, 8)), "rows": zeros((2, 4, 4, 8)), "columns": zeros((2, 4, 8, 9)),
+    },
+    "alibi_slopes": {
+        **bad_arrays(4), "heads": zeros(2), "batch": zeros((3, 4)), "scalar": zeros(()),
+        "3 dimensions": zeros((1, 2, 4)),
+    },
+}  # fmt: skip
+OPTION_ARRAYS: dict[str, Values] = {
+    "causal": {"jax": jnp.array(True)}, "window": {"jax": (jnp.array(1), 0)},
+    "chunk_size": {"jax": jnp.array(4)}, "cu_seqlens": {"jax": jnp.array([0, 8])},
+    "mask": {"jax": zeros((8, 8))}, "softmax_scale": {"jax": jnp.array(0.5)},
+    "softcap": {"jax": jnp.array(0.5)}, "dropout_p": {"jax": jnp.array(0.5)},
+    "dropout_seed": {"floats": jnp.array(0.5), "flags": jnp.array(True), "two": ids(2), "three": ids(3)},
+    "deterministic": {"jax": jnp.array(True)}, "return_lse": {"jax": jnp.array(True)},
+    "kernel": {"jax": jnp.array(1)}, "transport": {"jax": jnp.array(1)},
+}  # fmt: skip
+CALL: dict[str, Values] = {
+    **TENSORS,
+    **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "schedule"},
+}
+inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
+mesh = jax.make_mesh(
+    (2, 2), ("cp", "dp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+)
+cp = ContextParallel(mesh, "cp")
+AXIS: Values = {n: x for n, x in NAME.items() if n != "none"}
+SHARD: Values = {
+    "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": jax.Array,
+}  # fmt: skip
+DIM: Values = {
+    "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
+    "list": [1], "huge": 2**70,
+}  # fmt: skip
+
+
+SUBJECTS: dict[str, Subject] = {
+    "ring_jax.ring_attention": Subject(
+        ring_attention, {**inputs, "axis_name": None},
+        {**CALL, "axis_name": AXIS, "schedule": OPTIONS["schedule"]},
+    ),
+    "ring_jax.ContextParallel": Subject(
+        ContextParallel, {"mesh": mesh, "axis_name": "cp"},
+        {
+            "mesh": {"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
+            "axis_name": {**NAME, "tuple": ("cp",)},
+            "batch_axis": {**AXIS, "the same": "cp"}, "head_axis": {**AXIS, "the same": "cp"},
+            "schedule": OPTIONS["schedule"],
+        },
+    ),
+    "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
+    **{
+        f"ring_jax.ContextParallel.{call.__name__}": Subject(
+            call, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
+        )
+        for call in (cp.layout, cp.positions)
+    },
+    **{
+        f"ring_jax.ContextParallel.{call.__name__}": Subject(
+            call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM}
+        )
+        for call in (cp.shard, cp.unshard)
+    },
+}  # fmt: skip
+#: Checked with ring_core; made by ours.
+ELSEWHERE = {"ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
+
+
+@pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
+def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
+    assert not list(problems(SUBJECTS[name], argument))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_argument_has_wrong_values(name: str) -> None:
+    assert not SUBJECTS[name].argument_without_row()
+
+
+def test_every_public_function_has_a_row() -> None:
+    assert not forgotten(("ring_jax",), SUBJECTS, ELSEWHERE)
+    methods = {
+        f"ring_jax.ContextParallel.{name}"
+        for name, value in vars(ContextParallel).items()
+        if not name.startswith("_") and inspect.isroutine(value)
+    }
+    assert methods <= set(SUBJECTS)

@@ -1,0 +1,147 @@
+"""Ranks that make different calls: an error on every rank, in both passes, that says how.
+
+A difference is found at once by the rank ahead of the one that differs. Others learn of it at once
+in the first such call, later when what they wait for does not come, within the group's timeout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import Mask
+from ring_torch import ring_attention
+from ring_torch.local import LocalRanks
+
+TIMEOUT = 2.0
+ODD = 1  # the rank that differs
+
+
+class Difference(NamedTuple):
+    """What one rank asks for and what the others do, and what the error names."""
+
+    others: dict[str, Any]
+    odd: dict[str, Any]
+    word: str
+
+
+DIFFERENCES = {
+    "length": Difference({}, {"shape": (1, 16, 2, 8)}, "q"),
+    "batch": Difference({}, {"shape": (2, 8, 2, 8)}, "q"),
+    "heads": Difference({}, {"shape": (1, 8, 4, 8)}, "q"),
+    "head dim": Difference({}, {"shape": (1, 8, 2, 16)}, "q"),
+    "dtype": Difference({}, {"dtype": torch.float64}, "q"),
+    "schedule": Difference({"causal": True}, {"causal": True, "schedule": "zigzag"}, "schedule"),
+    "causal": Difference({}, {"causal": True}, "mask"),
+    "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
+    "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
+    "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "plan"),
+    "predicate": Difference({"odd": 2}, {"odd": 3}, "plan"),
+    "scale": Difference({}, {"softmax_scale": 0.3}, "softmax_scale"),
+    "cap": Difference({}, {"softcap": 3.0}, "softcap"),
+    "sinks": Difference({}, {"sinks": torch.zeros(2)}, "sinks"),
+    "bias": Difference({}, {"bias": torch.zeros(1, 1, 8, 24)}, "bias"),
+    "slopes": Difference({}, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
+    "segments": Difference({}, {"segment_ids": torch.zeros(1, 8, dtype=torch.int32)}, "segment_ids"),
+    "probability": Difference(
+        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout"
+    ),
+    "seed": Difference(
+        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.1, "dropout_seed": 2}, "dropout"
+    ),
+    "deterministic": Difference({}, {"deterministic": True}, "deterministic"),
+    "lse": Difference({}, {"return_lse": True}, "return_lse"),
+    "kernel": Difference({"kernel": "sdpa"}, {"kernel": "eager"}, "kernel"),
+    "transport": Difference({"transport": "p2p"}, {"transport": "gather"}, "transport"),
+    "gradient": Difference({}, {"grad": False}, "needs_grad"),
+}  # fmt: skip
+
+
+def attend(options: dict[str, Any]) -> Tensor:
+    options = dict(options)
+    x = torch.ones(options.pop("shape", (1, 8, 2, 8)), dtype=options.pop("dtype", torch.float32))
+    if (n := options.pop("odd", None)) is not None:
+        options["mask"] = Mask(predicate=lambda i, j: (i - j) % n == 0)
+    x.requires_grad_(options.pop("grad", True))
+    out: Any = ring_attention(x, x, x, **options)
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
+
+
+def ends(function: Callable[[], Any]) -> tuple[str, str]:
+    """The kind of error it ends in, and its words."""
+    try:
+        function()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("a result in spite of disagreement")
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[LocalRanks]:
+    """Three ranks; a disagreement that all learn of leaves them usable."""
+    with LocalRanks(3, timeout=TIMEOUT) as pool:
+        yield pool
+
+
+def _differ(rank: int, name: str) -> tuple[str, str]:
+    difference = DIFFERENCES[name]
+    return ends(lambda: attend(difference.odd if rank == ODD else difference.others))
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_an_error_on_all(three: LocalRanks, name: str) -> None:
+    """Also on the rank that needs nothing of the others."""
+    for kind, words in three.run(_differ, name):
+        assert kind == "RankMismatchError"
+        assert re.search(rf"\b{DIFFERENCES[name].word} is ", words), words
+
+
+def _differ_in_backward(rank: int, what: str) -> tuple[str, str]:
+    first, second = attend({}), attend({})
+    if what == "another call":
+        return ends(lambda: (second if rank == ODD else first).sum().backward())
+    return ends((lambda: attend({})) if rank == ODD else first.sum().backward)
+
+
+@pytest.mark.parametrize(("what", "word"), [("another call", "call"), ("no backward", "pass")])
+def test_a_difference_in_backward_is_an_error_on_all(
+    three: LocalRanks, what: str, word: str
+) -> None:
+    for kind, words in three.run(_differ_in_backward, what):
+        assert kind == "RankMismatchError"
+        assert re.search(rf"\b{word} is ", words), words
+
+
+def _differ_after_agreeing(rank: int) -> tuple[str, str]:
+    for _ in range(2):
+        attend({}).sum().backward()
+    return ends(lambda: attend({"causal": True} if rank == ODD else {}))
+
+
+def test_a_difference_after_equal_calls_is_an_error_on_all() -> None:
+    """Those that learn of it late learn the same; of four ranks one is no neighbour."""
+    with LocalRanks(4, timeout=TIMEOUT) as pool:
+        for kind, words in pool.run(_differ_after_agreeing):
+            assert kind == "RankMismatchError"
+            assert re.search(r"mask is '(full|causal)' there", words), words
+
+
+def _one_call_less(rank: int) -> tuple[str, str]:
+    attend({}).sum().backward()
+    return ("", "") if rank == ODD else ends(lambda: attend({}))
+
+
+def test_a_missing_call_is_an_error_within_the_timeout() -> None:
+    with LocalRanks(3, timeout=TIMEOUT) as pool:
+        answers = pool.run(_one_call_less)
+    for rank in (0, 2):
+        kind, words = answers[rank]
+        assert kind == "RuntimeError"
+        assert "waited in vain for its neighbours" in words
+        assert "call 2 (forward)" in words

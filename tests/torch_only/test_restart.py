@@ -1,0 +1,58 @@
+"""A rank that dies is started again with the others, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = EXAMPLES / "train_bytes.py"
+SMALL = [
+    "--cp=2", "--seq-len=128", "--steps=8", "--layers=1", "--dim=64", "--out=none", "--no-compare",
+]  # fmt: skip
+
+#: The demonstration, in which rank 1 is killed at a step of its first life.
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_bytes
+
+drawn = train_bytes.sequence
+
+def sequence(config, step):
+    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first_life and os.environ["RANK"] == "1" and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return drawn(config, step)
+
+train_bytes.sequence = sequence
+sys.exit(train_bytes.main())
+"""
+
+
+def losses(*command: str | Path) -> list[str]:
+    """Those that the demonstration prints, as text."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return [row[1] for row in rows if len(row) == 2 and row[0].isdigit()]
+
+
+def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed = losses(DEMO, *SMALL)
+    assert len(undisturbed) == 8
+    program = tmp_path / "killed.py"
+    program.write_text(PROGRAM)
+    torchrun = (
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
+    )  # fmt: skip
+    kept = tmp_path / "kept"
+    restarted = losses(*torchrun, program, *SMALL, f"--checkpoint={kept}", "--save-every=2")
+    assert restarted == undisturbed
+    assert [file.name for file in kept.iterdir()] == ["2-float32.pt"]

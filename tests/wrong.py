@@ -1,0 +1,135 @@
+"""Wrong values for arguments: what every function has to refuse, in words that name the argument.
+
+A backend's table says for each public function how to call it rightly, and which wrong values each
+of its arguments is tried with. :func:`problems` tries them, one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import public_api
+
+from ring_core import KernelConfig, Mask
+
+NAN, INF = float("nan"), float("inf")
+Values = Mapping[str, Any]
+
+#: Values that are no switch.
+FLAG: Values = {"none": None, "one": 1, "word": "yes", "nan": NAN, "array": np.ones(2)}
+
+#: Values that are no name of anything.
+NAME: Values = {
+    "typo": "zigzak", "empty": "", "number": 3, "flag": True, "none": None, "bytes": b"plain",
+    "list": ["plain"], "array": np.array(["plain", "zigzag"]), "class": Mask,
+}  # fmt: skip
+
+#: Values that are no size.
+SIZE: Values = {
+    "zero": 0, "negative": -8, "float": 8.0, "nan": NAN, "flag": True, "word": "8", "list": [8],
+    "array": np.array([8, 8]), "numpy float": np.float64(8), "huge": 2**70,
+}  # fmt: skip
+
+#: Values that are no probability, scale or bound.
+REAL: Values = {
+    "nan": NAN, "infinite": INF, "flag": True, "word": "0.5", "complex": 0.5j, "list": [0.5],
+    "array": np.array([0.5, 0.5]), "too large": 10**400,
+}  # fmt: skip
+
+#: Wrong values of the options that are no tensors, the same for every backend.
+OPTIONS: dict[str, Values] = {
+    "schedule": NAME,
+    "causal": FLAG,
+    "window": {
+        "number": 4, "negative": (-1, 0), "three": (1, 2, 3), "one": (1,), "float": (1.0, 0),
+        "nan": (NAN, 0), "flags": (True, False), "word": "12", "array": np.array([1, 2]),
+        "huge": (2**63, 0), "flag": True, "nested": ((1, 2), 0),
+    },
+    "chunk_size": {n: x for n, x in SIZE.items() if n != "none"},
+    "cu_seqlens": {
+        "number": 8, "empty": (), "one": (0,), "late start": (1, 8), "early end": (0, 7),
+        "late end": (0, 9), "falling": (0, 5, 3, 8), "negative": (0, -3, 8), "float": (0.0, 8.0),
+        "nan": (0, NAN, 8), "flags": (False, True), "words": ("0", "8"), "word": "08",
+        "ragged": ((0, 8), 8), "two rows": ((0, 8), (0, 8)), "huge": (0, 2**63),
+        "beyond": (0, 2**70), "iterator": iter((0, 8)), "set": {0, 8},
+    },
+    "mask": {
+        "array": np.ones((8, 8), bool), "flag": True, "word": "causal", "class": Mask,
+        "rule": (lambda i, j: i >= j), "documents end elsewhere": Mask(cu_seqlens=(0, 5)),
+    },
+    "softmax_scale": REAL,
+    "softcap": {**REAL, "zero": 0.0, "negative": -1.0},
+    "dropout_p": {**REAL, "one": 1.0, "negative": -0.1, "none": None, "without a seed": 0.1},
+    "dropout_seed": {
+        "negative": -1, "2**64": 2**64, "float": 1.0, "nan": NAN, "flag": True, "word": "1",
+        "list": [1], "complex": 1j,
+    },
+    "deterministic": FLAG,
+    "return_lse": FLAG,
+    "kernel": {**NAME, "setting": KernelConfig("flash"), "class": KernelConfig},
+    "transport": NAME,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A public function with right arguments, and wrong values of each, by a word for them."""
+
+    call: Callable[..., Any]
+    right: Mapping[str, Any]
+    wrong: Mapping[str, Values]
+
+    def argument_without_row(self) -> set[str]:
+        """Arguments of the function that the table forgets."""
+        named = set(inspect.signature(self.call).parameters) - {"self"}
+        return named ^ set(self.wrong)
+
+
+def cases(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
+    """Function and argument, for each of them."""
+    return [(name, argument) for name, subject in subjects.items() for argument in subject.wrong]
+
+
+def problems(subject: Subject, argument: str) -> Iterator[str]:
+    """What is wrong with the answers to wrong values of an argument: nothing, if all is well."""
+    names = {argument, *ALSO.get(argument, ())}
+    for word, value in subject.wrong[argument].items():
+        try:
+            result = subject.call(**{**subject.right, argument: value})
+        except (ValueError, TypeError) as error:
+            text = str(error)
+            if not any(re.search(rf"(?<![a-z_]){re.escape(n)}(?![a-z_])", text) for n in names):
+                yield f"{argument} {word}: {type(error).__name__} without the name: {text[:300]}"
+        except Exception as error:  # noqa: BLE001 - any other is what we look for
+            yield f"{argument} {word}: {type(error).__name__}: {str(error)[:300]}"
+        else:
+            yield f"{argument} {word}: a result: {str(result)[:100]}"
+
+
+#: Other words that say which argument is meant.
+ALSO = {
+    "seq_len": ("sequence length",),
+    "kv_seq_len": ("sequence length",),
+    "cp_size": ("ranks",),
+    "mask": ("cu_seqlens",),
+    "name": ("layout", "hardware"),
+}
+
+
+def forgotten(modules: tuple[str, ...], tables: Mapping[str, Subject], made: set[str]) -> set[str]:
+    """Public functions and classes that no table has, and that are not ``made`` by ours alone."""
+    every = {
+        f"{module}.{name}"
+        for module in modules
+        for name in public_api._public_names(importlib.import_module(module))
+        if inspect.isroutine(value := getattr(importlib.import_module(module), name))
+        or (inspect.isclass(value) and not issubclass(value, Exception))
+    }
+    assert made <= every, made - every
+    return every - made - set(tables)
