@@ -159,8 +159,9 @@ def _values(rng: Rng, case: Case) -> Case:
     if rng.random() < 0.06:  # large logits are exact where the scale is a power of two
         is_exact = case.dims[0] in (1, 4, 16) and case.softmax_scale is None
         values["numbers"] = pick(rng, ("equal", "one-hot", "large" if is_exact else "equal"))
-    if values.get("poison") == "v-inf":
-        values |= {"spread": 1.0, "numbers": None}  # or weights that underflow make NaN of it
+    if values.get("poison") == "v-inf":  # weights or slopes that underflow make NaN of it
+        values |= {"spread": 1.0, "numbers": None}
+        values |= {"poison": "v"} if case.softcap is not None else {}
     if case.dtype in ("bfloat16", "float16"):
         values |= _without_cancellation(case, values)
     return replace(case, **values)

@@ -221,3 +221,16 @@ def test_one_device_on_a_mesh_with_explicit_axes() -> None:
     split = jax.device_put(x, NamedSharding(mesh, P(None, "cp")))
     with pytest.raises(ValueError, match=r"axis_name=None runs on one device.*use ContextParallel"):
         loss(split)
+
+
+def test_donated_inputs() -> None:
+    """Buffers that a step may overwrite give the same step, and are gone after it."""
+
+    def step(*args: jax.Array) -> Any:
+        return [x - 0.1 * g for x, g in zip(args, gradients(ring(), *args), strict=True)]
+
+    expected = [np.asarray(x) for x in jax.jit(step)(*qkv())]
+    given = [jax.device_put(x, NamedSharding(mesh_of(cp=2), P(None, "cp"))) for x in qkv()]
+    for got, wanted in zip(jax.jit(step, donate_argnums=(0, 1, 2))(*given), expected, strict=True):
+        close(got, wanted)
+    assert all(x.is_deleted() for x in given)

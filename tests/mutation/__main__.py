@@ -30,7 +30,7 @@ MODULES = (
 TESTS = (
     "core/test_layout.py", "core/test_mask.py", "core/test_merge.py", "core/test_item.py",
     "core/test_gather.py", "core/test_plan.py", "core/test_reference.py",
-    "core/test_table_executor.py", "core/test_bad_input.py", "conformance/test_table.py",
+    "core/test_table_executor.py", "conformance/test_table.py",
 )  # fmt: skip
 
 SETTINGS = """\

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-#: Modules that ranks are forked with: they take seconds to import.
+# Modules that ranks are forked with, for they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
 _GRACE = 5.0
