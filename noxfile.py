@@ -114,6 +114,28 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def soak(session: nox.Session) -> None:
+    """Make 10,000 calls of changing shapes, twice, and one of a million tokens: nothing grows."""
+    install(session, BACKENDS["torch"], [], *CONSTRAINED)
+    session.run("python", "tests/soak.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(python="3.12", default=False)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in ("torch", "jax")])
+def hosts(session: nox.Session, backend: str) -> None:
+    """Run rings over hosts made of network namespaces; needs Linux and root."""
+    install(session, BACKENDS[backend], [], *CONSTRAINED)
+    session.run("python", "tests/hosts.py", backend, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def audit(session: nox.Session) -> None:
+    """Look up known vulnerabilities of all pinned dependencies; asks the network."""
+    session.install("pip-audit>=2.9")
+    session.run("pip-audit", "--requirement=constraints.txt", "--no-deps", "--disable-pip")
+
+
+@nox.session(python="3.12", default=False)
 def gpu(session: nox.Session) -> None:
     """Run the table of cases on this machine's GPUs, one NCCL process each."""
     install(session, BACKENDS["torch"], ["test"], *CONSTRAINED)

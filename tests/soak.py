@@ -1,0 +1,212 @@
+"""Long runs: thousands of calls that leave nothing behind, and one of a million tokens.
+
+``python tests/soak.py`` makes 10,000 forward and backward passes of changing shapes on a ring of
+three processes, twice, and prints what grew; then a million tokens, whose results it compares with
+dense attention at the borders of shards. The exit code is 1 if anything grew or differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import ring_core._plan
+import ring_torch._call
+import ring_torch._comm
+from ring_core import SCHEDULES, reference
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+HEAD_DIM = 8
+GROWTH = 32 << 20  # bytes by which a process may grow after the first fifth of a run
+NEAR = 1e-4  # of float32 results of a million tokens, from float64
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    memory: int  # bytes, resident
+    files: int
+    threads: int
+    plans: int
+    calls: int
+    agreed: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """What this process holds."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            memory=pages * os.sysconf("SC_PAGE_SIZE"),
+            files=len(list(Path("/proc/self/fd").iterdir())),
+            threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
+            plans=ring_core._plan._make_plan.cache_info().currsize,
+            calls=ring_torch._call._prepare.cache_info().currsize,
+            agreed=max((len(past.agreed) for past in ring_torch._comm._pasts.values()), default=0),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of calls: what was held after the first fifth and at the end, and all its results."""
+
+    warm: Held
+    end: Held
+    digest: str
+    seconds: float
+
+
+def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
+    """A rule for a sequence, of any kind."""
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        dict,
+        lambda: {"causal": True},
+        lambda: {"causal": True, "window": (int(rng.integers(length)), 0)},
+        lambda: {"window": tuple(rng.integers(length, size=2).tolist())},
+        lambda: {"chunk_size": int(rng.integers(1, length + 1))},
+        lambda: {"cu_seqlens": (0, *sorted(rng.integers(length, size=3).tolist()), length)},
+        lambda: {"softcap": float(rng.uniform(1, 9))},
+        lambda: {"dropout_p": 0.1, "dropout_seed": int(rng.integers(2**40))},
+    ]
+    return kinds[rng.integers(len(kinds))]()
+
+
+def one_call(cp: ContextParallel, rng: np.random.Generator) -> list[Tensor]:
+    """A forward and backward of a shape and rule drawn anew; results and gradients."""
+    length = 2 * cp.cp_size * int(rng.integers(1, 9))
+    heads = int(rng.choice([1, 2]))
+    given = options(rng, length)
+    generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    q, k, v = (
+        cp.shard(torch.randn(1, length, h, HEAD_DIM, generator=generator)).requires_grad_()
+        for h in (2, heads, heads)
+    )
+    out = cp.attention(q, k, v, deterministic=True, **given)
+    out.square().sum().backward()
+    found = [x.grad for x in (q, k, v)]
+    return [out.detach(), *(x for x in found if x is not None)]
+
+
+def many_calls(_: int, calls: int, seed: int) -> Run:
+    """So many calls; every rank makes this."""
+    started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
+    rings = [ContextParallel(schedule=schedule) for schedule in SCHEDULES]
+    warm = None
+    for n in range(calls):
+        for x in one_call(rings[n % len(rings)], rng):
+            digest.update(x.numpy().tobytes())
+        if n == calls // 5:
+            warm = Held.now()
+    assert warm is not None
+    return Run(warm, Held.now(), digest.hexdigest()[:16], time.monotonic() - started)
+
+
+def growth(run: Run) -> list[str]:
+    """What a run left behind."""
+    warm, end = run.warm, run.end
+    wrong = []
+    if end.memory > warm.memory + GROWTH:
+        wrong.append(f"memory grew by {(end.memory - warm.memory) >> 20} MiB")
+    if end.files > warm.files:
+        wrong.append(f"open files grew from {warm.files} to {end.files}")
+    if end.threads > warm.threads:
+        wrong.append(f"threads grew from {warm.threads} to {end.threads}")
+    limits = {
+        "plans": ring_core._plan._make_plan.cache_info().maxsize,
+        "calls": ring_torch._call._prepare.cache_info().maxsize,
+        "agreed": ring_torch._comm._MOST_AGREED,
+    }
+    for name, limit in limits.items():
+        if limit is None or getattr(end, name) > limit:
+            wrong.append(f"{name} kept: {getattr(end, name)}, more than {limit}")
+    return wrong
+
+
+def drawn(first: int, last: int, seed: int) -> Tensor:
+    """Tokens ``[1, last - first, 1, HEAD_DIM]`` of a long sequence, the same whoever draws them."""
+    n = torch.arange(first, last, dtype=torch.float64)[:, None] + 1
+    wave = torch.sin(n * (torch.arange(HEAD_DIM) + 1.37 + seed) * 0.7311 + seed) * 1.7
+    return wave.float()[None, :, None]
+
+
+def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
+    """Attention over a long sequence on contiguous shards: largest error, and seconds.
+
+    Results are compared where shards meet, with those of a slab that holds all that they depend on.
+    """
+    started = time.monotonic()
+    cp = ContextParallel(schedule="plain")
+    share = length // cp.cp_size
+    first = rank * share
+    q, k, v = (drawn(first, first + share, seed).requires_grad_() for seed in range(3))
+    out = cp.attention(q, k, v, causal=True, window=(window, 0), deterministic=True)
+    out.backward(drawn(first, first + share, 3))
+    error = 0.0
+    for at in (first, first + share // 2, first + share - window):
+        low, high = max(0, at - 2 * window), min(length, at + 3 * window)
+        inner = slice(max(at, low), min(at + window, first + share))
+        slab = [drawn(low, high, seed).double().numpy() for seed in range(4)]
+        rule: dict[str, Any] = {"causal": True, "window": (window, 0)}
+        expected = [
+            reference.attention(*slab[:3], **rule)[0],
+            *reference.attention_grads(slab[3], *slab[:3], **rule)[:3],
+        ]
+        for x, wanted in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
+            assert x is not None
+            mine = x.detach()[:, inner.start - first : inner.stop - first].double().numpy()
+            right = wanted[:, inner.start - low : inner.stop - low]
+            error = max(error, float(np.abs(mine - right).max()))
+    return error, time.monotonic() - started
+
+
+def say(text: str) -> None:
+    """A line, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Run both; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long sequence")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    wrong: list[str] = []
+    with LocalRanks(3, patience=None) as ranks:
+        first, again = (ranks.run(many_calls, asked.calls, asked.seed) for _ in range(2))
+    for rank, (one, other) in enumerate(zip(first, again, strict=True)):
+        say(f"rank {rank}: {asked.calls} calls in {one.seconds:.0f} s, digest {one.digest}")
+        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
+        say(f"  again, at the end {other.end}, digest {other.digest}")
+        wrong += [f"rank {rank}: {text}" for run in (one, other) for text in growth(run)]
+        if one.digest != other.digest:
+            wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
+    with LocalRanks(4, patience=None) as ranks:
+        found = ranks.run(long_sequence, asked.tokens, 256)
+    error, seconds = (max(column) for column in zip(*found, strict=True))
+    say(f"{asked.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}")
+    if not error <= NEAR:
+        wrong.append(f"{asked.tokens} tokens: an error of {error:.1e}")
+    for text in wrong:
+        say(f"wrong: {text}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

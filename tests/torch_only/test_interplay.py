@@ -1,0 +1,195 @@
+"""Ring attention inside what else torch wraps round models: FSDP, DDP, hooks, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.local import LocalRanks
+
+LENGTH, DIM = 16, 16
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalRanks]:
+    """Two rings of two ranks: data x context parallel."""
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+class Layer(nn.Module):
+    """Projections round causal attention; ``cp`` holds the sequence."""
+
+    def __init__(self, cp: ContextParallel | None) -> None:
+        super().__init__()
+        self.cp = cp
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM).double(), nn.Linear(DIM, DIM).double()
+        generator = torch.Generator().manual_seed(7)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 8)).chunk(3, dim=2)
+        attend: Any = ring_attention if self.cp is None else self.cp.attention
+        y: Tensor = self.out(attend(q, k, v, causal=True).flatten(-2))
+        return y
+
+
+def batches() -> list[Tensor]:
+    """A whole sequence for each of the two rings."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, LENGTH, DIM, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def expected(steps: int = 1) -> list[Tensor]:
+    """Gradients of the mean loss of the ranks; for a process that is in no group."""
+    assert not dist.is_initialized()
+    whole = Layer(None)
+    for _ in range(steps):
+        (sum(whole(x).square().sum() for x in batches()) / 4).backward()
+    return [weight.grad for weight in whole.parameters() if weight.grad is not None]
+
+
+def mesh_and_shard(rank: int) -> tuple[Any, ContextParallel, Tensor]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh["cp"])
+    return mesh, cp, cp.shard(batches()[rank // 2])
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def _fsdp(rank: int, wanted: list[Tensor]) -> None:
+    mesh, cp, x = mesh_and_shard(rank)
+    model = Layer(cp)
+    for part in (model.qkv, model.out, model):
+        fully_shard(part, mesh=mesh["dp", "cp"]._flatten("all"))
+    model(x).square().sum().backward()
+    same([weight.grad.full_tensor() for weight in model.parameters()], wanted)  # type: ignore[union-attr]
+
+
+def test_fully_sharded(four: LocalRanks) -> None:
+    """Weights split over all four ranks, sequences over two of them."""
+    four.run(_fsdp, expected())
+
+
+def _ddp(rank: int, wanted: list[Tensor]) -> None:
+    _, cp, x = mesh_and_shard(rank)
+    model = DistributedDataParallel(Layer(cp))
+    with model.no_sync():
+        model(x).square().sum().backward()
+    model(x).square().sum().backward()
+    same([weight.grad for weight in model.parameters() if weight.grad is not None], wanted)
+
+
+def test_gradients_gathered_without_and_then_with_sync(four: LocalRanks) -> None:
+    four.run(_ddp, expected(steps=2))
+
+
+def _checkpointed_and_hooked(rank: int) -> None:
+    """Recomputation calls the ring again, on all ranks alike; hooks see what they would see."""
+    _, cp, x = mesh_and_shard(rank)
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(Layer(cp)(x).square().sum(), x)
+    model, seen = Layer(cp), []
+    model.qkv.register_forward_hook(lambda *_: seen.append("forward"))
+    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    x.register_hook(lambda grad: 2 * grad)
+    checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    assert x.grad is not None
+    same([x.grad], [2 * wanted])
+    assert seen == ["forward", "forward", "backward"]
+
+
+def test_checkpointed_and_hooked(four: LocalRanks) -> None:
+    four.run(_checkpointed_and_hooked)
+
+
+def _some_inputs(_: int, wanted: str) -> None:
+    """Gradients of the inputs that ask for one, equal to those when all do."""
+    cp = ContextParallel()
+    generator = torch.Generator().manual_seed(1)
+    made = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in {
+            "q": (1, LENGTH, 2, 8), "k": (1, LENGTH, 2, 8), "v": (1, LENGTH, 2, 8), "sinks": (2,),
+            "bias": (1, 1, LENGTH, LENGTH),
+        }.items()
+    }  # fmt: skip
+
+    def gradients(names: tuple[str, ...]) -> dict[str, Tensor]:
+        leaves = {name: x.clone().requires_grad_(name in names) for name, x in made.items()}
+        q, k, v = (cp.shard(leaves[name]) for name in ("q", "k", "v"))
+        bias = cp.shard(leaves["bias"], dim=2)
+        out = cp.attention(q, k, v, sinks=leaves["sinks"], bias=bias, causal=True)
+        out.square().sum().backward()
+        return {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+    every, some = gradients(tuple(made)), gradients((wanted,))
+    assert set(some) == {wanted}
+    same([some[wanted]], [every[wanted]])
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "bias"])
+def test_one_input_alone_asks_for_a_gradient(four: LocalRanks, wanted: str) -> None:
+    four.run(_some_inputs, wanted)
+
+
+def _layouts(_: int) -> None:
+    """Inputs and gradients with any strides, several rings of steps, one answer."""
+    cp = ContextParallel()
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randn(1, LENGTH, 2, 8, generator=generator, dtype=torch.float64)
+    x = cp.shard(whole)
+    views = {
+        "contiguous": x,
+        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "every other": torch.stack([x, x], dim=-1).flatten(-2)[..., ::2],
+        "expanded": x[:, :, :1].expand(-1, -1, 2, -1),
+    }
+    for name, view in views.items():
+        leaf = view.detach().requires_grad_()
+        base = view.contiguous().clone().requires_grad_()
+        for y, weight in (
+            (leaf, torch.ones((), dtype=torch.float64).expand_as(x)),
+            (base, torch.ones_like(x)),
+        ):
+            cp.attention(y, y, y, causal=True).backward(weight)
+        assert leaf.grad is not None and base.grad is not None, name
+        same([leaf.grad], [base.grad])
+
+
+def test_any_strides(four: LocalRanks) -> None:
+    four.run(_layouts)
+
+
+def _modes(_: int) -> None:
+    cp = ContextParallel()
+    x = cp.shard(torch.ones(1, LENGTH, 2, 8))
+    with torch.inference_mode():
+        assert not cp.attention(x, x, x).requires_grad
+    with torch.no_grad():
+        assert not cp.attention(x.requires_grad_(), x, x).requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = nn.Linear(8, 8)(x)
+        assert y.dtype == torch.bfloat16
+        assert cp.attention(y, y, y, kernel="eager").dtype == torch.bfloat16
+    (once,) = torch.autograd.grad(cp.attention(x, x, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.sum().backward()
+
+
+def test_modes(four: LocalRanks) -> None:
+    """Inference, no gradient, autocast; a second derivative is a clear error."""
+    four.run(_modes)
