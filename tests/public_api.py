@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 FOLDER = Path(__file__).parent / "api"
 MODULES = {
@@ -67,7 +67,7 @@ def _public_names(module: ModuleType) -> set[str]:
 
 
 def _of_value(name: str, value: Any) -> Iterator[str]:
-    if not callable(value):
+    if not callable(value) or get_origin(value) is not None:  # an alias of a type
         yield f"{name}: {type(value).__name__}"
         return
     yield f"{name}{_signature(value)}"

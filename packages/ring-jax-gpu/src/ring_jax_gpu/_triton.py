@@ -31,6 +31,7 @@ class TritonKernel:
         bias=True,
         alibi=True,
         dropout=True,
+        any_scale=True,
         deterministic=True,
         lse_grad=True,
         block_sizes=True,
