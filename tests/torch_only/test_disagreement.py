@@ -7,15 +7,19 @@ in the first such call, later when what they wait for does not come, within the 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import Mask
-from ring_torch import ring_attention
+from ring_torch import _verdict, ring_attention
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0
@@ -145,3 +149,24 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
         assert kind == "RuntimeError"
         assert "waited in vain for its neighbours" in words
         assert "call 2 (forward)" in words
+
+
+def _silent_store(_: int) -> tuple[bool, bool]:
+    """Whether asking a store over a link that is down comes back, and what it says."""
+    group = dist.group.WORLD
+    assert group is not None
+    never, patch = threading.Event(), pytest.MonkeyPatch()
+    silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
+    patch.setattr(_verdict, "_store", lambda _: silent)
+    patch.setattr(_verdict, "_PATIENCE", timedelta(seconds=0.1))
+    try:
+        verdict = _verdict.Verdict(group, 1, "forward")
+        verdict.differ("words")
+        return verdict.note() is None, never.is_set()
+    finally:
+        patch.undo()
+        never.set()
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting(three: LocalRanks) -> None:
+    assert three.run(_silent_store) == [(True, False)] * 3

@@ -8,9 +8,12 @@ group makes a call, each waits until all ranks have found it to be the same.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _SAME = b"the same"
+_PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,13 @@ class Verdict:
     def differ(self, difference: str) -> None:
         """Leave a note for ranks that wait."""
         with suppress(RuntimeError):  # the store may be gone with the rank that kept it
-            _store(self.group).set(self._key, difference)
+            _ask(lambda: _store(self.group).set(self._key, difference))
 
     def note(self) -> str | None:
         """The note that another rank left, if there is one."""
         with suppress(RuntimeError):
-            store = _store(self.group)
-            if store.check([self._key]):
-                text = store.get(self._key)
-                return None if text == _SAME else text.decode(errors="replace")
+            text = _ask(lambda: _read(_store(self.group), self._key))
+            return None if text in {None, _SAME} else text.decode(errors="replace")
         return None
 
     def wait(self, digest: bytes, size: int, device: torch.device) -> str | None:
@@ -54,12 +56,15 @@ class Verdict:
         Raises:
             RuntimeError: A rank did not come within the group's timeout.
         """
-        store = _store(self.group)
-        if store.add(self._count(digest), 1) == size:
-            store.set(self._key, _SAME)
-        timeout = _timeout(self.group, device)
-        try:
+        store, timeout = _store(self.group), _timeout(self.group, device)
+
+        def meet() -> None:
+            if store.add(self._count(digest), 1) == size:
+                store.set(self._key, _SAME)
             store.wait([self._key], timeout)
+
+        try:
+            _ask(meet, timeout + _PATIENCE)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a rank of the group did not make call {self.number} within {timeout}"
@@ -70,7 +75,7 @@ class Verdict:
         """Take what all ranks have read out of the store."""
         with suppress(RuntimeError):
             for key in (self._key, self._count(digest)):
-                _store(self.group).delete_key(key)
+                _ask(lambda key=key: _store(self.group).delete_key(key))
 
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""
@@ -80,6 +85,33 @@ class Verdict:
 def _store(group: dist.ProcessGroup) -> Any:
     """The store that the group's members met in."""
     return distributed_c10d._world.pg_map[group][1]  # noqa: SLF001 - no public way
+
+
+def _read(store: Any, key: str) -> bytes | None:
+    """What is written under a key, if anything."""
+    return store.get(key) if store.check([key]) else None
+
+
+def _ask[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
+    """What the store answers; asked on a thread, for over a link that is down it never does.
+
+    Raises:
+        RuntimeError: It did not answer in time, or is gone.
+    """
+    answer: Future[T] = Future()
+    patience = patience or _PATIENCE
+
+    def ask() -> None:
+        try:
+            answer.set_result(what())
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(patience.total_seconds())
+    except TimeoutError as error:
+        raise RuntimeError(f"the process group's store did not answer within {patience}") from error
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
