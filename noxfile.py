@@ -107,6 +107,14 @@ def fuzz(session: nox.Session, backend: str) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def reliability(session: nox.Session) -> None:
+    """Run the tests of every promise, or of those named, and keep how many ran."""
+    packages = ["ring-core[viz]", "ring-torch[hf]", "ring-jax"]
+    install(session, packages, ["test", "test-torch", "test-jax"], *CONSTRAINED)
+    session.run("python", "tests/reliability.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

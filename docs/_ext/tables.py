@@ -17,17 +17,7 @@ from ring_core.viz import kv_messages
 
 RING_SIZES = (1, 2, 4, 8, 16)
 ROOT = Path(__file__).parents[2]
-PROMISES = (
-    ("every mask and option equals dense attention, forward and backward", "`tests/conformance`"),
-    ("deliberately wrong rings are found", "`tests/meta`, `tests/mutants.py`"),
-    ("a wrong value is an error that names its argument", "`test_wrong_values.py`, `tests/core/test_bad_input.py`"),
-    ("ranks that make different calls end in an error, on every rank", "`tests/torch_only/test_disagreement.py`"),
-    ("a rank that dies or stalls ends in an error on the others", "`tests/torch_only/test_faults.py`, `tests/jax_only/test_lost_processes.py`"),
-    ("training goes on from its checkpoint after a rank was killed", "`tests/torch_only/test_restart.py`"),
-    ("numbers far from one, NaN and infinity go where dense attention lets them", "`tests/conformance/test_numbers.py`"),
-    ("importing and running opens no connection; nothing is unpickled or evaluated", "`test_offline.py`, `tests/core/test_supply_chain.py`"),
-    ("public names change on purpose alone", "`tests/api`"),
-)  # fmt: skip
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def schedules(*masks: Mask, seq_len: int, cp_size: int) -> str:
@@ -102,13 +92,21 @@ def jax_kernels() -> str:
 
 
 def promises() -> str:
-    """What is promised, and what tests it."""
-    return _table(("promise", "tested by"), PROMISES)
+    """What is promised, the command that tests it, and how many tests the last kept run ran."""
+    kept = json.loads((RESULTS / "reliability.json").read_text())["promises"]
+    rows = []
+    for name, promise in kept.items():
+        counts = [
+            sum(run[key] for run in promise["runs"]) for key in ("passed", "failed", "skipped")
+        ]
+        backends = ", ".join(run["backend"] for run in promise["runs"])
+        rows.append((promise["text"], f"`nox -s reliability -- {name}`", backends, *counts))
+    return _table(("promise", "command", "backends", "passed", "failed", "skipped"), rows)
 
 
 def fuzz() -> str:
     """What the last kept run of random cases has run."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "fuzz.json").read_text())
+    kept = json.loads((RESULTS / "fuzz.json").read_text())
     rows = [
         (f"`{name}`", run["cases"], run["refused"], len(run["failures"]), run["seconds"])
         for name, run in kept["backends"].items()

@@ -1,0 +1,178 @@
+"""What is promised, the tests of each promise, and how many of them ran: ``nox -s reliability``.
+
+Runs the tests of all promises, or of those named, and keeps the counts in
+``benchmarks/results/reliability.json``, of which ``docs/reliability.md`` is made. Its exit code is
+1 if a test failed, was skipped, or none ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "reliability.json"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A promise, and the tests that would fail if it were broken."""
+
+    name: str
+    text: str
+    tests: tuple[tuple[str, str], ...]  # backend, and paths in the folder of tests
+
+
+PROMISES = (
+    Promise(
+        "exact",
+        "every mask and option gives what dense attention gives, forward and backward",
+        (
+            ("core", "conformance/test_table.py"),
+            ("torch", "conformance/test_table.py"),
+            ("jax", "conformance/test_table.py"),
+        ),
+    ),
+    Promise(
+        "noticed",
+        "rings that are broken on purpose are found",
+        (("core", "meta"), ("torch", "meta"), ("jax", "meta")),
+    ),
+    Promise(
+        "values",
+        "a wrong value of any argument of any public function is an error that names it",
+        (
+            ("core", "core/test_bad_input.py"),
+            ("torch", "torch_only/test_wrong_values.py torch_only/test_bad_input.py"),
+            ("jax", "jax_only/test_wrong_values.py jax_only/test_bad_input.py"),
+        ),
+    ),
+    Promise(
+        "disagreement",
+        "ranks that make different calls all end in an error that names the difference",
+        (("torch", "torch_only/test_disagreement.py"),),
+    ),
+    Promise(
+        "faults",
+        "where a rank is killed, stalls or is cut off, the others end within the timeout in an "
+        "error, nobody has a wrong result, and no process stays",
+        (
+            ("torch", "torch_only/test_faults.py torch_only/test_lost_ranks.py"),
+            ("jax", "jax_only/test_lost_processes.py"),
+        ),
+    ),
+    Promise(
+        "restart",
+        "training that torchrun starts anew goes on from its checkpoint with the same losses",
+        (("torch", "torch_only/test_restart.py"),),
+    ),
+    Promise(
+        "numbers",
+        "logits of 10,000, NaN, infinity, denormals, ties and rows that see nothing come out as "
+        "from dense attention; errors do not grow with the ring",
+        (
+            ("core", "conformance/test_numbers.py core/test_numerics.py"),
+            ("torch", "conformance/test_numbers.py"),
+            ("jax", "conformance/test_numbers.py"),
+        ),
+    ),
+    Promise(
+        "interplay",
+        "compiled, under autocast, checkpointing, FSDP2, DDP, hooks, vmap, scan, remat and with "
+        "donated buffers the results are the same, or the refusal is clear",
+        (
+            ("torch", "torch_only/test_interplay.py torch_only/test_compile.py"),
+            ("jax", "jax_only/test_api.py jax_only/test_program.py"),
+        ),
+    ),
+    Promise(
+        "offline",
+        "importing and running opens no connection; nothing from outside is unpickled or evaluated",
+        (
+            ("core", "core/test_supply_chain.py"),
+            ("torch", "torch_only/test_offline.py"),
+            ("jax", "jax_only/test_offline.py"),
+        ),
+    ),
+    Promise(
+        "names",
+        "public names and signatures change on purpose alone",
+        (("core", "api"), ("torch", "api"), ("jax", "api")),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Count:
+    """How the tests of a promise ended on a backend."""
+
+    backend: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: int
+
+
+def count(backend: str, paths: str) -> Count:
+    """Run tests."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        where = [str(ROOT / "tests" / path) for path in paths.split()]
+        command = ["-m", "pytest", *where, f"--backend={backend}", f"--junit-xml={report}"]
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
+        suites = list(ET.parse(report).getroot().iter("testsuite"))
+    total, wrong, errors, skipped = (
+        sum(int(suite.get(key, 0)) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    )
+    failed = wrong + errors
+    seconds = round(time.monotonic() - started)
+    return Count(backend, total - failed - skipped, failed, skipped, seconds)
+
+
+def environment() -> dict[str, str]:
+    """What the tests ran with."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in ("numpy", "torch", "jax"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> int:
+    """Run and count; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [promise.name for promise in PROMISES]
+    parser.add_argument("names", nargs="*", metavar="promise", help=", ".join(names))
+    asked = parser.parse_args().names or names
+    if unknown := sorted(set(asked) - set(names)):
+        parser.error(f"no promises: {unknown}; there are {', '.join(names)}")
+    kept = json.loads(KEPT.read_text())["promises"] if KEPT.exists() else {}
+    failed = False
+    for promise in PROMISES:
+        if promise.name in asked:
+            counts = [count(*tests) for tests in promise.tests]
+            failed |= any(one.failed or one.skipped or not one.passed for one in counts)
+            runs = [asdict(one) for one in counts]
+            kept[promise.name] = {"text": promise.text, "runs": runs}
+    promises = {promise.name: kept[promise.name] for promise in PROMISES if promise.name in kept}
+    KEPT.write_text(
+        json.dumps({"environment": environment(), "promises": promises}, indent=1) + "\n"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
