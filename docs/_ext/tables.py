@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,6 +80,17 @@ def errors(precision: Literal["float32", "bfloat16"], *, seq_len: int = 256) -> 
         found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
         rows.append((cp_size, *(f"{error:.2e}" for error in found)))
     return _table(("ranks", "out", "dQ", "dK", "dV"), rows)
+
+
+def sessions() -> str:
+    """Every session of the noxfile, in the words of its docstring."""
+    rows = []
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+        decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
+        if isinstance(node, ast.FunctionDef) and any("nox.session" in text for text in decorators):
+            words = (ast.get_docstring(node) or "").partition("\n")[0]
+            rows.append((f"`nox -s {node.name}`", words))
+    return _table(("command", "what it does"), rows)
 
 
 def torch_kernels() -> str:
