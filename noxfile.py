@@ -34,8 +34,9 @@ BACKENDS = {
 #: What their tests need beside pytest.
 GROUPS = {"torch": ["test", "test-torch"], "jax": ["test", "test-jax"]}
 
-#: Backends that use one core for a case.
-PARALLEL = ("core", "jax", "jax-gpu", "jax-tpu")
+#: How many tests of a backend run at once, where not as many as there are cores: those of torch
+#: start processes of their own.
+WORKERS = {"torch": "2"}
 
 #: What has to pass before a change is accepted.
 CI = [
@@ -73,8 +74,8 @@ def install(session: nox.Session, packages: list[str], groups: list[str], *optio
 def tests(session: nox.Session, backend: str) -> None:
     """Run one backend's tests; arguments go to pytest."""
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *CONSTRAINED)
-    workers = ["-n", "auto"] if backend in PARALLEL else []
-    session.run("pytest", "tests", f"--backend={backend}", *workers, *session.posargs)
+    workers = WORKERS.get(backend, "auto")
+    session.run("pytest", "tests", f"--backend={backend}", "-n", workers, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -84,8 +85,8 @@ def lowest(session: nox.Session, backend: str) -> None:
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *LOWEST)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    workers = ["-n", "auto"] if backend in PARALLEL else []
-    session.run("pytest", "tests", f"--backend={backend}", *workers, *warn, *session.posargs)
+    command = ("pytest", "tests", f"--backend={backend}", "-n", WORKERS.get(backend, "auto"))
+    session.run(*command, *warn, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -93,8 +94,8 @@ def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
     for backend in ("torch", "jax", "jax-tpu"):
         install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
-        workers = ["-n", "auto"] if backend in PARALLEL else []
-        command = ("pytest", "tests", f"--backend={backend}", "--all", *workers)
+        workers = WORKERS.get(backend, "auto")
+        command = ("pytest", "tests", f"--backend={backend}", "--all", "-n", workers)
         session.run(*command, *session.posargs)
 
 

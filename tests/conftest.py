@@ -126,7 +126,8 @@ def _is_slow(item: pytest.Item, backend: str) -> bool:
         return False
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
-    is_few = case.name.startswith(("causal-", "window-shard-", "documents-", "shortest-"))
+    kinds = ("causal", "window-shard", "documents", "shortest")
+    is_few = case.name.startswith(tuple(f"{kind}-{case.schedule}" for kind in kinds))
     if backend == "torch":  # beside the conformance tests, which run all
         again = item.path.name in ("test_gather.py", "test_flash.py")
         return again and case.name.endswith(("-cp4", "-cp8")) and not is_few

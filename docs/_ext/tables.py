@@ -119,11 +119,20 @@ def promises() -> str:
 def fuzz() -> str:
     """What the last kept run of random cases has run."""
     kept = json.loads((RESULTS / "fuzz.json").read_text())
+    names = ("cases", "refused", "failed", "worst_error_over_tolerance", "seconds")
     rows = [
-        (f"`{name}`", run["cases"], run["refused"], len(run["failures"]), run["seconds"])
-        for name, run in kept["backends"].items()
+        (f"`{backend}`", *(run[name] for name in names))
+        for backend, run in kept["backends"].items()
     ]
-    return _table(("backend", "cases", "refused by name", "failed", "seconds"), rows)
+    header = (
+        "backend",
+        "cases",
+        "refused by name",
+        "failed",
+        "worst error over tolerance",
+        "seconds",
+    )
+    return _table(header, rows)
 
 
 def _rms(x: Any) -> float:

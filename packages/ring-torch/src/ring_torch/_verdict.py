@@ -73,9 +73,13 @@ class Verdict:
 
     def forget(self, digest: bytes) -> None:
         """Take what all ranks have read out of the store."""
-        with suppress(RuntimeError):
+
+        def delete() -> None:
             for key in (self._key, self._count(digest)):
-                _ask(lambda key=key: _store(self.group).delete_key(key))
+                _store(self.group).delete_key(key)
+
+        with suppress(RuntimeError):
+            _ask(delete)
 
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""

@@ -1,0 +1,81 @@
+"""Models of transformers on a ring, in what torch wraps round models, over two rings at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import BYTES, LENGTH, Wide, build
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalRanks]:
+    """Two rings of two ranks, with a sequence each."""
+    with LocalRanks(RANKS) as ranks:
+        yield ranks
+
+
+def sequences() -> dict[str, Tensor]:
+    """One for each ring."""
+    tokens = torch.randint(BYTES, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _trained(rank: int, kind: str) -> list[Tensor]:
+    """The gradient of the mean loss over both sequences, as the wrapper leaves it."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh["cp"], schedule="zigzag")
+    row = slice(rank // 2, rank // 2 + 1)
+    shard = cp.shard_batch({name: x[row] for name, x in sequences().items()})
+    model = build("Llama", hf.register())
+    wrapped: Any = model
+    if kind == "fsdp":
+        ranks = mesh["dp", "cp"]._flatten("all")
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=ranks)
+    else:
+        wrapped = DistributedDataParallel(model)
+    labels = 2 * (LENGTH - 1)  # of both sequences
+    with torch.autocast("cpu", torch.bfloat16) if kind == "ddp in autocast" else Wide():
+        loss = wrapped(**shard | {"num_items_in_batch": labels}).loss
+    (RANKS * loss).backward()
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return [x.full_tensor() if kind == "fsdp" else x for x in grads]  # type: ignore[attr-defined]
+
+
+def whole_model(context: Any) -> list[Tensor]:
+    """That gradient without a ring."""
+    model = build("Llama")
+    with context:
+        loss = model(**sequences(), use_cache=False).loss
+    loss.backward()
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_are_the_whole_models(kind: str, four: LocalRanks) -> None:
+    expected = whole_model(Wide())
+    for grads in four.run(_trained, kind):
+        for found, wanted in zip(grads, expected, strict=True):
+            scale = float(wanted.abs().max())
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * scale)
+
+
+def test_under_autocast(four: LocalRanks) -> None:
+    """At most twice as far from float64 as the whole model is under autocast."""
+    exact = torch.cat([x.flatten() for x in whole_model(Wide())])
+    plain = torch.cat([x.flatten() for x in whole_model(torch.autocast("cpu", torch.bfloat16))])
+    for grads in four.run(_trained, "ddp in autocast"):
+        found = torch.cat([x.flatten() for x in grads])
+        assert 0 < (found - exact).norm() <= 2 * (plain - exact).norm()
