@@ -1,100 +1,38 @@
 """Several hosts on one machine: network namespaces with a link each, joined by a bridge.
 
-``python tests/hosts.py torch`` (or ``jax``) runs rings on 2 hosts with 2 ranks each and on 4 with
-one each, over a good link, a slow one, one that drops packets, and one that is cut. It needs Linux,
-root, and the programs ``ip`` and ``tc``; without, it says so and its exit code is 2. It is 1 if a
-result differs from dense attention, or a cut link does not end all ranks in an error in time.
+``python tests/hosts.py torch`` (or ``jax``) runs the jobs of ``on_hosts`` on 2 hosts with 2 ranks
+each and on 4 with one each, over a good link, a slow one, one that drops packets, and one that is
+cut. It needs Linux, root, and the programs ``ip`` and ``tc``; without, it says so and its exit code
+is 2. It is 1 if a result differs from dense attention, or a cut link does not end all ranks in an
+error in time. ``--json PATH`` adds what ran to a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 PORT = 29511
-TIMEOUT = 5  # seconds of the process group whose link is cut
-PATIENCE = 180  # seconds for a job, start of Python and all
-
-TORCH = f"""
-import os, sys
-from datetime import timedelta
-import numpy as np
-import torch
-import torch.distributed as dist
-from ring_core import reference
-from ring_torch import ContextParallel
-
-cut = len(sys.argv) > 1
-dist.init_process_group("gloo", timeout=timedelta(seconds={TIMEOUT} if cut else 60))
-rank = dist.get_rank()
-whole = np.random.default_rng(0).standard_normal((3, 1, 512, 2, 16))
-expected, _ = reference.attention(*whole, causal=True)
-grads = reference.attention_grads(2 * expected, *whole, causal=True)
-across = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]
-rings = [None] if cut else [None, across[rank % 2], dist.new_group([3, 1, 0, 2])]
-for step in range(10_000 if cut else len(rings)):
-    cp = ContextParallel(rings[step % len(rings)])
-    q, k, v = (cp.shard(torch.tensor(x)).requires_grad_() for x in whole)
-    out = cp.unshard(cp.attention(q, k, v, causal=True))
-    (out * out).sum().backward()
-    np.testing.assert_allclose(out.detach(), expected, rtol=1e-10, atol=1e-10)
-    for x, grad in zip((q, k, v), grads):
-        wanted = cp.shard(torch.tensor(grad))
-        torch.testing.assert_close(x.grad, wanted, rtol=1e-10, atol=1e-10)
-    print("step", step, flush=True)
-dist.barrier()
-print("equal", flush=True)
-os._exit(0)
-"""
-
-JAX = """
-import os, sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from ring_core import reference
-from ring_jax import ContextParallel
-
-cut, address = len(sys.argv) > 1, os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
-jax.distributed.initialize(
-    address, num_processes=int(os.environ["WORLD_SIZE"]), process_id=int(os.environ["RANK"]),
-    heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10,
-)
-mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))
-cp = ContextParallel(mesh, "cp")
-whole = np.random.default_rng(0).standard_normal((3, 1, 512, 2, 16)).astype(np.float32)
-everywhere = NamedSharding(mesh, P())
-q, k, v = (jax.make_array_from_callback(x.shape, everywhere, lambda at, x=x: x[at]) for x in whole)
-
-@jax.jit
-def out_and_grad(q, k, v):
-    def loss(q):
-        out = cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True))
-        return (out * out).sum(), out
-    return jax.grad(loss, has_aux=True)(q)
-
-expected, _ = reference.attention(*whole, causal=True)
-dq = reference.attention_grads(2 * expected, *whole, causal=True).dq
-for step in range(10_000 if cut else 2):
-    grad, out = (np.asarray(process_allgather(x, tiled=True)) for x in out_and_grad(q, k, v))
-    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(grad, dq, rtol=2e-4, atol=2e-4)
-    print("step", step, flush=True)
-print("equal", flush=True)
-"""
+PATIENCE = 240  # seconds for a job, start of Python and all
+TIMEOUTS = {"torch": 5, "jax": 10}  # of the process group, the heartbeat, where a link is cut
+UNDISTURBED = 60  # seconds; of the same, where it is not
+ENDINGS = r"RuntimeError|DistNetworkError|JaxRuntimeError|Terminating process|ChildFailedError"
+RINGS = ("all", "permuted", "subset", "two at once", "data x context")
 
 
 def run(*command: str) -> str:
@@ -147,7 +85,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts on a bridge, itself in a namespace; gone afterwards."""
+    """Hosts on a bridge, itself in a namespace; gone afterwards, with all that runs on them."""
     switch = f"ring-{os.getpid()}-switch"
     made = [Host(f"ring-{os.getpid()}-{n}", f"10.77.0.{n + 1}") for n in range(count)]
     try:
@@ -166,6 +104,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
         yield made
     finally:
         for name in (switch, *(host.name for host in made)):
+            with suppress(RuntimeError, ProcessLookupError):
+                for process in run("ip", "netns", "pids", name).split():
+                    os.kill(int(process), signal.SIGKILL)
             with suppress(RuntimeError):
                 run("ip", "netns", "del", name)
 
@@ -205,37 +146,88 @@ def shape(host: Host, link: Link) -> str:
     return "as it is"
 
 
-def start(
-    made: Sequence[Host], each: int, program: Path, folder: Path, *, elastic: bool, cut: bool
-) -> list[tuple[subprocess.Popen[bytes], Path]]:
-    """Start a job: with torchrun on each host, or every rank by itself."""
-    world = len(made) * each
-    base = os.environ | {
-        "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
-        "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(world),
-    }  # fmt: skip
-    running = []
-    for n, host in enumerate(made):
-        for local in range(1 if elastic else each):
-            rank = n if elastic else n * each + local
-            command = [sys.executable, str(program), *(["cut"] if cut else [])]
-            if elastic:
-                command[1:1] = [
-                    "-m", "torch.distributed.run", f"--nnodes={len(made)}", f"--node-rank={n}",
-                    f"--nproc-per-node={each}", f"--master-addr={made[0].address}",
-                    f"--master-port={PORT}",
-                ]  # fmt: skip
-            output = folder / f"{rank}.txt"
-            with output.open("w") as file:
-                process = subprocess.Popen(
-                    host.command(*command), env=base | {"RANK": str(rank), "LOCAL_RANK": str(local)},
-                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-            running.append((process, output))
-    return running
+@dataclass(frozen=True)
+class Job:
+    """So many ranks on each of some hosts; with torchrun, or started one by one."""
+
+    backend: str
+    hosts: int
+    each: int
+    link: Link
+    torchrun: bool
+
+    def __str__(self) -> str:
+        how = ", torchrun" if self.torchrun else ""
+        return f"{self.hosts} hosts x {self.each}, {self.link.name} link{how}"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a link is cut in its midst."""
+        return self.link.name == "cut"
+
+    def command(self, n: int, made: Sequence[Host]) -> list[str]:
+        """What runs on host ``n``, once, or once for each rank."""
+        program = [str(ROOT / "tests" / "on_hosts" / f"ring_{self.backend}_job.py")]
+        program += ["cut"] if self.is_cut else []
+        if not self.torchrun:
+            return [sys.executable, *program]
+        return [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}",
+            f"--node-rank={n}", f"--nproc-per-node={self.each}", f"--master-port={PORT}",
+            f"--master-addr={made[0].address}", *program,
+        ]  # fmt: skip
+
+    def environment(self, made: Sequence[Host]) -> dict[str, str]:
+        """What all its ranks are told."""
+        timeout = TIMEOUTS[self.backend] if self.is_cut else UNDISTURBED
+        return os.environ | {
+            "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT),
+            "WORLD_SIZE": str(self.hosts * self.each), "RING_TIMEOUT": str(timeout),
+        }  # fmt: skip
 
 
-def finish(running: Sequence[tuple[subprocess.Popen[bytes], Path]], seconds: float) -> list[int]:
+@dataclass(frozen=True)
+class Started:
+    """A program that runs, and the file with what it says."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def text(self) -> str:
+        """What it has said so far."""
+        return self.output.read_text(errors="replace")
+
+
+@contextmanager
+def started(job: Job, made: Sequence[Host]) -> Iterator[list[Started]]:
+    """Start a job; whatever of it still runs in the end is killed."""
+    running: list[Started] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for n, host in enumerate(made):
+                for local in range(1 if job.torchrun else job.each):
+                    rank = n * job.each + local
+                    output = Path(folder) / f"{rank}.txt"
+                    with output.open("w") as file:
+                        process = subprocess.Popen(
+                            host.command(*job.command(n, made)),
+                            env=job.environment(made)
+                            | {"RANK": str(rank), "LOCAL_RANK": str(local)},
+                            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                        )  # fmt: skip
+                    running.append(Started(process, output))
+            yield running
+        finally:
+            for one in running:
+                with suppress(ProcessLookupError):
+                    os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
+
+
+def finish(running: Sequence[Started], seconds: float) -> list[int]:
     """Wait for all; exit codes.
 
     Raises:
@@ -243,67 +235,74 @@ def finish(running: Sequence[tuple[subprocess.Popen[bytes], Path]], seconds: flo
     """
     until = time.monotonic() + seconds
     try:
-        return [process.wait(max(0.1, until - time.monotonic())) for process, _ in running]
+        return [one.process.wait(max(0.1, until - time.monotonic())) for one in running]
     except subprocess.TimeoutExpired as error:
-        texts = "\n".join(file.read_text()[-1500:] for _, file in running)
-        raise RuntimeError(f"not done in {seconds:.0f} s\n{texts}") from error
-    finally:
-        for process, _ in running:
-            process.kill()
-            process.wait()
+        raise RuntimeError(f"not done in {seconds:.0f} s\n{tails(running)}") from error
 
 
-def job(backend: str, count: int, each: int, link: Link) -> str:
-    """Run a job to its end over links of a kind; a line about it.
+def tails(running: Sequence[Started]) -> str:
+    """The last that each has said."""
+    return "\n".join(one.text[-1500:] for one in running)
+
+
+def left(made: Sequence[Host]) -> list[str]:
+    """Processes that are still on hosts; they get a moment."""
+    for _ in range(50):
+        found = [pid for host in made for pid in run("ip", "netns", "pids", host.name).split()]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def undisturbed(job: Job, made: Sequence[Host]) -> str:
+    """Run a job to its end; words about it.
 
     Raises:
         RuntimeError: It did not give the right results.
     """
-    with tempfile.TemporaryDirectory() as name, hosts(count) as made:
-        folder = Path(name)
-        program = folder / "ring.py"
-        program.write_text(TORCH if backend == "torch" else JAX)
-        taken = {shape(host, link) for host in made}
-        started = time.monotonic()
-        elastic = backend == "torch"
-        running = start(made, each, program, folder, elastic=elastic, cut=False)
+    taken = {shape(host, job.link) for host in made}
+    with started(job, made) as running:
         codes = finish(running, PATIENCE)
-        texts = [file.read_text() for _, file in running]
-        equal = sum(text.count("equal\n") for text in texts)
-        if any(codes) or equal != count * each:
-            raise RuntimeError(f"exit codes {codes}\n" + "\n".join(x[-1500:] for x in texts))
-        dropped = [
-            int(n)
-            for host in made
-            for n in re.findall(r"dropped (\d+)", host.link("-s", "qdisc", "show", "dev", "eth0"))
-        ]
-        if link.drops and not sum(dropped):
-            raise RuntimeError("the link dropped nothing: nothing was tested")
-        return f"equal on all ranks, link {', '.join(taken)}, {sum(dropped)} packets dropped, {time.monotonic() - started:.0f} s"
+        texts = "".join(one.text for one in running)
+        wanted = dict.fromkeys(("equal", *(f"ring {x}" for x in RINGS)), job.hosts * job.each)
+        if any(codes) or any(texts.count(f"{line}\n") != n for line, n in wanted.items()):
+            raise RuntimeError(f"exit codes {codes}\n{tails(running)}")
+    dropped = sum(
+        int(n)
+        for host in made
+        for n in re.findall(r"dropped (\d+)", host.link("-s", "qdisc", "show", "dev", "eth0"))
+    )
+    if job.link.drops and not dropped:
+        raise RuntimeError("the link dropped nothing: nothing was tested")
+    return f"{len(RINGS)} kinds of rings equal on all ranks, link {', '.join(taken)}, {dropped} packets dropped"
 
 
-def job_with_a_link_cut(backend: str, count: int, each: int) -> str:
-    """Run a job, cut a link in its midst, and see all ranks end in an error; a line about it.
+def with_a_link_cut(job: Job, made: Sequence[Host]) -> str:
+    """Start a job, cut a link in its midst, and see all ranks end in an error; words about it.
 
     Raises:
-        RuntimeError: A rank ended well, or did not end in time.
+        RuntimeError: A rank ended well, had a wrong result, or did not end in time.
     """
-    with tempfile.TemporaryDirectory() as name, hosts(count) as made:
-        folder = Path(name)
-        program = folder / "ring.py"
-        program.write_text(TORCH if backend == "torch" else JAX)
-        running = start(made, each, program, folder, elastic=False, cut=True)
+    with started(job, made) as running:
         until = time.monotonic() + PATIENCE
-        while not all("step 3\n" in file.read_text() for _, file in running):
-            if time.monotonic() > until or any(p.poll() is not None for p, _ in running):
-                finish(running, 0)
+        while not all("step 3\n" in one.text for one in running):
+            if time.monotonic() > until or any(x.process.poll() is not None for x in running):
+                raise RuntimeError(f"no steps were made\n{tails(running)}")
             time.sleep(0.1)
         made[-1].cut()
-        started = time.monotonic()
-        codes = finish(running, 12 * TIMEOUT)
+        began = time.monotonic()
+        codes = finish(running, 12 * TIMEOUTS[job.backend])
+        seconds = time.monotonic() - began
+        texts = [one.text for one in running]
         if not all(codes):
             raise RuntimeError(f"exit codes {codes}: a rank ended well without the others")
-        return f"all ranks ended in {time.monotonic() - started:.0f} s, exit codes {codes}"
+        if any("AssertionError" in text for text in texts):
+            raise RuntimeError(f"a wrong result\n{tails(running)}")
+        if not all(re.search(ENDINGS, text) for text in texts):
+            raise RuntimeError(f"a rank does not say why it ended\n{tails(running)}")
+    ends = sorted({"an error" if n == 1 else signal.Signals(-n).name for n in codes})
+    return f"all ranks ended in {seconds:.0f} s, in {' or '.join(ends)}"
 
 
 def main() -> int:
@@ -311,29 +310,58 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend", choices=("torch", "jax"))
     parser.add_argument("--only", default="", help="of a job's name")
+    parser.add_argument("--json", type=Path, help="add what ran to this file, too")
     asked = parser.parse_args()
     if (reason := missing()) is not None:
         sys.stderr.write(f"cannot test several hosts here: {reason}\n")
         return 2
-    jobs = {
-        f"{count} hosts x {each}, {link.name} link": (count, each, link)
+    is_torch = asked.backend == "torch"
+    jobs = [
+        Job(asked.backend, count, each, link, torchrun)
         for count, each in ((2, 2), (4, 1))
         for link in (*LINKS, Link("cut", ()))
-    }
-    failed = 0
-    for name, (count, each, link) in jobs.items():
-        if asked.only not in name:
-            continue
-        try:
-            if link.name == "cut":
-                text = job_with_a_link_cut(asked.backend, count, each)
-            else:
-                text = job(asked.backend, count, each, link)
-        except RuntimeError as error:
-            failed, text = failed + 1, f"FAILED: {error}"
-        sys.stdout.write(f"{asked.backend}, {name}: {text}\n")
-        sys.stdout.flush()
-    return 1 if failed else 0
+        for torchrun in ((True, False) if is_torch and link.name == "cut" else (is_torch,))
+    ]
+    done = [report(job) for job in jobs if asked.only in str(job)]
+    if asked.json is not None:
+        keep(asked.json, asked.backend, done)
+    return 0 if all(one.ok for one in done) else 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a job ended."""
+
+    name: str
+    ok: bool
+    words: str
+    seconds: int
+
+
+def report(job: Job) -> Report:
+    """Run a job, and say how it ended."""
+    began = time.monotonic()
+    try:
+        with hosts(job.hosts) as made:
+            ok, words = True, (with_a_link_cut if job.is_cut else undisturbed)(job, made)
+            if processes := left(made):
+                raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301
+    except RuntimeError as error:
+        ok, words = False, str(error)
+    one = Report(str(job), ok, words, round(time.monotonic() - began))
+    sys.stdout.write(f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{words}; {one.seconds} s\n")
+    sys.stdout.flush()
+    return one
+
+
+def keep(path: Path, backend: str, done: Sequence[Report]) -> None:
+    """Write what ran, beside what a file says of other backends."""
+    kept = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
+    environment = {"python": platform.python_version(), "kernel": platform.release()}
+    environment |= {backend: version(backend), "numpy": version("numpy")}
+    kept["environment"] |= environment
+    kept["backends"][backend] = [asdict(one) for one in done]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

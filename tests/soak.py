@@ -2,7 +2,8 @@
 
 ``python tests/soak.py`` makes 10,000 forward and backward passes of changing shapes on a ring of
 three processes, twice, and prints what grew; then a million tokens, whose results it compares with
-dense attention at the borders of shards. The exit code is 1 if anything grew or differed.
+dense attention at the borders of shards. The exit code is 1 if anything grew or differed. ``--json
+PATH`` keeps the numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import json
 import os
+import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,9 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 HEAD_DIM = 8
+KINDS = 2500  # calls that differ in more than numbers: more than any cache keeps
 GROWTH = 32 << 20  # bytes by which a process may grow after the first fifth of a run
+WINDOW = 256  # of the long sequence
 NEAR = 1e-4  # of float32 results of a million tokens, from float64
 
 
@@ -86,12 +91,14 @@ def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
     return kinds[rng.integers(len(kinds))]()
 
 
-def one_call(cp: ContextParallel, rng: np.random.Generator) -> list[Tensor]:
-    """A forward and backward of a shape and rule drawn anew; results and gradients."""
+def one_call(kind: int, number: int) -> list[Tensor]:
+    """A forward and backward of a shape, schedule and rule; results and gradients."""
+    rng = np.random.default_rng(kind)
+    cp = ContextParallel(schedule=SCHEDULES[kind % len(SCHEDULES)])
     length = 2 * cp.cp_size * int(rng.integers(1, 9))
     heads = int(rng.choice([1, 2]))
     given = options(rng, length)
-    generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    generator = torch.Generator().manual_seed(number)
     q, k, v = (
         cp.shard(torch.randn(1, length, h, HEAD_DIM, generator=generator)).requires_grad_()
         for h in (2, heads, heads)
@@ -105,10 +112,9 @@ def one_call(cp: ContextParallel, rng: np.random.Generator) -> list[Tensor]:
 def many_calls(_: int, calls: int, seed: int) -> Run:
     """So many calls; every rank makes this."""
     started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
-    rings = [ContextParallel(schedule=schedule) for schedule in SCHEDULES]
     warm = None
     for n in range(calls):
-        for x in one_call(rings[n % len(rings)], rng):
+        for x in one_call(int(rng.integers(KINDS)), n):
             digest.update(x.numpy().tobytes())
         if n == calls // 5:
             warm = Held.now()
@@ -116,9 +122,8 @@ def many_calls(_: int, calls: int, seed: int) -> Run:
     return Run(warm, Held.now(), digest.hexdigest()[:16], time.monotonic() - started)
 
 
-def growth(run: Run) -> list[str]:
-    """What a run left behind."""
-    warm, end = run.warm, run.end
+def growth(warm: Held, end: Held) -> list[str]:
+    """What calls left behind."""
     wrong = []
     if end.memory > warm.memory + GROWTH:
         wrong.append(f"memory grew by {(end.memory - warm.memory) >> 20} MiB")
@@ -169,6 +174,7 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
         for x, wanted in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
             assert x is not None
             mine = x.detach()[:, inner.start - first : inner.stop - first].double().numpy()
+            assert np.isfinite(mine).all()
             right = wanted[:, inner.start - low : inner.stop - low]
             error = max(error, float(np.abs(mine - right).max()))
     return error, time.monotonic() - started
@@ -180,32 +186,73 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def judged(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
+    """What is wrong with two runs of the same calls, by rank; says what they held."""
+    wrong: list[str] = []
+    for rank, (one, other) in enumerate(zip(first, again, strict=True)):
+        say(f"rank {rank}: {one.seconds:.0f} s, digest {one.digest}")
+        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
+        say(f"  again, at the end {other.end}, digest {other.digest}, {other.seconds:.0f} s")
+        wrong += [
+            f"rank {rank}: {text}" for end in (one.end, other.end) for text in growth(one.warm, end)
+        ]
+        if one.digest != other.digest:
+            wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
+    return wrong
+
+
 def main() -> int:
     """Run both; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the numbers here, too")
     asked = parser.parse_args()
-    wrong: list[str] = []
     with LocalRanks(3, patience=None) as ranks:
         first, again = (ranks.run(many_calls, asked.calls, asked.seed) for _ in range(2))
-    for rank, (one, other) in enumerate(zip(first, again, strict=True)):
-        say(f"rank {rank}: {asked.calls} calls in {one.seconds:.0f} s, digest {one.digest}")
-        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
-        say(f"  again, at the end {other.end}, digest {other.digest}")
-        wrong += [f"rank {rank}: {text}" for run in (one, other) for text in growth(run)]
-        if one.digest != other.digest:
-            wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
+    wrong = judged(first, again)
     with LocalRanks(4, patience=None) as ranks:
-        found = ranks.run(long_sequence, asked.tokens, 256)
+        found = ranks.run(long_sequence, asked.tokens, WINDOW)
     error, seconds = (max(column) for column in zip(*found, strict=True))
     say(f"{asked.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}")
     if not error <= NEAR:
         wrong.append(f"{asked.tokens} tokens: an error of {error:.1e}")
     for text in wrong:
         say(f"wrong: {text}")
+    if asked.json is not None:
+        calls = {
+            "calls": asked.calls,
+            "times": 2,
+            "kinds": KINDS,
+            "ranks": [
+                {"first": asdict(one), "again": asdict(other)}
+                for one, other in zip(first, again, strict=True)
+            ],
+        }
+        tokens = {
+            "tokens": asked.tokens,
+            "ranks": len(found),
+            "window": WINDOW,
+            "seconds": round(seconds),
+            "error": error,
+            "allowed": NEAR,
+        }
+        report = {"environment": environment(), "calls": calls, "long": tokens, "wrong": wrong}
+        asked.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
+
+
+def environment() -> dict[str, str]:
+    """What it ran with."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cores": str(os.cpu_count()),
+    }
 
 
 if __name__ == "__main__":

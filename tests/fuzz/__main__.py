@@ -1,9 +1,9 @@
 """Run random cases on a backend: ``nox -s fuzz`` (``-- --seconds 3600 --resume`` by hand).
 
 Goes on where ``out/fuzz.json`` ends with ``--resume``, after running again what failed. Prints the
-tallies of all backends in that file, and writes them as JSON where ``--json`` says. A failure is
-printed as the expression that makes its case; put it into ``tests/cases.py`` under a name of its
-own.
+tallies of all backends in that file, and adds this one's to the file that ``--json`` names. A
+failure is printed as the expression that makes its case; put it into ``tests/cases.py`` under a
+name of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     start.add_argument("--seed", type=int, default=0, help="the first seed (0)")
     start.add_argument("--resume", action="store_true", help="go on after the backend's last run")
     parser.add_argument("--state", type=Path, default=STATE, help="where runs are kept")
-    parser.add_argument("--json", type=Path, help="write the tallies here, too")
+    parser.add_argument("--json", type=Path, help="add the tally to this file, too")
     options = parser.parse_args(argv)
     if options.backend == "jax":  # read when it is imported
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -69,7 +71,10 @@ def _run(options: Any) -> int:
         save(options.state, tallies)
         if hasattr(backend, "close"):
             backend.close()
-    _report(tallies, options.json)
+    for name, one in tallies.items():
+        print(f"{name}: seeds {one.first} to {one.next - 1}, {one.line()}")
+    if options.json is not None:
+        _keep(options.json, options.backend, tally)
     return 1 if tally.failures else 0
 
 
@@ -92,24 +97,30 @@ def _show(failure: Any) -> None:
     print(f"  simplest: {failure.simplest}\n", flush=True)
 
 
-def _report(tallies: dict[str, Any], path: Path | None) -> None:
-    for name, tally in tallies.items():
-        print(f"{name}: seeds {tally.first} to {tally.next - 1}, {tally.line()}")
-    if path is None:
-        return
-    report = {
-        name: {
-            "seeds": [tally.first, tally.next - 1],
-            "cases": tally.cases,
-            "refused": tally.refused.total(),
-            "failed": len(tally.failures),
-            "seconds": round(tally.seconds),
-            "worst_error_over_tolerance": round(tally.worst, 3),
-            "judged_over_several_draws": tally.redrawn,
-        }
-        for name, tally in tallies.items()
+def _keep(path: Path, name: str, tally: Any) -> None:
+    """Write a backend's tally, beside what the file says of others."""
+    kept = json.loads(path.read_text()) if path.exists() else {"backends": {}}
+    kept["backends"][name] = {
+        "seeds": [tally.first, tally.next - 1],
+        "cases": tally.cases,
+        "refused": tally.refused.total(),
+        "failed": len(tally.failures),
+        "seconds": round(tally.seconds),
+        "worst_error_over_tolerance": round(tally.worst, 3),
+        "judged_over_several_draws": tally.redrawn,
+        "environment": _environment(),
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _environment() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in ("numpy", "torch", "jax"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +138,18 @@ def test_a_program_has_many_values() -> None:
 
 def test_runs_go_on_where_they_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, report = tmp_path / "fuzz.json", tmp_path / "report.json"
+    report.write_text('{"backends": {"torch": {"cases": 2}}}')
     options = ["--state", str(state), "--json", str(report)]
     assert main([*options, "--cases", "3", "--seed", "7"]) == 0
     assert main([*options, "--cases", "2", "--resume"]) == 0
     tally = load(state)["core"]
     assert (tally.first, tally.next, tally.cases) == (7, 12, 5)
     assert "core: seeds 7 to 11, 5 cases" in capsys.readouterr().out
-    assert '"seeds": [\n      7,\n      11' in report.read_text()
+    backends = json.loads(report.read_text())["backends"]
+    kept = backends["core"]
+    assert backends["torch"] == {"cases": 2}, "another backend's stays"
+    assert (kept["seeds"], kept["cases"], kept["failed"]) == ([7, 11], 5, 0)
+    assert kept["environment"]["python"] == platform.python_version()
 
 
 def test_a_state_of_other_seeds_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -14,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from backends.jax_devices import GRADS, JaxBackend
+from backends.tpu_interpreter import interpreted
 from cases import Case, diagonals, prefix
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
@@ -45,16 +43,6 @@ ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)
 CAUSAL = Mask(causal=True)
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Pallas kernels run on the host, which looks for races and fills fresh memory with NaN."""
-    try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-            yield
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
 
 
 # Several blocks on one device; lengths that are no multiple of a block.

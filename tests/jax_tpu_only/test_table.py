@@ -6,57 +6,65 @@ run each time, the others where all are asked for (``--all``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
 from backends.jax_devices import JaxBackend
+from backends.tpu_interpreter import InterpretedKernel, interpreted
 from cases import CASES, Case
-from jax.experimental.pallas import tpu as pltpu
 from tolerances import assert_close
 
 import ring_jax
 import ring_jax_tpu
 from ring_core import SCHEDULES, Mask, UnsupportedError
+from ring_jax._attention import RingAttention
 
 SELECTED = (
     "causal-zigzag-cp2", "window-large-plain-cp2", "causal-balanced-cp3",
     "documents-chunks-striped-cp2", "keys64-predicate-plain", "sinks-many-zigzag",
     "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag", "float16-plain",
 )  # fmt: skip
+IN_ONE_PROGRAM = ("causal-zigzag-cp2", "causal-balanced-cp3", "everything-zigzag")
 DTYPES = ("float32", "bfloat16")
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run on the host, and the function under test is this package's."""
-    monkeypatch.setattr(ring_jax, "ring_attention", ring_jax_tpu.ring_attention)
-    try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-            yield
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
+@pytest.fixture(scope="module")
+def kernel() -> InterpretedKernel:
+    """Programs that one case compiles serve others too."""
+    return InterpretedKernel()
 
 
-def check(case: Case) -> None:
+def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel) -> None:
     """A case is right, or refused by name."""
+    monkeypatch.setattr(ring_jax, "ring_attention", RingAttention((kernel,)))
     if case.dtype not in DTYPES:
         with pytest.raises(UnsupportedError, match=f"kernel 'pallas': .*not {case.dtype}"):
             JaxBackend().run(case, kernel="pallas")
         return
-    assert_close(case, JaxBackend().run(case, kernel="pallas"))
+    with interpreted():
+        results = JaxBackend().run(case, kernel="pallas")
+    assert_close(case, results)
 
 
 @pytest.mark.parametrize("name", SELECTED)
-@pytest.mark.usefixtures("interpreted")
-def test_selected_cases(name: str) -> None:
-    check(CASES[name])
+def test_selected_cases(
+    name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
+) -> None:
+    check(CASES[name], monkeypatch, kernel)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SELECTED])
-@pytest.mark.usefixtures("interpreted")
-def test_other_cases(name: str) -> None:
-    check(CASES[name])
+def test_other_cases(name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel) -> None:
+    check(CASES[name], monkeypatch, kernel)
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROGRAM)
+def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of all devices at once, and what moves between them, as a user runs them."""
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_jax_tpu.ring_attention)
+    with interpreted():
+        results = JaxBackend().run(CASES[name], kernel="pallas")
+    assert_close(CASES[name], results)
 
 
 def test_selected_cases_use_everything() -> None:

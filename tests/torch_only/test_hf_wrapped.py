@@ -51,7 +51,7 @@ def _trained(rank: int, kind: str) -> list[Tensor]:
         loss = wrapped(**shard | {"num_items_in_batch": labels}).loss
     (RANKS * loss).backward()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [x.full_tensor() if kind == "fsdp" else x for x in grads]  # type: ignore[attr-defined]
+    return [x.full_tensor() if kind == "fsdp" else x for x in grads]
 
 
 def whole_model(context: Any) -> list[Tensor]:
