@@ -2,7 +2,8 @@
 
 ``python tests/pages.py PAGE`` runs the ``python`` blocks of a page top to bottom, in one namespace.
 What a block prints has to be what the ``output`` block right after it shows, if there is one; under
-``torchrun`` that is what rank 0 prints.
+``torchrun`` that is what rank 0 prints. Blocks that need what tests do not install carry a mark:
+``torchrun --nproc-per-node=2 tests/pages.py PAGE MARK`` runs these alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def run(page: Page) -> None:
             )
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Run a page's blocks, or those of a mark, with the libraries that the mark asks for."""
+    path, *mark = arguments
+    page = Page.read(Path(path))
+    if mark:
+        page = replace(
+            page, blocks=tuple(replace(b, mark="") for b in page.blocks if [b.mark] == mark)
+        )
+        assert page.program, f"no block of {path} is marked {mark[0]}"
+    else:
+        warnings.simplefilter("error")
+    run(page)
+
+
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    run(Page.read(Path(sys.argv[1])))
+    main(sys.argv[1:])

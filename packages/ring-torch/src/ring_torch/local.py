@@ -85,6 +85,7 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._owed = [0] * world_size  # answers that have not been read, by rank
 
     def __len__(self) -> int:
         return len(self._pipes)
@@ -93,7 +94,7 @@ class LocalRanks:
         """Run ``function(rank, *args)`` on every rank; what each returned.
 
         The function must be importable by name, and what it takes and returns picklable. Once a
-        rank has failed, the others get a few seconds more; then these ranks are of no further use.
+        rank has failed, the others get a few seconds more; an answer that comes later is dropped.
 
         Raises:
             LocalRankError: A rank raised, died or did not answer.
@@ -111,7 +112,8 @@ class LocalRanks:
 
         ``grace`` is how many seconds others may still take after the first failure.
         """
-        for pipe in self._pipes:
+        for rank, pipe in enumerate(self._pipes):
+            self._owed[rank] += 1
             with suppress(OSError):  # it died before; reading its answer says so
                 pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -122,7 +124,11 @@ class LocalRanks:
             if not ready:
                 break
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
-                answers[rank] = self._answer(rank)
+                answer = self._answer(rank)
+                self._owed[rank] -= 1
+                if self._owed[rank]:  # of a call before this one, too late
+                    continue
+                answers[rank] = answer
                 if not answers[rank][0] and grace is not None:
                     until = min(until, time.monotonic() + grace)
         return [answers.get(n, (False, "no answer in time")) for n in range(len(self._pipes))]
