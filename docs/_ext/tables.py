@@ -124,15 +124,53 @@ def fuzz() -> str:
         (f"`{backend}`", *(run[name] for name in names))
         for backend, run in kept["backends"].items()
     ]
+    header = ("backend", "cases", "refused", "failed", "worst error / tolerance", "seconds")
+    return _table(header, rows)
+
+
+def hosts() -> str:
+    """How jobs over several hosts ended."""
+    kept = json.loads((RESULTS / "hosts.json").read_text())
+    rows = [
+        (f"`{backend}`", job["name"], job["words"], "" if job["ok"] else "failed")
+        for backend, jobs in kept["backends"].items()
+        for job in jobs
+    ]
+    return _table(("backend", "hosts x ranks, link", "how it ended", "failed"), rows)
+
+
+def soak() -> str:
+    """What ranks held after a fifth of the calls, and at their end."""
+    kept = json.loads((RESULTS / "soak.json").read_text())
+    rows = []
+    for rank, runs in enumerate(kept["calls"]["ranks"]):
+        for name, run in runs.items():
+            held = [
+                f"{run['warm'][key]} to {run['end'][key]}" for key in ("files", "threads", "plans")
+            ]
+            grown = (run["end"]["memory"] - run["warm"]["memory"]) / 2**20
+            rows.append((rank, name, *held, f"{grown:+.1f}", f"`{run['digest']}`"))
     header = (
-        "backend",
-        "cases",
-        "refused by name",
-        "failed",
-        "worst error over tolerance",
-        "seconds",
+        "rank",
+        "run",
+        "open files",
+        "threads",
+        "plans kept",
+        "memory, MiB",
+        "bits of results",
     )
     return _table(header, rows)
+
+
+def long_sequence() -> str:
+    """The one long sequence."""
+    one = json.loads((RESULTS / "soak.json").read_text())["long"]
+    header = ("tokens", "ranks", "window", "seconds", "largest error", "allowed")
+    row = (
+        f"{one['tokens']:,}", one["ranks"], one["window"], one["seconds"],
+        f"{one['error']:.1e}", f"{one['allowed']:.1e}",
+    )  # fmt: skip
+    return _table(header, [row])
 
 
 def _rms(x: Any) -> float:

@@ -1,0 +1,150 @@
+"""Ranks that are killed, stopped or cut off within a step, for tests of what others do then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ring_torch import ring_attention
+from ring_torch._comm import Ring, Transfer
+from ring_torch.local import LocalRanks
+
+TIMEOUT = 2.0  # of the group, seconds
+LONGEST = 60.0  # seconds, far more than the timeout and what starts around it
+LOST, STEPS = 1, 3
+
+
+class Loss(NamedTuple):
+    """How rank 1 is lost, and at which point of its second step."""
+
+    how: str
+    where: str
+    when: str
+
+
+LOSSES = [
+    *(Loss("killed", where, when) for where in ("forward", "backward") for when in ("before", "during", "after")),
+    Loss("stopped", "forward", "during"),
+    Loss("stopped", "backward", "during"),
+    Loss("cut off", "forward", "before"),
+    Loss("cut off", "backward", "during"),
+]  # fmt: skip
+
+
+class Steps(NamedTuple):
+    """The sum of the gradient after each step, and the error that ended them."""
+
+    sums: list[float]
+    error: str | None
+
+
+def _cut_off() -> None:
+    """Close every connection to other ranks, as when a cable is pulled."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            one = socket.socket(fileno=os.dup(int(entry.name)))
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def _lose(how: str) -> None:
+    if how == "cut off":
+        _cut_off()
+    else:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+
+
+def _lose_while_sending(how: str) -> None:
+    """Be lost when the second transfer from now on is under way."""
+    start, left = Ring.start, iter((1, 0))
+
+    def start_(ring: Ring, sends: Any, receives: Any) -> Transfer:
+        transfer = start(ring, sends, receives)
+        if next(left, None) == 0:
+            _lose(how)
+        return transfer
+
+    Ring.start = start_  # type: ignore[assignment, method-assign]
+
+
+def _at(point: tuple[str, str], loss: Loss | None) -> None:
+    if loss is None or point != (loss.where, loss.when):
+        return
+    if loss.when == "during":
+        _lose_while_sending(loss.how)
+    else:
+        _lose(loss.how)
+
+
+def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
+    """Make steps, with ``device`` and other options, until something ends them."""
+    x = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(rank))
+    given: dict[str, Any] = {"causal": True, "schedule": "zigzag"} | options
+    x = x.to(given.pop("device", "cpu"))
+    sums: list[float] = []
+    for step in range(STEPS):
+        mine = x.clone().requires_grad_()
+        here = loss if rank == LOST and step == 1 else None
+        try:
+            _at(("forward", "before"), here)
+            _at(("forward", "during"), here)
+            out = ring_attention(mine, mine, mine, **given)
+            _at(("forward", "after"), here)
+            _at(("backward", "before"), here)
+            _at(("backward", "during"), here)
+            out.sum().backward()
+            _at(("backward", "after"), here)
+        except RuntimeError as error:
+            return Steps(sums, str(error))
+        assert mine.grad is not None
+        sums.append(mine.grad.double().sum().item())
+    return Steps(sums, None)
+
+
+class Outcome(NamedTuple):
+    """How ranks ended: ``(True, Steps)`` or ``(False, how it died)``."""
+
+    survivors: dict[int, tuple[bool, Any]]
+    lost: tuple[bool, Any]
+    seconds: float  # until the last survivor had ended
+    staying: list[int | None]  # processes that are there afterwards, if only to be reaped
+
+
+def lose(loss: Loss, ranks: int, options: dict[str, Any], *, cuda: bool = False) -> Outcome:
+    """Lose a rank of a new group."""
+    pool = LocalRanks(ranks, timeout=TIMEOUT, cuda=cuda)
+    processes = [process.pid for process in pool._processes]
+    try:
+        started = time.monotonic()
+        for pipe in pool._pipes:
+            pipe.send((steps, (loss, options)))
+        survivors = {rank: pool._answer(rank) for rank in range(ranks) if rank != LOST}
+        seconds = time.monotonic() - started
+        if loss.how == "stopped":
+            pool._processes[LOST].kill()
+        lost = pool._answer(LOST)
+    finally:
+        pool.close()
+    staying = [process for process in processes if not _is_gone(process)]
+    return Outcome(survivors, lost, seconds, staying)
+
+
+def _is_gone(process: int | None) -> bool:
+    """Whether a process is gone, not even waiting to be reaped; it gets a moment."""
+    assert process is not None
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
