@@ -28,6 +28,9 @@ FOLDERS = {
 #: Tests of TPU kernels that show what others show too, in a case or on a chip of their own.
 SLOW_ON_TPU = (
     "test_options_compile", "test_other_cases", "test_other_schedules_compile",
+    "test_in_one_program[everything",
+    *(f"test_compiles[{chip}-True"
+      for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
     *(f"{test}[{chip}" for chip in ("v4", "v5p", "v6e", "tpu7x")
       for test in ("test_forward", "test_where_the_compiler_is_told_to_drop_barriers")),
     *(f"test_two_backward_kernels[{case}]" for case in (

@@ -144,3 +144,18 @@ def test_a_failing_rank_ends_the_run_of_all() -> None:
         ranks.run(_one_fails)
     assert "what went wrong" in str(caught.value)
     assert "rank 0: no answer in time" in str(caught.value)
+
+
+def _slowly(rank: int, seconds: float) -> tuple[int, float]:
+    if rank == 0 and seconds:
+        raise ValueError("rank 0 refuses")
+    time.sleep(seconds)
+    return rank, seconds
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_call() -> None:
+    with LocalRanks(2) as ranks:
+        answers = ranks.answers(_slowly, 3.0, grace=0.2)
+        assert "rank 0 refuses" in answers[0][1]
+        assert answers[1] == (False, "no answer in time")
+        assert ranks.run(_slowly, 0.0) == [(0, 0.0), (1, 0.0)]

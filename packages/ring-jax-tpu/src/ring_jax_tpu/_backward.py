@@ -74,7 +74,6 @@ def _query_grads(launch: Launch, above: Upstream, dq: Array) -> Array:
         _add_to_queries, grid, above, _upstream_specs(launch, grid), dq,
         launch.query_rows(grid, facts.head_dim),
         scratch=(pltpu.VMEM((blocks.q, facts.head_dim), jnp.float32),),
-        dims=2 * facts.head_dim + facts.v_dim,
     )  # fmt: skip
 
 
@@ -87,7 +86,6 @@ def _key_grads(launch: Launch, above: Upstream, dkv: Array) -> Array:
             pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
             pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
         ),
-        dims=2 * (facts.head_dim + facts.v_dim),
     )  # fmt: skip
 
 
@@ -103,7 +101,6 @@ def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[
             pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
             Relay.scratch(blocks.q, facts.head_dim),
         ),
-        dims=3 * facts.head_dim + 2 * facts.v_dim,
     )  # fmt: skip
 
 
@@ -114,7 +111,6 @@ def _bias_grads(launch: Launch, above: Upstream, dbias: Array) -> Array:
     return launch.run(
         _add_to_bias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
         scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
-        dims=launch.facts.head_dim + launch.facts.v_dim,
     )  # fmt: skip
 
 

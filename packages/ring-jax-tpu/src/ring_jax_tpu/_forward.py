@@ -39,7 +39,6 @@ def forward(launch: Launch, into: Result) -> Result:
             pltpu.VMEM((SUBLANES, blocks.q), jnp.float32),
             pltpu.VMEM((facts.v_dim, blocks.q), jnp.float32),
         ),
-        dims=facts.head_dim + facts.v_dim,
     )
     return Result(out[:, :, :q_len], lse[:, :, 0, :q_len])
 

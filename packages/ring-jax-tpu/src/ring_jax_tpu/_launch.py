@@ -124,13 +124,11 @@ class Launch:
         into: T,
         into_specs: Any,
         scratch: tuple[Any, ...],
-        dims: int,
     ) -> T:
         """Run ``kernel(tile, operands, extra, old, new, *scratch)`` at every step of a grid.
 
         ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
-        blocks that are not visited keep their values. ``dims`` is the sum of the dims over which
-        one query and one key are multiplied.
+        blocks that are not visited keep their values.
         """
         scalars = self.scalars._replace(visits=grid.visits.words.reshape(-1))
         room: tuple[Any, ...] = ()
@@ -177,7 +175,6 @@ class Launch:
                     dimension_semantics=semantics,
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
-                cost_estimate=self._cost(dims),
                 name=f"ring_{kernel.__name__.strip('_')}",
             )(scalars, operands, extra, into)
             return results[0]
@@ -185,14 +182,6 @@ class Launch:
         steps = None if isinstance(grid.visits.steps, int) else grid.visits.steps
         result: T = sequential_vmap(call)(steps, scalars, operands, extra, into)
         return result
-
-    def _cost(self, dims: int) -> pl.CostEstimate:
-        """At most; for XLA, which hides transfers behind what it believes to take that long."""
-        q, kv = self.operands.q, self.operands.kv
-        pairs = math.prod(q.shape[:3]) * kv.shape[2]
-        return pl.CostEstimate(
-            flops=2 * pairs * dims, bytes_accessed=q.nbytes + kv.nbytes, transcendentals=pairs
-        )
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
         """The block of ``[B, H, T, width]``."""

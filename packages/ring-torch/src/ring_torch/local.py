@@ -94,7 +94,8 @@ class LocalRanks:
         """Run ``function(rank, *args)`` on every rank; what each returned.
 
         The function must be importable by name, and what it takes and returns picklable. Once a
-        rank has failed, the others get a few seconds more; an answer that comes later is dropped.
+        rank has failed, the others get a few seconds more; an answer that comes later is dropped,
+        and their group may be of no further use.
 
         Raises:
             LocalRankError: A rank raised, died or did not answer.

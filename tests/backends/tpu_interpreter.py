@@ -1,0 +1,106 @@
+"""Pallas kernels for TPUs, interpreted on the host: races are looked for, fresh memory is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax._src import callback as jax_callback
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax._ring import axes_of, vary_alike
+from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax_tpu._pallas import PallasKernel
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels that are traced and run here are interpreted.
+
+    Each access to a kernel's memory is a call from the program to Python. jax puts the arguments of
+    such a call on a device first, which takes longer than all the rest, and may wait for a thread
+    that waits for this one: here they stay where they are.
+    """
+    with mock.patch.object(jax_callback, "io_callback_impl", _call), _interpreting():
+        try:
+            yield
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+
+
+class InterpretedKernel:
+    """The Pallas kernels, each call of which runs as a program of its own, one device at a time.
+
+    Compiling a program that interprets a kernel takes seconds, running it hundredths of one. Calls
+    in all steps and cases that come to the same program, but for the values of arrays, share it.
+    """
+
+    capabilities = PallasKernel.capabilities
+
+    def __init__(self) -> None:
+        self._programs: dict[str, Any] = {}
+        self._forward = jax.jit(PallasKernel().forward, static_argnums=0)
+        self._backward = jax.jit(PallasKernel().backward, static_argnums=0)
+        self._outside = ThreadPoolExecutor(1)  # where jax knows of no mesh
+        self._turn = Lock()
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """As :meth:`PallasKernel.forward`."""
+        result: Result = self._run(self._forward, static, rows, columns, work, into)
+        return result
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """As :meth:`PallasKernel.backward`."""
+        grads: Grads = self._run(self._backward, static, rows, columns, upstream, work, into)
+        return grads
+
+    def _run(self, function: Any, static: Static, *args: Any) -> Any:
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, results = self._outside.submit(self._program, function, static, types).result()
+
+        def call(*arrays: Any) -> Any:
+            with self._turn:
+                return jax.tree.map(np.asarray, program(*jax.tree.map(np.asarray, arrays)))
+
+        return vary_alike(jax.pure_callback(call, results, *args), axes_of(args))
+
+    def _program(self, function: Any, static: Static, types: Any) -> tuple[Any, Any]:
+        """What is compiled, and the types of its results."""
+        with _interpreting():
+            traced = function.trace(static, *types)
+            assert not traced.jaxpr.consts
+            words = "\n".join([str(traced.jaxpr), *_index_maps(traced.jaxpr)])
+            if words not in self._programs:
+                self._programs[words] = traced.lower().compile()
+        return self._programs[words], traced.out_info
+
+
+def _interpreting() -> Any:
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True))
+
+
+def _call(*args: Any, result_avals: Any, callback: Any, sharding: Any, ordered: bool) -> Any:
+    del result_avals, sharding, ordered
+    return jax.tree.map(np.asarray, callback(*map(np.asarray, args)))
+
+
+def _index_maps(jaxpr: Any) -> Iterator[str]:
+    """What a jaxpr's text leaves out of its kernels: which block each step of the grid reads."""
+    for equation in jaxpr.eqns:
+        if "grid_mapping" in equation.params:
+            for block in equation.params["grid_mapping"].block_mappings:
+                yield f"{block.array_aval} {block.pipeline_mode} {block.index_map_jaxpr}"
+        for value in equation.params.values():
+            if hasattr(value, "eqns"):
+                yield from _index_maps(value)
