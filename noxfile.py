@@ -75,7 +75,8 @@ def tests(session: nox.Session, backend: str) -> None:
     """Run one backend's tests; arguments go to pytest."""
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *CONSTRAINED)
     workers = WORKERS.get(backend, "auto")
-    session.run("pytest", "tests", f"--backend={backend}", "-n", workers, *session.posargs)
+    command = ("pytest", "tests", f"--backend={backend}", "-n", workers, "--durations=8")
+    session.run(*command, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -53,11 +53,13 @@ def close(got: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-5, atol=2e-5)
 
 
-def gradients(function: Callable[..., Any], *args: jax.Array) -> Any:
+def gradients(
+    function: Callable[..., Any], *args: jax.Array, wrap: Callable[..., Any] = jax.jit
+) -> Any:
     def loss(*args: jax.Array) -> Any:
         return (function(*args) * random(*Q, seed=3)).sum()
 
-    return jax.grad(loss, argnums=tuple(range(len(args))))(*args)
+    return wrap(jax.grad(loss, argnums=tuple(range(len(args)))))(*args)
 
 
 def dense_gradients(*args: jax.Array, **options: Any) -> Any:
@@ -69,16 +71,17 @@ def dense_gradients(*args: jax.Array, **options: Any) -> Any:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
     function = ring(check_vma=check_vma)
-    function = jax.jit(function) if compiled else function
-    close(function(*qkv()), dense(*qkv()))
-    for got, expected in zip(gradients(function, *qkv()), dense_gradients(*qkv()), strict=False):
+    wrap: Callable[..., Any] = jax.jit if compiled else lambda function: function
+    close(wrap(function)(*qkv()), dense(*qkv()))
+    grads = gradients(function, *qkv(), wrap=wrap)
+    for got, expected in zip(grads, dense_gradients(*qkv()), strict=False):
         close(got, expected)
 
 
 def test_under_vmap_scan_and_remat() -> None:
     args = [jnp.stack([x, 2 * x, 3 * x]) for x in qkv()]
     expected = np.stack([dense(*(x[n] for x in args)) for n in range(3)])
-    close(jax.vmap(ring())(*args), expected)
+    close(jax.jit(jax.vmap(ring()))(*args), expected)
 
     def layer(carry: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         out = jax.checkpoint(ring())(*x)
@@ -160,9 +163,9 @@ def test_lse_is_returned_and_differentiable() -> None:
         both, mesh=mesh_of(cp=2), in_specs=(tokens,) * 3, out_specs=(tokens, rows)
     )
     _, lse = reference.attention(*map(np.asarray, qkv()), causal=True)
-    close(function(*qkv())[1], lse)
+    close(jax.jit(function)(*qkv())[1], lse)
     weight = random(2, 4, 16, seed=8)
-    got = jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum())(qkv()[0])
+    got = jax.jit(jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum()))(qkv()[0])
     nothing = np.zeros(Q, np.float32)
     close(
         got,
