@@ -67,8 +67,7 @@ def dense_gradients(*args: jax.Array, **options: Any) -> Any:
     return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("check_vma", "compiled"), [(True, True), (False, True), (True, False)])
 def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
     function = ring(check_vma=check_vma)
     wrap: Callable[..., Any] = jax.jit if compiled else lambda function: function
