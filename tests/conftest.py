@@ -92,8 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On GPUs, leave out the cases of more ranks than there are GPUs.
 
     In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
-    few of them on 2, 4 and 8 too, and each option and most masks under one of the four schedules.
-    On one rank all schedules are the same, so one runs.
+    few of them on 2, 4 and 8 too, and each option and most masks under one of the four schedules,
+    the causal one under all on up to 4. On one rank all schedules are the same, so one runs.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):

@@ -34,7 +34,7 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 HEAD_DIM = 8
-KINDS = 2500  # calls that differ in more than numbers: more than any cache keeps
+KINDS = 2500  # calls that differ in more than numbers: more than caches of plans and of calls keep
 GROWTH = 32 << 20  # bytes by which a process may grow after the first fifth of a run
 WINDOW = 256  # of the long sequence
 NEAR = 1e-4  # of float32 results of a million tokens, from float64
