@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,9 +57,10 @@ SETTINGS = (
     Setting(128 * K, mask="documents"),
 )
 METHODS = (
-    "one", "zigzag/fa4/pull", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses", "all-gather",
-    "ring-flash-attn", "torch-cp",
+    "one", "zigzag/fa4/pull", "zigzag/fa4/pull/graph", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses",
+    "all-gather", "ring-flash-attn", "torch-cp",
 )  # fmt: skip
+GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 
 
 def mask_of(name: str, seq_len: int) -> Mask:
@@ -88,18 +90,25 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     """Largest and root mean square error of a method on a short sequence, over all ranks."""
     mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(name, mask)
+    way = method(name.removesuffix(GRAPH), mask)
     q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     expected = _dense(leaves[0], leaves[1], leaves[2], mask)
     expected.backward(dout.float())
-    local = [way.shard(x).requires_grad_() for x in (q, k, v)]
-    out = way.attend(*local)
-    out.backward(way.shard(dout))
+    local, upstream = [way.shard(x).requires_grad_() for x in (q, k, v)], way.shard(dout)
+    found: list[torch.Tensor] = []
+
+    def both() -> None:
+        out = way.attend(*local)
+        found[:] = [out, *torch.autograd.grad(out, local, upstream)]
+
+    with way.around():
+        run = _captured(both) if name.endswith(GRAPH) else both
+        run()
     errors = {}
-    pairs: list[tuple[str, Any, Any]] = [("out", out, expected)]
-    pairs += [(f"d{n}", x.grad, y.grad) for n, x, y in zip("qkv", local, leaves, strict=True)]
-    for key, got, want in pairs:
+    wanted = [expected, *(leaf.grad for leaf in leaves)]
+    for key, got, want in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert want is not None
         error = (got.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -119,7 +128,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> tor
 
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Milliseconds of the forward and of both passes, spread, host time and peak memory."""
-    way = method(name, mask_of(setting.mask, setting.seq_len))
+    way = method(name.removesuffix(GRAPH), mask_of(setting.mask, setting.seq_len))
     world = dist.get_world_size()
     length = setting.seq_len if name == "one" else setting.seq_len // world
     *qkv, dout = inputs(setting, length, seed=rank)
@@ -132,16 +141,30 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
             way.attend(*leaves)
 
     def both() -> None:
-        way.attend(*leaves).backward(dout)
-        for leaf in leaves:
-            leaf.grad = None
+        torch.autograd.grad(way.attend(*leaves), leaves, dout)
 
-    for key, run in (("forward", forward), ("both", both)):
+    for key, passes in (("forward", forward), ("both", both)):
         torch.cuda.reset_peak_memory_stats()
-        results[key] = _timed(run, seconds)
+        with way.around():
+            run = _captured(passes) if name.endswith(GRAPH) else passes
+            results[key] = _timed(run, seconds)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
     return results
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The same as a CUDA graph; replaying it costs the host next to nothing."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def _timed(run: Any, seconds: float) -> dict[str, float]:

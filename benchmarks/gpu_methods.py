@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Method:
-    """How a rank's slice is cut out of a whole sequence, and what attends over the slices."""
+    """How a rank's slice is cut out of a whole sequence, and what attends over the slices.
+
+    Forward and backward both run inside ``around()``.
+    """
 
     shard: Callable[[Tensor], Tensor]  # [B, T, heads, D] -> [B, T_local, heads, D]
     attend: Attend
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def method(name: str, mask: Mask) -> Method:
@@ -205,16 +210,19 @@ def _torch_cp(mask: Mask) -> Method:
     # It wants buffers to split; the shards here are split already.
     rest = [torch.zeros(2 * world, device="cuda")]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    @contextmanager
+    def around() -> Iterator[None]:
         with (
             sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
             context_parallel(mesh, buffers=rest, buffer_seq_dims=[0]),
         ):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            yield
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.transpose(1, 2)
 
-    schedule = "zigzag" if mask.causal else "plain"
-    return Method(ContextParallel(schedule=schedule).shard, attend)  # type: ignore[arg-type]
+    return Method(ContextParallel(schedule="zigzag").shard, attend, around)
