@@ -70,6 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         multiprocessing.set_forkserver_preload([*PRELOADED, "ring_torch.hf"])
         forkserver.ensure_running()
+    if config.getoption("--backend") == "torch-cuda":
+        # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     if not config.getoption("--backend").startswith("jax"):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
