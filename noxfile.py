@@ -142,14 +142,18 @@ def hosts(session: nox.Session, backend: str) -> None:
 def audit(session: nox.Session) -> None:
     """Look up known vulnerabilities of all pinned dependencies; asks the network."""
     session.install("pip-audit>=2.9")
-    session.run("pip-audit", "--requirement=constraints.txt", "--no-deps", "--disable-pip")
+    # Strict: what could not be looked up is a failure, not a package without vulnerabilities.
+    options = ("--strict", "--requirement=constraints.txt", "--no-deps", "--disable-pip")
+    session.run("pip-audit", *options)
 
 
 @nox.session(python="3.12", default=False)
-def gpu(session: nox.Session) -> None:
-    """Run the table of cases on this machine's GPUs, one NCCL process each."""
-    install(session, BACKENDS["torch"], ["test"], *CONSTRAINED)
-    session.run("pytest", "tests", "--backend=torch-cuda", *session.posargs)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in ("torch", "jax")])
+def gpu(session: nox.Session, backend: str) -> None:
+    """Run the table of cases on this machine's GPUs: a process each, or one for all in JAX."""
+    in_jax = ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"]
+    install(session, in_jax if backend == "jax" else BACKENDS["torch"], ["test"], *CONSTRAINED)
+    session.run("pytest", "tests", f"--backend={backend}-cuda", *session.posargs)
 
 
 @nox.session
@@ -218,6 +222,13 @@ def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
     session.run("python", "benchmarks/gpu.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def bench_jax_gpu(session: nox.Session) -> None:
+    """Time the Triton kernels beside cuDNN in JAX on this machine's GPUs; arguments go to it."""
+    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/jax_gpu.py", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -90,7 +90,7 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     """Largest and root mean square error of a method on a short sequence, over all ranks."""
     mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(name.removesuffix(GRAPH), mask)
+    way = method(name.removesuffix(GRAPH), mask, GATE_LENGTH)
     q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     expected = _dense(leaves[0], leaves[1], leaves[2], mask)
@@ -128,7 +128,8 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> tor
 
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Milliseconds of the forward and of both passes, spread, host time and peak memory."""
-    way = method(name.removesuffix(GRAPH), mask_of(setting.mask, setting.seq_len))
+    mask = mask_of(setting.mask, setting.seq_len)
+    way = method(name.removesuffix(GRAPH), mask, setting.seq_len)
     world = dist.get_world_size()
     length = setting.seq_len if name == "one" else setting.seq_len // world
     *qkv, dout = inputs(setting, length, seed=rank)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ring_core
 from ring_torch import ContextParallel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,15 +43,17 @@ class Method:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def method(name: str, mask: Mask) -> Method:
+def method(name: str, mask: Mask, seq_len: int) -> Method:
     """The method of a name, for example ``zigzag/fa4/pull``, ``ulysses`` or ``one``.
+
+    ``dealt/fa4/pull`` deals chunks for the mask and the length.
 
     Raises:
         ValueError: It cannot show this mask.
     """
     if "/" in name:
         schedule, kernel, transport = name.split("/")
-        cp = ContextParallel(schedule=schedule)  # type: ignore[arg-type]
+        cp = ContextParallel(schedule=_schedule(schedule, mask, seq_len))
         return Method(
             cp.shard,
             lambda q, k, v: cp.attention(
@@ -65,6 +68,14 @@ def method(name: str, mask: Mask) -> Method:
         "torch-cp": _torch_cp,
     }
     return others[name](mask)
+
+
+def _schedule(name: str, mask: Mask, seq_len: int) -> Any:
+    """A schedule by its name, or dealt."""
+    if name != "dealt":
+        return name
+    rule = ring_core.Mask(**mask.options)
+    return ring_core.deal(rule, seq_len=seq_len, cp_size=dist.get_world_size())
 
 
 def _plainly_causal(mask: Mask, name: str) -> None:

@@ -1,26 +1,34 @@
-"""Triton kernels beside cuDNN's attention in JAX, on one GPU: ``python benchmarks/jax_gpu.py``.
+"""Triton kernels beside cuDNN's attention in JAX: ``nox -s bench_jax_gpu``.
 
 Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First the root mean square errors of
 out, dQ, dK and dV at 2,048 tokens against float32 attention: where ours is more than 1.1 times
-cuDNN's, no times are printed. A time is the median of three rounds of whole calls.
+cuDNN's on one GPU, no times are printed. A time is the median of three rounds of whole calls.
+``--gpus 4`` splits sequences over GPUs, causal, beside two ways written in plain JAX; ``eta`` is
+the rate of a GPU over that of one GPU with the whole sequence.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax_gpu_methods import AXIS, RIVALS, mesh_of
+from jax_gpu_methods import ours as over_gpus
 
 import ring_jax_gpu
+from ring_core import Layout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 GATE_LENGTH = 2048
@@ -81,6 +89,14 @@ def errors() -> dict[str, list[float]]:
     return found
 
 
+def environment() -> dict[str, str]:
+    """What ran."""
+    names = ("jax", "jaxlib", "triton", "jax-triton")
+    return {"gpu": jax.devices()[0].device_kind, "python": platform.python_version()} | {
+        name: version(name) for name in names
+    }
+
+
 def seconds(run: Callable[[], Any], target: float = 0.25) -> float:
     """Median over three rounds of calls."""
     jax.block_until_ready(run())
@@ -112,12 +128,54 @@ def measure(length: int, *, causal: bool) -> dict[str, dict[str, float]]:
     return rates
 
 
+def largest_error(mesh: Mesh, attend: Attend) -> float:
+    """Of the output over several GPUs at 2,048 tokens."""
+    *qkv, _ = inputs(GATE_LENGTH, seed=2)
+    layout = Layout("zigzag", GATE_LENGTH, mesh.shape[AXIS])
+    order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
+    wide = [x.astype("float32") for x in qkv]
+    expected = jax.jit(partial(exact, causal=True))(*wide)[:, order]
+    out = jax.jit(attend)(*(_split(mesh, x[:, order]) for x in qkv))
+    return float(jnp.abs(jax.device_get(out).astype("float32") - expected).max())
+
+
+def over(gpus: int, length: int, alone: dict[str, float]) -> list[dict[str, Any]]:
+    """TFLOP/s a GPU of ours and others over several GPUs, causal; of others the forward."""
+    mesh = mesh_of(gpus)
+    *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
+    flops = 2 * length**2 * HEADS * DIM / 1e12 / gpus
+    methods = {"triton": over_gpus(mesh, "triton")}
+    methods |= {f"{name} cudnn": make(mesh, "cudnn") for name, make in RIVALS.items()}
+    rows = []
+    for name, attend in methods.items():
+        error = largest_error(mesh, attend)
+        row: dict[str, Any] = {"gpus": gpus, "length": length, "method": name, "error": error}
+        if not error < 0.1:
+            rows.append(row | {"wrong": True})
+            continue
+        row["forward"] = flops / seconds(partial(jax.jit(attend), *qkv))
+        if name == "triton":
+            row["both"] = 3.5 * flops / seconds(partial(jax.jit(partial(both, attend)), *qkv, dout))
+            row |= {f"eta {key}": row[key] / rate for key, rate in alone.items()}
+        rows.append(row)
+        print(
+            {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True
+        )
+    return rows
+
+
+def _split(mesh: Mesh, x: Any) -> Any:
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, AXIS)))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Errors first, then times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
+    parser.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args(argv)
     found = errors()
@@ -136,9 +194,15 @@ def main(argv: list[str] | None = None) -> int:
                 for key in ("forward", "both")
             ]
             print(f"{length:6} {'causal' if causal else 'full':6}  {'   '.join(cells)}", flush=True)
+    for length in options.split_lengths if options.gpus else ():
+        alone = measure(length, causal=True)["triton"]
+        for gpus in options.gpus:
+            rows += over(gpus, length, alone)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"errors": found, "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps({"environment": environment(), "errors": found, "rows": rows}, indent=1)
+        )
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import SCHEDULES, Mask, Plan, ScheduleName, make_plan, reference
+from ring_core import SCHEDULES, Dealt, Mask, Plan, Schedule, deal, make_plan, reference
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
@@ -28,7 +28,7 @@ class Case:
 
     name: str
     mask: Mask
-    schedule: ScheduleName = "plain"
+    schedule: Schedule = "plain"
     cp_size: int = 1
     seq_len: int = 48
     kv_seq_len: int | None = None
@@ -345,7 +345,49 @@ def _number_cases() -> list[Case]:
     ]
 
 
+#: Chunks dealt at random to so many ranks, neighbours to one rank among them.
+RANDOM = {
+    2: Dealt(((0, 1, 4), (2, 3, 5))),
+    3: Dealt(((1, 5), (0, 2), (3, 4))),
+    4: Dealt(((0, 1, 5), (2, 7, 11), (3, 4, 10), (6, 8, 9))),
+}
+
+
+def _dealt_cases() -> list[Case]:
+    """Chunks dealt for a mask, and at random."""
+    masks_of = {n: masks(48, n) for n in RANDOM}
+    cases = [
+        Case(f"{name}-dealt-cp{n}", mask, deal(mask, seq_len=48, cp_size=n), n)
+        for n, name in ((2, "documents"), (3, "documents-window"), (4, "documents-full"))
+        for mask in (masks_of[n][name],)
+    ]
+    cases += [
+        Case(f"{name}-random-cp{n}", masks_of[n][name], RANDOM[n], n, lse_grad=n == 3)
+        for n, name in ((2, "predicate"), (3, "documents"), (4, "causal"))
+    ]
+    options: dict[str, Any] = {
+        "bias": "full", "alibi": 1, "dropout_p": 0.2, "sinks": 0, "segments": "padded",
+    }  # fmt: skip
+    window = Mask(causal=True, window=(11, 0))
+    cases += [
+        Case("options-random-cp2", window, RANDOM[2], 2, batch=2, **options),
+        Case(
+            "keys80-random-cp4",
+            window,
+            Dealt(((0, 4), (1, 5), (2, 6), (3, 7))),
+            4,
+            48,
+            80,
+            bias="full",
+            alibi=1,
+        ),
+    ]
+    return cases
+
+
 CASES = {
     case.name: case
-    for case in (*_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases())
-}
+    for case in (
+        *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_dealt_cases(),
+    )
+}  # fmt: skip

@@ -14,13 +14,14 @@ import hypothesis
 import numpy.typing as npt
 import pytest
 
-from ring_core import SCHEDULES
+from ring_core import SCHEDULES, Dealt
 
 FOLDERS = {
     "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
     "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta"},
     "torch-cuda": {"conformance", "torch_cuda_only"},
     "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
+    "jax-cuda": {"conformance"},
     "jax-gpu": {"api", "docs", "jax_gpu_only"},
     "jax-tpu": {"api", "docs", "jax_tpu_only"},
     "none": {"packaging"},
@@ -73,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
+    if config.getoption("--backend") == "jax-cuda":
+        os.environ["JAX_PLATFORMS"] = "cuda"
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs
+        return
     if not config.getoption("--backend").startswith("jax"):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -103,16 +108,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if _is_slow(item, backend)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    if backend != "torch-cuda":
+    if not backend.endswith("-cuda"):
         return
-    import torch
-
-    gpus = torch.cuda.device_count()
+    gpus = _gpus(backend)
     if gpus == 0:
-        raise pytest.UsageError("backend torch-cuda was asked for, and there is no GPU")
+        raise pytest.UsageError(f"backend {backend} was asked for, and there is no GPU")
     too_large = [item for item in items if _ranks(item) > gpus]
     config.hook.pytest_deselected(items=too_large)
     items[:] = [item for item in items if item not in too_large]
+
+
+def _gpus(backend: str) -> int:
+    """How many GPUs there are."""
+    if backend == "jax-cuda":
+        import jax
+
+        return jax.local_device_count()
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _ranks(item: pytest.Item) -> int:
@@ -128,7 +142,7 @@ def _is_slow(item: pytest.Item, backend: str) -> bool:
         return item.name.startswith(SLOW_ON_TPU)
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if backend not in ("torch", "jax") or case is None:
+    if backend not in ("torch", "jax", "jax-cuda") or case is None:
         return False
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
@@ -138,7 +152,8 @@ def _is_slow(item: pytest.Item, backend: str) -> bool:
     if backend == "torch":  # beside the conformance tests, which run all
         again = item.path.name in ("test_gather.py", "test_flash.py")
         return again and size in ("4", "8") and not is_few
-    if (mask == "causal" and size != "8") or (is_few and size == "3"):
+    few_as_they_are = isinstance(case.schedule, Dealt)
+    if few_as_they_are or (mask == "causal" and size != "8") or (is_few and size == "3"):
         return False
     # One of the four schedules for the others, and for few masks on other numbers of devices.
     turn = crc32(f"{mask}{size}".encode()) if size in ("2", "4", "8") else crc32(mask.encode())
@@ -169,6 +184,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
         from backends.jax_devices import JaxBackend
 
         yield JaxBackend()
+    elif name == "jax-cuda":
+        from backends.jax_devices import JaxBackend
+
+        import ring_jax_gpu
+
+        yield JaxBackend(ring_jax_gpu.ring_attention)
     else:
         pytest.fail(f"backend {name} runs no cases")
 

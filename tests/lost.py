@@ -102,10 +102,10 @@ def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
             _at(("backward", "during"), here)
             out.sum().backward()
             _at(("backward", "after"), here)
+            assert mine.grad is not None
+            sums.append(mine.grad.double().sum().item())  # waits for the GPU, if it is on one
         except RuntimeError as error:
             return Steps(sums, str(error))
-        assert mine.grad is not None
-        sums.append(mine.grad.double().sum().item())
     return Steps(sums, None)
 
 

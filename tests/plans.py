@@ -7,14 +7,24 @@ import numpy.typing as npt
 from cases import diagonals, prefix
 from hypothesis import strategies as st
 
-from ring_core import SCHEDULES, Mask, Plan, WorkItem, make_plan
+from ring_core import SCHEDULES, Dealt, Mask, Plan, WorkItem, divisor_of, make_plan
+
+
+@st.composite
+def dealt(draw: st.DrawFn, cp_size: int) -> Dealt:
+    """Any chunks, dealt in any way."""
+    chunks_a_rank = draw(st.integers(1, 5))
+    order = draw(st.permutations(range(cp_size * chunks_a_rank)))
+    hands = (order[rank::cp_size] for rank in range(cp_size))
+    return Dealt(tuple(tuple(sorted(hand)) for hand in hands))
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan: all rules combined, odd sizes, keys unlike queries."""
-    cp_size, schedule = draw(st.integers(1, 9)), draw(st.sampled_from(SCHEDULES))
-    unit = 2 * cp_size if schedule == "zigzag" else cp_size
+    cp_size = draw(st.integers(1, 9))
+    schedule = draw(st.sampled_from(SCHEDULES) | dealt(cp_size))
+    unit = divisor_of(schedule, cp_size)
     seq_len = unit * draw(st.integers(1, 9))
     side = st.none() | st.integers(0, seq_len + 2)
     cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=8))

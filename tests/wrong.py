@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import public_api
 
-from ring_core import KernelConfig, Mask
+from ring_core import Dealt, KernelConfig, Mask
 
 NAN, INF = float("nan"), float("inf")
 Values = Mapping[str, Any]
@@ -28,6 +28,12 @@ FLAG: Values = {"none": None, "one": 1, "word": "yes", "nan": NAN, "array": np.o
 NAME: Values = {
     "typo": "zigzak", "empty": "", "number": 3, "flag": True, "none": None, "bytes": b"plain",
     "list": ["plain"], "array": np.array(["plain", "zigzag"]), "class": Mask,
+}  # fmt: skip
+
+#: Values that are no schedule, or none of a few ranks.
+SCHEDULE: Values = {
+    **NAME, "dealt": "dealt", "dealt to others": Dealt(((4,), (3,), (2,), (1,), (0,))),
+    "chunks": ((0,), (1,)), "kind": Dealt,
 }  # fmt: skip
 
 #: Values that are no size.
@@ -44,7 +50,7 @@ REAL: Values = {
 
 #: Wrong values of the options that are no tensors, the same for every backend.
 OPTIONS: dict[str, Values] = {
-    "schedule": NAME,
+    "schedule": SCHEDULE,
     "causal": FLAG,
     "window": {
         "number": 4, "negative": (-1, 0), "three": (1, 2, 3), "one": (1,), "float": (1.0, 0),

@@ -30,6 +30,7 @@ import ring_core
 
 NAMES = {
     "Mask": ring_core.Mask,
+    "deal": ring_core.deal,
     "make_plan": ring_core.make_plan,
     "commands": commands,
     "pictures": pictures,

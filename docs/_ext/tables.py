@@ -12,7 +12,7 @@ import numpy as np
 
 import ring_jax.__main__ as ring_jax_command
 import ring_torch
-from ring_core import SCHEDULES, Mask, make_plan, reference
+from ring_core import SCHEDULES, Mask, deal, make_plan, reference
 from ring_core.cost import HARDWARE
 from ring_core.viz import kv_messages
 
@@ -25,7 +25,7 @@ def schedules(*masks: Mask, seq_len: int, cp_size: int) -> str:
     """Balance, critical path, live steps and messages of every schedule under some masks."""
     rows = []
     for mask in masks:
-        for schedule in SCHEDULES:
+        for schedule in (*SCHEDULES, deal(mask, seq_len=seq_len, cp_size=cp_size)):
             plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule)
             rows.append(
                 (

@@ -1,4 +1,4 @@
-"""ring_jax as a backend: host devices of one process."""
+"""ring_jax as a backend: host devices, or GPUs, of one process."""
 
 from __future__ import annotations
 
@@ -32,22 +32,33 @@ GRADS = ("q", "k", "v", "sinks", "bias")
 
 
 class JaxBackend:
-    """Runs a case on as many devices as it has ranks."""
+    """Runs a case on as many devices as it has ranks.
+
+    Args:
+        attention: Another package's ``ring_attention``, with kernels of its own.
+    """
 
     dtypes = ("float64", "float32", "bfloat16", "float16")
     failures = ()
+
+    def __init__(self, attention: Callable[..., Any] | None = None) -> None:
+        self._attention = attention
 
     def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
         """Run one case."""
         _ = case.expected  # before anything is broken
         with applied(mutant), jax.enable_x64(case.dtype == "float64"):
-            return _run(case, kernel, _kept if mutant is None else _program)
+            return self._run(case, kernel, _kept if mutant is None else _program)
+
+    def _run(self, case: Case, kernel: str, make: Callable[..., Any]) -> Arrays:
+        x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
+        given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
+        attention = self._attention or ring_jax.ring_attention
+        results = make(_without_values(case), kernel, attention)(given, x["dout"], x.get("dlse"))
+        return _natural_all(case, results)
 
 
-def _run(case: Case, kernel: str, make: Callable[..., Any]) -> Arrays:
-    x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
-    given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
-    results = make(_without_values(case), kernel)(given, x["dout"], x.get("dlse"))
+def _natural_all(case: Case, results: dict[str, Any]) -> Arrays:
     return {
         name: _natural(case, name, np.asarray(value, dtype=np.float64))
         for name, value in results.items()
@@ -63,20 +74,21 @@ def _without_values(case: Case) -> Case:
     )
 
 
-def _program(case: Case, kernel: str) -> Any:
+def _program(case: Case, kernel: str, attention: Callable[..., Any]) -> Any:
     """The compiled function of the arrays, of ``dout`` and of ``dlse``."""
     mesh = jax.make_mesh(
         (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]
     )
 
     def local(x: dict[str, Any]) -> tuple[Any, Any]:
-        return ring_jax.ring_attention(
+        results: tuple[Any, Any] = attention(
             x["q"], x["k"], x["v"], axis_name="cp", schedule=case.schedule, mask=case.mask,
             segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
             softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
             bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
             dropout_seed=case.dropout_seed, return_lse=True, kernel=kernel,
         )  # fmt: skip
+        return results
 
     @jax.jit
     def both(x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import diagonals
 from wrong import (
     FLAG,
     NAME,
     NAN,
     OPTIONS,
     REAL,
+    SCHEDULE,
     SIZE,
     Subject,
     Values,
@@ -21,7 +23,19 @@ from wrong import (
     problems,
 )
 
-from ring_core import KernelConfig, Layout, Mask, finalize, layout_of, make_plan, merge, reference
+from ring_core import (
+    Dealt,
+    KernelConfig,
+    Layout,
+    Mask,
+    deal,
+    divisor_of,
+    finalize,
+    layout_of,
+    make_plan,
+    merge,
+    reference,
+)
 from ring_core.cost import HARDWARE, Hardware, Model, compare, estimate, hardware
 from ring_core.philox import dropout_keep
 from ring_core.viz import describe, plot, plot_costs
@@ -92,6 +106,13 @@ LENGTH: Values = {**SIZE, "none": None, "indivisible": 7}
 CAUSAL = Mask(causal=True)
 plan = make_plan(CAUSAL, seq_len=8, cp_size=2, schedule="zigzag")
 PLAN: Values = {"none": None, "mask": CAUSAL, "word": "zigzag", "class": type(plan)}
+CHUNKS: Values = {
+    "none": None, "number": 2, "word": "01", "empty": (), "row": (0, 1), "none a rank": ((), ()),
+    "uneven": ((0, 1), (2,)), "twice": ((0, 1), (1, 2)), "missing": ((0, 1), (2, 4)),
+    "negative": ((-1,), (0,)), "falling": ((1, 0), (2, 3)), "floats": ((0.0,), (1.0,)),
+    "flags": ((False,), (True,)), "words": (("0",), ("1",)), "nan": ((NAN,), (0,)),
+    "array": np.array([[0], [1]]), "set": {(0,), (1,)},
+}  # fmt: skip
 MASKS: Values = {"none": None, "word": "causal", "array": np.ones((8, 8)), "class": Mask}
 RANK: Values = {
     **{n: x for n, x in SIZE.items() if n != "zero"}, "none": None, "too large": 2
@@ -135,7 +156,7 @@ SUBJECTS: dict[str, Subject] = {
         make_plan, {"mask": Mask(), "seq_len": 8, "cp_size": 2, "schedule": "zigzag"},
         {
             "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
-            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "schedule": NAME,
+            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "schedule": SCHEDULE,
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
         },
     ),
@@ -158,6 +179,21 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_core.Layout.runs": Subject(plan.q_layout.runs, {"rank": 0}, {"rank": RANK}),
     "ring_core.layout_of": Subject(layout_of, {"schedule": "plain"}, {"schedule": NAME}),
+    "ring_core.divisor_of": Subject(
+        divisor_of, {"schedule": "plain", "cp_size": 2},
+        {"schedule": SCHEDULE, "cp_size": {**SIZE, "none": None}},
+    ),
+    "ring_core.Dealt": Subject(Dealt, {}, {"chunks": CHUNKS}),
+    "ring_core.deal": Subject(
+        deal, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
+        {
+            "mask": {
+                **MASKS, "predicate": Mask(predicate=diagonals), "cu_seqlens": Mask(cu_seqlens=(0, 7)),
+            },
+            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
+            "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
+        },
+    ),
     "ring_core.KernelConfig": Subject(
         KernelConfig, {},
         {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ring_core import SCHEDULES, Mask, __version__, doctor, make_plan, reference
+from ring_core import SCHEDULES, Mask, __version__, deal, doctor, make_plan, reference
 from ring_core.__main__ import main
 
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
@@ -50,6 +50,14 @@ def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert text == make_plan(mask, seq_len=64, cp_size=4).describe()
 
 
+def test_dealt_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
+    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--schedule", "dealt")
+    dealt = deal(mask, seq_len=64, cp_size=4)
+    assert text == make_plan(mask, seq_len=64, cp_size=4, schedule=dealt).describe()
+    assert f"schedule={dealt} " in text
+
+
 def test_color(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b[" in printed(capsys, *SMALL, "--color", "always")
     assert "\x1b[" not in printed(capsys, *SMALL, "--color", "never")
@@ -64,6 +72,7 @@ def test_table_of_schedules(capsys: pytest.CaptureFixture[str]) -> None:
         ["zigzag", "1.000", "1.000", "4", "of", "4", "0", "3"],
         ["striped", "1.046", "1.046", "4", "of", "4", "0", "3"],
         ["balanced", "1.000", "1.000", "3", "of", "4", "2", "2"],
+        ["dealt", "1.000", "1.000", "4", "of", "4", "0", "3"],
     ]
     assert rows[0].split("  ")[0] == "schedule"
 
@@ -72,7 +81,7 @@ def test_table_says_which_schedule_cannot_divide(capsys: pytest.CaptureFixture[s
     rows = printed(capsys, "plan", "--seq-len", "20", "--cp", "4", "--schedule", "all").splitlines()
     assert rows[2].startswith("zigzag ")
     assert rows[2].endswith("pad to 24")
-    assert len(rows) == 5
+    assert len(rows) == 6
 
 
 def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,13 +89,13 @@ def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *argv, "--heads", "32", "--kv-heads", "8", "--head-dim", "128")
     lines = text.splitlines()
     assert "32 query and 8 key/value heads of 128" in lines[0]
-    assert [line.split()[0] for line in lines[2:6]] == ["plain", "zigzag", "striped", "balanced"]
+    assert [line.split()[0] for line in lines[2:7]] == [*SCHEDULES, "dealt"]
     # 2 * N^2 * H * D FLOPs causal over 4 ranks at 649 TFLOP/s, and 2.5 times as many at 588.
     pairs = 131072 * 131073 / 2 / 4
     seconds = pairs * 4 * 32 * 128 * (1 / 649e12 + 2.5 / 588e12)
     assert float(lines[3].split()[2]) == pytest.approx(1e3 * seconds, rel=1e-4)
-    assert lines[6] == "least time: zigzag"
-    assert lines[7].startswith("h200-nvlink: measured")
+    assert lines[7] == "least time: zigzag"
+    assert lines[8].startswith("h200-nvlink: measured")
 
 
 def test_advice_beside_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from cases import diagonals
 
-from ring_core import SCHEDULES, Mask, make_plan
+from ring_core import SCHEDULES, Mask, deal, make_plan
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
@@ -140,7 +141,7 @@ def test_thousands_of_ranks() -> None:
 def test_compare_ranks_schedules() -> None:
     model, device = Model(32, 8, 128), hardware("h200-nvlink")
     costs = compare(Mask(causal=True), seq_len=1 << 17, cp_size=4, model=model, hardware=device)
-    assert list(costs) == list(SCHEDULES)
+    assert list(costs) == [*SCHEDULES, "dealt"]
     plain, zigzag = costs["plain"], costs["zigzag"]
     assert isinstance(plain, Cost)
     assert isinstance(zigzag, Cost)
@@ -148,6 +149,17 @@ def test_compare_ranks_schedules() -> None:
     assert plain.time_s / zigzag.time_s == pytest.approx(7 / 4, rel=1e-3)
     plan = make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, schedule="zigzag")
     assert zigzag == estimate(plan, model, device)
+
+
+def test_compare_deals_for_the_mask() -> None:
+    mask = Mask(causal=True, cu_seqlens=(0, 100, 900, 4096))
+    sizes: dict[str, Any] = {"seq_len": 4096, "cp_size": 4}
+    costs = compare(mask, **sizes, model=MODEL, hardware=SLOW, schedules=("zigzag", "dealt"))
+    plan = make_plan(mask, schedule=deal(mask, **sizes), **sizes)
+    assert costs["dealt"] == estimate(plan, MODEL, SLOW)
+    assert list(costs) == ["zigzag", "dealt"]
+    every = compare(Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW)
+    assert "cannot count a predicate" in str(every["dealt"])
 
 
 def test_compare_says_which_schedule_cannot_divide() -> None:

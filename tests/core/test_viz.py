@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from ring_core import EMPTY, FULL, TILE, Layout, Mask, Plan, WorkItem, make_plan, viz
+from ring_core import EMPTY, FULL, TILE, Dealt, Layout, Mask, Plan, WorkItem, deal, make_plan, viz
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:
@@ -32,6 +32,7 @@ PLANS = [
     make_plan(Mask(window=(5, 2), chunk_size=16), seq_len=32, cp_size=4, kv_seq_len=48),
     make_plan(PACKED, seq_len=48, cp_size=4, schedule="zigzag"),
     make_plan(PACKED, seq_len=48, cp_size=4, schedule="balanced"),
+    make_plan(PACKED, seq_len=48, cp_size=4, schedule=deal(PACKED, seq_len=48, cp_size=4)),
     make_plan(Mask(chunk_size=10), seq_len=48, cp_size=4, schedule="striped"),
     make_plan(Mask(True, predicate=every_third), seq_len=600, cp_size=2, schedule="balanced"),
 ]
@@ -141,6 +142,7 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
         ("plain", "0011223344556677"),
         ("zigzag", "0123456776543210"),
         ("striped", "0123456701234567"),
+        (Dealt(tuple((rank, 8 + rank) for rank in range(8))), "0123456701234567"),
     ],
 )
 def test_layout_strip(schedule: Any, strip: str) -> None:

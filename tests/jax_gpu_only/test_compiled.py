@@ -20,6 +20,13 @@ CALLS: dict[str, dict[str, Any]] = {
         "options": {"causal": True, "dropout_p": 0.1, "dropout_seed": 3},
         "arrays": {"alibi_slopes": ["float32", [4]]},
     },
+    "predicate-bias": {
+        "predicate": True,
+        "dtype": "float32",
+        "dims": [8, 8],
+        "tokens": [12, 16],
+        "arrays": {"bias": ["float32", [1, 4, 12, 16]]},
+    },
     "bias": {"arrays": {"bias": ["float32", [1, 1, 1024, 1024]]}},
 }
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_core import SCHEDULES, reference
+from ring_core import SCHEDULES, Dealt, reference
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -113,7 +113,7 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 3), (1, 2)))], ids=str)
 def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
     """All axes at once, every option that is an array, dropout by global indices."""
     mesh = mesh_of(axis_type, dp=2, cp=2, tp=2)
@@ -140,7 +140,7 @@ def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
         close(mine, getattr(expected, name))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str)
 def test_layout(schedule: Any) -> None:
     cp = ContextParallel(mesh_of(cp=4), "cp", schedule=schedule)
     x = random(16, 3)

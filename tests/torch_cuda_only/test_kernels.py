@@ -34,15 +34,17 @@ def tally() -> Iterator[dict[str, dict[str, int]]]:
 
 
 @lru_cache(maxsize=2)
-def in_bfloat16(name: str) -> Case:
-    """The case in a dtype that all these kernels take, with what it has computed."""
-    return replace(CASES[name], dtype="bfloat16")
+def as_kernels_take_it(name: str) -> Case:
+    """The case in a dtype and with head dims that these kernels take, with what it has computed."""
+    case = CASES[name]
+    dim, v_dim = case.dims
+    return replace(case, dtype="bfloat16", dims=(8 * dim, 8 * v_dim))
 
 
 @pytest.mark.parametrize(("kernel", "transport"), [*WAYS, ("sdpa", "gather")])
 @pytest.mark.parametrize("case", RING, ids=[case.name for case in RING])
 def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any) -> None:
-    case = in_bfloat16(case.name)
+    case = as_kernels_take_it(case.name)
     count = tally.setdefault(f"{kernel}/{transport}", {"passed": 0, "refused": 0})
     try:
         results = backend.run(case, kernel=kernel, transport=transport)

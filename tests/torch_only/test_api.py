@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import SCHEDULES, Mask, reference
+from ring_core import SCHEDULES, Dealt, Mask, Schedule, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch._comm import Ring
 from ring_torch.kernels.eager import EagerKernel
@@ -68,8 +68,8 @@ def _round_trip(rank: int, schedule: Any) -> None:
         same(leaf.grad[:, mine], torch.tensor(grad)[:, mine])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_shard_attend_unshard(pool: LocalRanks, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str)
+def test_shard_attend_unshard(pool: LocalRanks, schedule: Schedule) -> None:
     pool.run(_round_trip, schedule)
 
 

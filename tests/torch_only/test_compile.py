@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import Mask
+from ring_core import Dealt, Mask
 from ring_torch import ContextParallel, KernelConfig, _compiled, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -93,6 +93,29 @@ def test_in_one_graph(name: str, pool: LocalRanks) -> None:
 
 def test_on_shards(pool: LocalRanks) -> None:
     pool.run(_in_one_graph, "causal", "balanced")
+
+
+@pytest.mark.parametrize("name", ["documents", "gather"])
+def test_on_dealt_chunks(name: str, pool: LocalRanks) -> None:
+    pool.run(_in_one_graph, name, Dealt(((0, 3, 5, 6), (1, 2, 4, 7))))
+
+
+def _other_chunks_are_another_graph(_: int) -> None:
+    """The compiled function is used again, and does not take new chunks for the old ones."""
+    torch._dynamo.reset()
+
+    def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cp.attention(q, k, v, causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for chunks in (((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
+        cp = ContextParallel(schedule=Dealt(chunks))
+        q, k, v = (x.detach() for x in tensors(cp, {})[0])
+        torch.testing.assert_close(compiled(cp, q, k, v), function(cp, q, k, v), rtol=0, atol=0)
+
+
+def test_other_chunks_are_another_graph(pool: LocalRanks) -> None:
+    pool.run(_other_chunks_are_another_graph)
 
 
 def _operations_are_sound(_: int, name: str) -> None:

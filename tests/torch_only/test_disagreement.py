@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cases import RANDOM
 from torch import Tensor
 
-from ring_core import Mask
+from ring_core import Dealt, Mask
 from ring_torch import _verdict, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -41,6 +42,9 @@ DIFFERENCES = {
     "head dim": Difference({}, {"shape": (1, 8, 2, 16)}, "q"),
     "dtype": Difference({}, {"dtype": torch.float64}, "q"),
     "schedule": Difference({"causal": True}, {"causal": True, "schedule": "zigzag"}, "schedule"),
+    "chunks of a schedule": Difference(
+        {"schedule": RANDOM[3]}, {"schedule": Dealt(RANDOM[3].chunks[::-1])}, "plan"
+    ),
     "causal": Difference({}, {"causal": True}, "mask"),
     "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
     "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),

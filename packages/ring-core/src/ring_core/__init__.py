@@ -16,11 +16,13 @@ from ring_core._capabilities import UnsupportedError as UnsupportedError
 from ring_core._capabilities import refusals as refusals
 from ring_core._capabilities import require as require
 from ring_core._capabilities import support_matrix as support_matrix
+from ring_core._deal import deal as deal
 from ring_core._gather import Fetch as Fetch
 from ring_core._gather import Gather as Gather
 from ring_core._gather import gather_memory as gather_memory
 from ring_core._gather import gather_refusals as gather_refusals
 from ring_core._item import WorkItem as WorkItem
+from ring_core._layout import Dealt as Dealt
 from ring_core._layout import Layout as Layout
 from ring_core._layout import Run as Run
 from ring_core._mask import Mask as Mask
@@ -33,8 +35,10 @@ from ring_core._plan import make_plan as make_plan
 from ring_core._program import HELP_PIECES as HELP_PIECES
 from ring_core._program import Stage as Stage
 from ring_core._schedule import SCHEDULES as SCHEDULES
+from ring_core._schedule import Schedule as Schedule
 from ring_core._schedule import ScheduleName as ScheduleName
 from ring_core._schedule import Step as Step
+from ring_core._schedule import divisor_of as divisor_of
 from ring_core._schedule import layout_of as layout_of
 
 __version__ = "0.1.0"

@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from ring_core import __version__, doctor, viz
+from ring_core._deal import COMPARED, schedule_for
 from ring_core._mask import Mask, Window
 from ring_core._plan import Plan, make_plan
-from ring_core._schedule import SCHEDULES, ScheduleName
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, required=True, metavar="N", help="queries, over all ranks")
     add("--kv-seq-len", type=int, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
-    add("--schedule", help=f"{', '.join(SCHEDULES)} (default plain), or all for a table")
+    add("--schedule", help=f"{', '.join(COMPARED)} (default plain), or all for a table")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
     add("--window", metavar="LEFT,RIGHT", help="e.g. 4096,0; a side may be none")
     add("--chunk-size", type=int, metavar="N", help="queries see their own chunk only")
@@ -103,7 +103,7 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     if given and not args.advise:
         raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
     if args.png and args.schedule == "all" and not args.advise:
-        known = ", ".join(SCHEDULES)
+        known = ", ".join(COMPARED)
         raise ValueError(f"--png draws one plan, or costs; pass --schedule {known}, or --advise")
     if several and (named or not (args.advise or args.schedule)):
         raise ValueError(
@@ -113,20 +113,15 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
 
 
 def _one_plan(args: argparse.Namespace, mask: Mask, cp_size: int, schedule: str) -> Plan:
-    return make_plan(
-        mask,
-        seq_len=args.seq_len,
-        cp_size=cp_size,
-        schedule=cast("ScheduleName", schedule),  # make_plan refuses what is none
-        kv_seq_len=args.kv_seq_len,
-    )
+    sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
+    return make_plan(mask, schedule=schedule_for(schedule, mask, **sizes), **sizes)
 
 
 def _schedule_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
     header = ("schedule", "balance", "critical", "live steps", "helped", "K/V messages")
     rows: list[tuple[str, ...]] = []
     refused: list[ValueError] = []
-    for schedule in SCHEDULES:
+    for schedule in COMPARED:
         try:
             plan = _one_plan(args, mask, cp_size, schedule)
         except ValueError as error:
@@ -137,7 +132,7 @@ def _schedule_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
         helped = sum(step.helps != "none" for step in plan.steps)
         figures = (f"{plan.balance:.3f}", f"{plan.critical:.3f}", live, str(helped))
         rows.append((schedule, *figures, str(viz.kv_messages(plan))))
-    if len(refused) == len(SCHEDULES):
+    if len(refused) == len(COMPARED):
         raise refused[0]
     return _table(header, rows)
 

@@ -39,7 +39,6 @@ class Capabilities:
         mixed_head_dims: The head dim of V may differ from that of Q and K.
         bands: Bands of a work item: ``full`` only, also square ``causal`` ones, or ``any``.
         documents: One launch may span several documents (``cu_seqlens``, ``chunk_size``).
-        document_head_dim_multiple: Then head dims must be a multiple of this.
         segment_ids, predicate, softcap, bias, alibi, dropout, deterministic: The options of the
             same names.
         any_scale: ``softmax_scale`` may be 0 or less; a kernel that scales what it has masked, or
@@ -60,7 +59,6 @@ class Capabilities:
     mixed_head_dims: bool = False
     bands: Band = "full"
     documents: bool = False
-    document_head_dim_multiple: int = 1
     segment_ids: bool = False
     predicate: bool = False
     softcap: bool = False
@@ -159,12 +157,6 @@ def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[
             reasons.append(f"has no {words}")
     if request.grad and not can.backward:
         reasons.append("has no backward")
-    if plan.mask.predicate is None and plan.traits.several_documents and can.documents:
-        multiple = can.document_head_dim_multiple
-        if request.head_dim % multiple or request.v_head_dim % multiple:
-            reasons.append(
-                f"takes several documents with head dims that are multiples of {multiple}"
-            )
     return (*reasons, *_mask_refusals(can, plan))
 
 

@@ -136,13 +136,15 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
     by_position = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
     spans = _union(Span(item.k_start, item.k_stop) for item in by_position)
     items = _joined([_moved(item, spans) for item in by_position])
+    held = ((run, rank) for rank in range(plan.cp_size) for run in plan.k_layout.runs(rank))
+    runs = sorted(held, key=lambda each: each[0].global_start)
     fetches: list[Fetch] = []
     needs: list[int] = []
     done: list[Span] = []
     for item in items:
         columns = Span(item.k_start, item.k_stop)
         for missing in _without(columns, done):
-            fetches += _fetches(plan, spans, missing)
+            fetches += _fetches(runs, spans, missing)
         done = _union([*done, columns])
         needs.append(len(fetches))
     return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans))
@@ -209,18 +211,19 @@ def _full(*items: WorkItem) -> bool:
     return all(item.is_full for item in items)
 
 
-def _fetches(plan: Plan, spans: Sequence[Span], columns: Span) -> Iterator[Fetch]:
-    """Columns of the buffer as slices of the ranks that hold them, in order."""
-    runs = [
-        (run.global_start, rank, run)
-        for rank in range(plan.cp_size)
-        for run in plan.k_layout.runs(rank)
-    ]
+def _fetches(
+    runs: Sequence[tuple[Run, int]], spans: Sequence[Span], columns: Span
+) -> Iterator[Fetch]:
+    """Columns of the buffer as slices of the ranks that hold them, in order.
+
+    ``runs`` are all, by position, with their ranks: equal pieces of the sequence.
+    """
+    length = runs[0][0].length
     at = 0
     for span in spans:
         inside = Span(at, at + span.stop - span.start).within(columns)
         wanted = Span(span.start + inside.start - at, span.start + inside.stop - at)
-        for _, rank, run in sorted(runs):
+        for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
             part = wanted.within(Span(*_ends(run)))
             if part.start < part.stop:
                 local, column = run.local_start - run.global_start, at - span.start

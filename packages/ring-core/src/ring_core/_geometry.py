@@ -242,9 +242,9 @@ class BandGeometry:
     def _coalesced(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Rows:
         """Replace the rectangles of a pair by their bounding box where one band shows the same.
 
-        Tried: no band at all (adjacent full rectangles), and the band of each piece, moved to the
-        local coordinates of the box (local positions ascend, so the self step of a causal zigzag
-        is one causal block).
+        That band is the one of all pieces together, in the local coordinates of the box: sides that
+        bind in none are open (local positions ascend, so the self step of a causal zigzag is one
+        causal block, and adjacent full rectangles are one).
         """
         rect = rows.rect
         live = rect.live
@@ -252,6 +252,11 @@ class BandGeometry:
         q0 = np.where(live, rect.q_start, far).min(axis=-1, keepdims=True)
         k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
         q1, k1 = rect.q_stop.max(axis=-1, keepdims=True), rect.k_stop.max(axis=-1, keepdims=True)
+        moved = (rect.k_start - k0) - (rect.q_start - q0)
+        binds = live & (rect.lo > -UNBOUNDED), live & (rect.hi < UNBOUNDED)
+        lo = np.where(binds[0], rect.lo - moved, -UNBOUNDED).max(axis=-1, keepdims=True)
+        hi = np.where(binds[1], rect.hi - moved, UNBOUNDED).min(axis=-1, keepdims=True)
+        box = _band.trim(Rectangles(q0, q1, k0, k1, lo, hi))
         q_local, k_local, _, _ = self._runs(q_rank, kv_rank)
         runs = (
             q_local,
@@ -259,26 +264,15 @@ class BandGeometry:
             k_local,
             k_local + self.k_layout.run_length,
         )
-        plain = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(
+        same = [a == b for a, b in zip(_band.clip(box, *runs), rect, strict=True)]
+        take = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(
             axis=-1, keepdims=True
         )
-        done = np.zeros_like(plain)
-        out = rect
-        for piece in range(-1, live.shape[-1]):
-            if piece < 0:
-                lo, hi = np.full_like(q0, -UNBOUNDED), np.full_like(q0, UNBOUNDED)
-            else:
-                own = [x[..., piece, None] for x in rect]
-                moved = (own[2] - k0) - (own[0] - q0)
-                lo, hi = own[4] - moved, own[5] - moved
-            box = _band.trim(Rectangles(q0, q1, k0, k1, lo, hi))
-            same = [a == b for a, b in zip(_band.clip(box, *runs), rect, strict=True)]
-            take = plain & ~done & np.logical_and.reduce(same).all(axis=-1, keepdims=True)
-            first = np.arange(live.shape[-1]) == 0
-            out = Rectangles(
-                *(np.where(take, np.where(first, b, 0), a) for a, b in zip(out, box, strict=True))
-            )
-            done |= take
+        take = take & np.logical_and.reduce(same).all(axis=-1, keepdims=True)
+        first = np.arange(live.shape[-1]) == 0
+        out = Rectangles(
+            *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
+        )
         return self._packed(Rows(out, rows.doc_start, rows.doc_stop))
 
     @staticmethod

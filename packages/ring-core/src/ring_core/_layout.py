@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -23,25 +25,85 @@ class Run(NamedTuple):
     stride: int
 
 
+@dataclass(frozen=True, repr=False)
+class Dealt:
+    """A schedule, and the layout of its tokens: equal chunks of the sequence, dealt to ranks.
+
+    The ring is the classic one. :func:`ring_core.deal` makes one that is even for a mask; any other
+    is as exact. Frozen and hashable.
+
+    Args:
+        chunks: For each rank the chunks it holds, ascending, as many as every other rank; together
+            ``0, 1, ...``, each once.
+
+    Raises:
+        ValueError: They are not.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not _is_listed(self.chunks) or not all(map(_is_listed, self.chunks)):
+            raise ValueError(f"chunks must be a tuple of chunk numbers a rank, got {self.chunks!r}")
+        flat = list(chain.from_iterable(self.chunks))
+        if not flat or not all(map(is_integer, flat)):
+            raise ValueError(f"chunks must be integers, one a rank at least, got {self.chunks!r}")
+        if len(set(map(len, self.chunks))) > 1:
+            raise ValueError(
+                f"chunks must be as many on every rank, got {list(map(len, self.chunks))}"
+            )
+        if sorted(flat) != list(range(len(flat))):
+            raise ValueError(f"chunks must be 0..{len(flat) - 1}, each once, got {sorted(flat)}")
+        if any(a > b for chunks in self.chunks for a, b in pairwise(chunks)):
+            raise ValueError(f"chunks must ascend on every rank, got {self.chunks!r}")
+        plain = tuple(tuple(map(int, chunks)) for chunks in self.chunks)
+        object.__setattr__(self, "chunks", plain)  # the dataclass is frozen
+
+    def __repr__(self) -> str:
+        return f"dealt({self.cp_size}x{self.chunks_a_rank})"
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks."""
+        return len(self.chunks)
+
+    @property
+    def chunks_a_rank(self) -> int:
+        """Chunks that each rank holds."""
+        return len(self.chunks[0])
+
+    @cached_property
+    def table(self) -> Ints:
+        """The chunks as an array ``[cp_size, chunks_a_rank]``."""
+        return np.array(self.chunks, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ``seq_len`` tokens are dealt to ``cp_size`` ranks.
 
     ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
     ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
-    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on.
+    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on. A :class:`Dealt`:
+    it holds the chunks that this says.
     """
 
-    name: LayoutName
+    name: LayoutName | Dealt
     seq_len: int
     cp_size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or self.name not in get_args(LayoutName):
+        is_named = isinstance(self.name, str) and self.name in get_args(LayoutName)
+        if not is_named and not isinstance(self.name, Dealt):
             raise ValueError(
-                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}"
+                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}, or a Dealt"
             )
         check_size("cp_size", self.cp_size)
+        if isinstance(self.name, Dealt) and self.name.cp_size != self.cp_size:
+            raise ValueError(
+                f"schedule {self.name} has chunks for {self.name.cp_size} ranks, and there are "
+                f"{self.cp_size}; deal for cp_size={self.cp_size}"
+            )
         if not is_integer(self.seq_len) or self.seq_len >= TOO_LARGE:
             raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
         if self.seq_len < 1 or self.seq_len % self.divisor:
@@ -54,7 +116,7 @@ class Layout:
     @property
     def divisor(self) -> int:
         """Sequence lengths must be a multiple of this."""
-        return 2 * self.cp_size if self.name == "zigzag" else self.cp_size
+        return self.cp_size * self.num_runs
 
     @property
     def local_len(self) -> int:
@@ -67,18 +129,27 @@ class Layout:
         return self.cp_size if self.name == "striped" else 1
 
     @property
+    def num_runs(self) -> int:
+        """Runs a rank."""
+        if isinstance(self.name, Dealt):
+            return self.name.chunks_a_rank
+        return 2 if self.name == "zigzag" else 1
+
+    @property
     def run_starts(self) -> tuple[int, ...]:
         """Local index at which each run starts; the same on every rank."""
-        return (0, self.local_len // 2) if self.name == "zigzag" else (0,)
+        return tuple(range(0, self.local_len, self.run_length))
 
     @property
     def run_length(self) -> int:
         """Tokens a run; the same for all."""
-        return self.local_len // len(self.run_starts)
+        return self.local_len // self.num_runs
 
     def run_positions(self, rank: npt.ArrayLike) -> Ints:
         """Position of the first token of each run: ``[..., runs]`` for ranks ``[...]``."""
         r = np.asarray(rank, dtype=np.int64)
+        if isinstance(self.name, Dealt):
+            return self.name.table[r] * self.run_length
         if self.name == "striped":
             return r[..., None]
         if self.name == "contiguous":
@@ -99,3 +170,7 @@ class Layout:
         check_index("rank", rank, self.cp_size)
         steps = np.arange(self.run_length, dtype=np.int64) * self.stride
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)
+
+
+def _is_listed(value: object) -> bool:
+    return isinstance(value, tuple | list)

@@ -145,6 +145,25 @@ class Mask:
         return ", ".join(words) or "full"
 
 
+def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
+    """Check that documents, if there are any, are of sequences of these lengths.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if mask.cu_seqlens is None:
+        return
+    if q_len != k_len:
+        raise ValueError(
+            f"cu_seqlens need as many keys as queries, got {q_len} queries and {k_len} keys; use "
+            f"segment_ids as a pair (queries', keys')"
+        )
+    if mask.cu_seqlens[-1] != q_len:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {q_len}, got {mask.cu_seqlens[-1]}"
+        )
+
+
 def _checked_window(window: Any) -> Window | None:
     if window is None:
         return None

@@ -18,10 +18,10 @@ from ring_core._blocks import TILE, BlockGeometry
 from ring_core._gather import Gather, make_gather
 from ring_core._geometry import BandGeometry, Rows
 from ring_core._item import WorkItem
-from ring_core._layout import Layout
-from ring_core._mask import Mask
+from ring_core._layout import Dealt, Layout
+from ring_core._mask import Mask, check_documents
 from ring_core._program import Stage, backward_program, forward_program
-from ring_core._schedule import Help, ScheduleName, Step, layout_of, live_steps, step_rows
+from ring_core._schedule import Help, Schedule, Step, layout_of, live_steps, step_rows
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class Plan:
     mask: Mask
     seq_len: int
     cp_size: int
-    schedule: ScheduleName
+    schedule: Schedule
     kv_seq_len: int
     q_layout: Layout
     k_layout: Layout
@@ -200,6 +200,8 @@ class Plan:
                 (self.seq_len, self.kv_seq_len, self.cp_size, self.schedule, self.mask.band)
             ).encode()
         ]
+        if isinstance(self.schedule, Dealt):
+            parts.append(self.schedule.table.tobytes())
         if self.boundaries is not None:
             parts.append(self.boundaries.tobytes())
         if self.blocks is not None:
@@ -260,7 +262,7 @@ def make_plan(
     *,
     seq_len: int,
     cp_size: int,
-    schedule: ScheduleName = "plain",
+    schedule: Schedule = "plain",
     kv_seq_len: int | None = None,
 ) -> Plan:
     """Plan a ring: decide for every rank and step what it computes.
@@ -269,7 +271,7 @@ def make_plan(
         mask: Which query sees which key.
         seq_len: Queries, over all ranks.
         cp_size: Ranks.
-        schedule: ``plain``, ``zigzag``, ``striped`` or ``balanced``.
+        schedule: ``plain``, ``zigzag``, ``striped``, ``balanced`` or a :class:`Dealt`.
         kv_seq_len: Keys, over all ranks, where they are not as many as queries; every rule then
             uses ``q_pos = i + kv_seq_len - seq_len`` and ``k_pos = j``.
 
@@ -277,9 +279,10 @@ def make_plan(
         The plan; equal arguments return the same object, from a bounded cache.
 
     Raises:
-        ValueError: Unknown schedule; a length the schedule cannot divide; ``cu_seqlens`` that do
-            not end at ``seq_len`` or come with other keys than queries; a predicate over more than
-            ``2 ** 34`` pairs, or one that does not return booleans.
+        ValueError: Unknown schedule, or one dealt to other than ``cp_size`` ranks; a length the
+            schedule cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with other
+            keys than queries; a predicate over more than ``2 ** 34`` pairs, or one that does not
+            return booleans.
     """
     check_record("mask", mask, Mask)
     layout_of(schedule)
@@ -290,21 +293,12 @@ def make_plan(
 
 @lru_cache(maxsize=128)
 def _make_plan(
-    mask: Mask, seq_len: int, cp_size: int, schedule: ScheduleName, kv_seq_len: int | None
+    mask: Mask, seq_len: int, cp_size: int, schedule: Schedule, kv_seq_len: int | None
 ) -> Plan:
     keys = seq_len if kv_seq_len is None else kv_seq_len
     layout = layout_of(schedule)
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
-    if mask.cu_seqlens is not None:
-        if keys != seq_len:
-            raise ValueError(
-                f"cu_seqlens need as many keys as queries, got {seq_len} queries and {keys} keys; "
-                f"use segment_ids as a pair (queries', keys')"
-            )
-        if mask.cu_seqlens[-1] != seq_len:
-            raise ValueError(
-                f"cu_seqlens must end at the sequence length {seq_len}, got {mask.cu_seqlens[-1]}"
-            )
+    check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
     geometry = kind(mask, q_layout, k_layout, keys - seq_len)
     steps, work = live_steps(schedule, geometry, cp_size)

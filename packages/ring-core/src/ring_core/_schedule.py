@@ -9,25 +9,32 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import check_size
 from ring_core._geometry import Geometry, Rows
-from ring_core._layout import LayoutName
+from ring_core._layout import Dealt, Layout, LayoutName
 from ring_core.checks import check_choice
 
 Ints = npt.NDArray[np.int64]
 ScheduleName = Literal["plain", "zigzag", "striped", "balanced"]
+Schedule = ScheduleName | Dealt
 Help = Literal["none", "mirror", "half"]
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _PAIRS_AT_ONCE = 1 << 15
 
 
-def layout_of(schedule: ScheduleName) -> LayoutName:
-    """The layout the tokens of a schedule are in.
+def layout_of(schedule: Schedule) -> LayoutName | Dealt:
+    """The layout the tokens of a schedule are in, the first argument of a :class:`Layout`.
 
     Raises:
         ValueError: No such schedule.
     """
-    check_choice("schedule", schedule, SCHEDULES)
+    if isinstance(schedule, Dealt):
+        return schedule
+    try:
+        check_choice("schedule", schedule, SCHEDULES)
+    except ValueError as error:
+        raise ValueError(f"{error}, or what ring_core.deal returns") from None
     layouts: dict[ScheduleName, LayoutName] = {
         "plain": "contiguous",
         "zigzag": "zigzag",
@@ -35,6 +42,17 @@ def layout_of(schedule: ScheduleName) -> LayoutName:
         "balanced": "contiguous",
     }
     return layouts[schedule]
+
+
+def divisor_of(schedule: Schedule, cp_size: int) -> int:
+    """Sequence lengths must be a multiple of this under a schedule.
+
+    Raises:
+        ValueError: No such schedule, or it is dealt to another number of ranks.
+    """
+    layout, ranks = layout_of(schedule), check_size("cp_size", cp_size)
+    runs = layout.chunks_a_rank if isinstance(layout, Dealt) else 2  # at most
+    return Layout(layout, ranks * runs, ranks).divisor
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,7 @@ class Step:
 
 
 def live_steps(
-    schedule: ScheduleName, geometry: Geometry, cp_size: int
+    schedule: Schedule, geometry: Geometry, cp_size: int
 ) -> tuple[tuple[Step, ...], Ints]:
     """The steps some rank needs, and the visible pairs ``[step, rank]`` each rank computes in them.
 
@@ -62,7 +80,8 @@ def live_steps(
     steps: list[Step] = []
     work: list[Ints] = []
     if schedule != "balanced":
-        for shifts in _chunks(np.arange(cp_size), cp_size):
+        runs = schedule.chunks_a_rank if isinstance(schedule, Dealt) else 1
+        for shifts in _chunks(np.arange(cp_size), cp_size * runs**2):
             pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)
             for shift, row in zip(shifts.tolist(), pairs, strict=True):
                 if shift == 0 or row.any():
@@ -110,8 +129,8 @@ def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, In
                 yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
 
 
-def _chunks(shifts: Ints, cp_size: int) -> Iterator[Ints]:
-    """Shifts a few at a time, so that the arrays over (shift, rank) stay in cache."""
-    size = max(1, _PAIRS_AT_ONCE // cp_size)
+def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
+    """Shifts of so many pairs a few at a time, so that the arrays over all stay in cache."""
+    size = max(1, _PAIRS_AT_ONCE // pairs)
     for start in range(0, shifts.size, size):
         yield shifts[start : start + size]

@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ring_core._arguments import check_rate, check_record, check_size, check_text
+from ring_core._deal import COMPARED, schedule_for
 from ring_core._layout import Layout
-from ring_core._mask import Mask
+from ring_core._mask import Mask, check_documents
 from ring_core._plan import Plan, make_plan
 from ring_core._program import HELP_PIECES, Stage
-from ring_core._schedule import SCHEDULES, ScheduleName, layout_of
+from ring_core._schedule import layout_of
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -224,11 +225,13 @@ def compare(
     cp_size: int,
     model: Model,
     hardware: Hardware,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = COMPARED,
     kv_seq_len: int | None = None,
     backward: bool = True,
 ) -> dict[str, Cost | str]:
-    """The cost of every schedule, or, where one cannot divide the lengths, the text that says so.
+    """The cost of every schedule, or, where one cannot be had, the text that says so.
+
+    ``dealt`` stands for what :func:`ring_core.deal` makes for this mask.
 
     Raises:
         ValueError: What no schedule could plan, e.g. ``cu_seqlens`` that end elsewhere.
@@ -237,9 +240,9 @@ def compare(
     if not isinstance(schedules, list | tuple):
         raise ValueError(f"schedules must be a list of names, got {schedules!r}")
     for schedule in schedules:
-        if schedule not in SCHEDULES:
+        if schedule not in COMPARED:
             raise ValueError(
-                f"schedules: unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}"
+                f"schedules: unknown schedule {schedule!r}; known: {', '.join(COMPARED)}"
             )
     cp_size, seq_len = check_size("cp_size", cp_size), check_size("seq_len", seq_len)
     keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
@@ -247,16 +250,22 @@ def compare(
         ("model", model, Model), ("hardware", hardware, Hardware), ("backward", backward, bool)
     ):  # fmt: skip
         check_record(name, value, kind)
+    check_documents(mask, seq_len, keys)
     costs: dict[str, Cost | str] = {}
-    for schedule in cast("Sequence[ScheduleName]", schedules):
-        refusal = _indivisible(schedule, (seq_len, keys), cp_size)
-        if refusal is not None:
-            costs[schedule] = refusal
+    for name in schedules:
+        try:
+            schedule = schedule_for(
+                name, mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len
+            )
+            for length in (seq_len, keys):
+                Layout(layout_of(schedule), length, cp_size)
+        except ValueError as error:
+            costs[name] = str(error)
             continue
         plan = make_plan(
             mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
         )
-        costs[schedule] = estimate(plan, model, hardware, backward=backward)
+        costs[name] = estimate(plan, model, hardware, backward=backward)
     return costs
 
 
@@ -346,12 +355,3 @@ def _memory(plan: Plan, model: Model, backward: bool) -> int:
         return forward
     grads = (3 if moves else 1) * kv * _FLOAT32
     return max(forward, slots + dq + grads + (q + dout + dq if helped else 0))
-
-
-def _indivisible(schedule: ScheduleName, lengths: Sequence[int], cp_size: int) -> str | None:
-    try:
-        for length in lengths:
-            Layout(layout_of(schedule), length, cp_size)
-    except ValueError as error:
-        return str(error)
-    return None

@@ -244,22 +244,25 @@ def visible_cells(
         mine = tl.load(x.q_ids + batch * x.q_len + rows, mask=rows < x.q_len, other=-1)
         theirs = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
         visible &= (mine == theirs) & (mine >= 0)
-    if x.bits is not None:
-        visible &= in_tiles(x, rows, cols)
     if x.bias is not None:
-        visible &= load_bias(x, batch, head, rows, cols) > -_INF
+        shift = load_bias(x, batch, head, rows, cols)
+        if x.bits is not None:  # a number says both: Triton 3.9 cannot move single bits about
+            shift += tl.log2(in_tiles(x, rows, cols).to(tl.float32))
+        visible &= shift > -_INF
+    elif x.bits is not None:
+        visible &= in_tiles(x, rows, cols) > 0
     return visible
 
 
 @triton.jit
 def in_tiles(x, rows, cols):
-    """What a predicate shows."""
+    """What a predicate shows: 1, else 0."""
     real = (rows < x.q_len) & (cols < x.k_len)
     across = (x.k_len + TILE - 1) // TILE
     which = tl.load(x.tiles + (rows // TILE) * across + cols // TILE, mask=real, other=-2)
     place = which * (TILE * TILE // 8) + (rows % TILE) * (TILE // 8) + (cols % TILE) // 8
-    word = tl.load(x.bits + place, mask=which >= 0, other=0)
-    return (((word.to(tl.int32) >> (cols % 8)) & 1) > 0) | (which == -1)
+    word = tl.load(x.bits + place, mask=which >= 0, other=0).to(tl.int32)
+    return (tl.where(which == -1, 255, word) >> (cols % 8)) & 1
 
 
 @triton.jit

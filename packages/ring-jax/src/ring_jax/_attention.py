@@ -10,7 +10,7 @@ from typing import Literal, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from ring_core import KernelConfig, Mask
+from ring_core import KernelConfig, Mask, Schedule
 from ring_jax._autodiff import attend
 from ring_jax._call import check_call
 from ring_jax._ring import explicit_mesh
@@ -19,7 +19,6 @@ from ring_jax._xla import XlaKernel
 
 Array = jax.Array
 Window = tuple[int | None, int | None]
-Schedule = Literal["plain", "zigzag", "striped", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ class RingAttention:
             axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
             schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even;
                 data is in that order), ``balanced`` (causal work is even; data is in natural
-                order).
+                order), or what :func:`ring_core.deal` returns (the work of a mask is even; data is
+                in that order).
             causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys
                 than queries, positions are ``i + T_kv - T_q``.
             window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side

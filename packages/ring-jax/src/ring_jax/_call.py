@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import KernelConfig, Mask, Request, ScheduleName, checks, make_plan
+from ring_core import KernelConfig, Mask, Request, Schedule, checks, make_plan
 from ring_jax._kernels import choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array, Inputs, Kernel, Static
@@ -21,7 +21,7 @@ TRANSPORTS = ("auto", "ppermute")
 def check_call(
     kernels: Sequence[Kernel],
     axis_name: Hashable | None,
-    schedule: ScheduleName,
+    schedule: Schedule,
     q: Array,
     k: Array,
     v: Array,

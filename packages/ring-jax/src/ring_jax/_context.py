@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
-from ring_jax._attention import Array, Schedule, Window
+from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
+from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
 from ring_jax._call import check_call, check_others, described_as
 from ring_jax._types import Kernel
@@ -27,8 +27,11 @@ class ContextParallel:
         axis_name: The axis along which sequences are split.
         batch_axis: The axis along which batches are split, if they are.
         head_axis: The axis along which heads are split, if they are; it must divide the K/V heads.
-        schedule: ``zigzag`` (default), ``striped``, ``plain`` or ``balanced``; it decides the
-            layout.
+        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
+            :func:`ring_core.deal` returns; it decides the layout.
+
+    Raises:
+        ValueError: No such axis or schedule, or it is dealt to another number of devices.
 
     Example::
 
@@ -47,7 +50,6 @@ class ContextParallel:
         head_axis: str | None = None,
         schedule: Schedule = "zigzag",
     ) -> None:
-        checks.check_choice("schedule", schedule, SCHEDULES)
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
@@ -62,6 +64,7 @@ class ContextParallel:
         self.batch_axis = batch_axis
         self.head_axis = head_axis
         self.schedule: Schedule = schedule
+        divisor_of(schedule, self.cp_size)  # refuses what these devices cannot run
 
     @property
     def cp_size(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_core import KernelConfig, Mask
+from ring_core import KernelConfig, Mask, Schedule
 from ring_torch._autograd import RingAttention
 from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
@@ -18,7 +18,6 @@ from ring_torch._compiled import attend_in_graph
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Window = tuple[int | None, int | None]
-Schedule = Literal["plain", "zigzag", "striped", "balanced"]
 
 
 @overload
@@ -84,7 +83,8 @@ def ring_attention(
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
         schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data
-            is in that order), ``balanced`` (causal work is even; data is in natural order).
+            is in that order), ``balanced`` (causal work is even; data is in natural order), or what
+            :func:`ring_core.deal` returns (the work of a mask is even; data is in that order).
         causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
             queries, positions are ``i + T_kv - T_q``.
         window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_core import RankMismatchError, UnsupportedError, checks
+from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch._comm import Ring
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ def shard_batch(
         given.setdefault("num_items_in_batch", int((~ignored).sum()))
     _check_same(ring, given, segments, dropout_seed)
 
-    divisor = cp.layout(2 * cp.cp_size).divisor
-    more = -length % divisor
+    more = -length % divisor_of(cp.schedule, cp.cp_size)
     for name in _SPLIT.keys() & given.keys():
         x = pad(given[name], (*(0, 0) * (given[name].ndim - 2), 0, more), value=_SPLIT[name])
         given[name] = cp.shard(x, dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask, Plan, Request, ScheduleName, checks, make_plan
+from ring_core import Mask, Plan, Request, Schedule, checks, make_plan
 from ring_torch._comm import Facts, Packing, Ring
 from ring_torch._transport import TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
@@ -107,7 +107,7 @@ class Options(NamedTuple):
 def check_call(
     ring: Ring,
     number: int,
-    schedule: ScheduleName,
+    schedule: Schedule,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,7 +180,7 @@ def _types(options: Options) -> tuple[type, ...]:
 @lru_cache(maxsize=256)
 def _prepare(
     ring: Ring,
-    schedule: ScheduleName,
+    schedule: Schedule,
     facts: tuple[Fact | None, ...],
     options: Options,
     types: tuple[type, ...],
@@ -237,7 +237,7 @@ def _prepare(
         strict=True,
     )
     words = {
-        "schedule": schedule, "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "schedule": str(schedule), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "softmax_scale": scale, "softcap": cap,
         "dropout": [float(options.dropout_p), options.dropout_seed],
         "deterministic": options.deterministic, "return_lse": options.return_lse,
@@ -255,7 +255,7 @@ def _prepare(
     )  # fmt: skip
 
 
-def _plan(ring: Ring, schedule: ScheduleName, sizes: checks.Sizes, options: Options) -> Plan:
+def _plan(ring: Ring, schedule: Schedule, sizes: checks.Sizes, options: Options) -> Plan:
     rule = checks.check_mask(
         options.mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,

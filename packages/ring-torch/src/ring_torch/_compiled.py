@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ring_core import KernelConfig, Mask, ScheduleName
+from ring_core import Dealt, KernelConfig, Mask, Schedule
 from ring_torch._autograd import backward_pass, forward_pass
 from ring_torch._call import Call, Inputs, Options, check_call, keys_of, packing_of
 from ring_torch._comm import Ring, ring_of
@@ -34,7 +34,7 @@ MASK_FIELDS = ("causal", "window", "chunk_size", "cu_seqlens")
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def static_text(
     group: Any,
-    schedule: ScheduleName,
+    schedule: Schedule,
     mask: Mask | None,
     kernel: str | KernelConfig,
     plain: tuple[Any, ...],
@@ -45,7 +45,7 @@ def static_text(
     ask_peers(ring)  # operations may not, while they are traced
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
-        "schedule": schedule,
+        "schedule": schedule.chunks if isinstance(schedule, Dealt) else schedule,
         "grad": grad,
         "mask": None if mask is None else {name: getattr(mask, name) for name in MASK_FIELDS},
         "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
@@ -63,7 +63,7 @@ class _Static(NamedTuple):
     """The text, read."""
 
     group: str | None
-    schedule: ScheduleName
+    schedule: Schedule
     grad: bool
     options: Options
 
@@ -80,6 +80,8 @@ def _read(text: str) -> _Static:
     mask, kernel = facts.pop("mask"), facts.pop("kernel")
     if mask is not None:
         mask = Mask(**_tuples(mask))
+    if isinstance(schedule, tuple):
+        schedule = Dealt(schedule)
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
     return _Static(
         name, schedule, grad, Options(mask=mask, kernel=config, dropout_seed=None, **facts)
@@ -104,7 +106,7 @@ def _call(text: str, inputs: Inputs, seed: int | None, number: int) -> tuple[Cal
 
 def attend_in_graph(
     group: Any,
-    schedule: ScheduleName,
+    schedule: Schedule,
     q: Tensor,
     k: Tensor,
     v: Tensor,

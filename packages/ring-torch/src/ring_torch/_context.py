@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ring_core import SCHEDULES, KernelConfig, Layout, Mask, checks, layout_of
-from ring_torch._attention import Group, Schedule, Window, attend
+from ring_core import KernelConfig, Layout, Mask, Schedule, divisor_of, layout_of
+from ring_torch._attention import Group, Window, attend
 from ring_torch._batch import shard_batch
 from ring_torch._call import Options, check_call
 from ring_torch._comm import Ring, ring_of
@@ -24,8 +24,11 @@ class ContextParallel:
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
-        schedule: ``zigzag`` (default), ``striped``, ``plain`` or ``balanced``; it decides the
-            layout.
+        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
+            :func:`ring_core.deal` returns; it decides the layout.
+
+    Raises:
+        ValueError: No such schedule, or it is dealt to another number of ranks.
 
     Example::
 
@@ -36,10 +39,10 @@ class ContextParallel:
     """
 
     def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
-        checks.check_choice("schedule", schedule, SCHEDULES)
         self.group = group
         self.schedule: Schedule = schedule
         self._ring = ring_of(group)
+        divisor_of(schedule, self.cp_size)  # refuses what these ranks cannot run
 
     @property
     def cp_size(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ring_core._schedule import SCHEDULES
 from ring_core.cost import Cost
 
 if TYPE_CHECKING:
@@ -17,10 +16,11 @@ def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure
     from matplotlib import colormaps
 
     times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    colors = dict(zip(SCHEDULES, colormaps["tab10"](range(len(SCHEDULES))), strict=True))
-    width = 0.8 / len(SCHEDULES)
+    names = list(dict.fromkeys(name for of_schedules in costs.values() for name in of_schedules))
+    colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
+    width = 0.8 / len(names)
     for n, of_schedules in enumerate(costs.values()):
-        for m, schedule in enumerate(SCHEDULES):
+        for m, schedule in enumerate(names):
             cost, x = of_schedules.get(schedule), n - 0.4 + (m + 0.5) * width
             if not isinstance(cost, Cost):
                 continue

@@ -11,8 +11,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ring_core import KernelConfig
-from ring_jax._attention import Schedule
+from ring_core import KernelConfig, Schedule
 from ring_jax._attention import ring_attention as attend
 from ring_jax._context import ContextParallel
 from ring_jax.compat._functions import MASK_INFO

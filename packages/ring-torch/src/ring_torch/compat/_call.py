@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import checks
-from ring_torch._attention import Group, Schedule, Window
+from ring_core import Schedule, checks
+from ring_torch._attention import Group, Window
 from ring_torch._autograd import RingAttention
 from ring_torch._call import Call, Inputs, check_call
 from ring_torch._call import Options as CallOptions

@@ -60,7 +60,7 @@ def _call(name: str, given: dict[str, Any], options: Options) -> Any:
     known = given | {
         "softmax_scale": options.scale, "causal": False, "is_causal": False,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
-        "softcap": options.softcap or 0.0,
+        "softcap": 0.0,
     }  # fmt: skip
     if (documents := options.documents) is not None:
         known |= {
@@ -98,7 +98,7 @@ FA3 = FlashKernel(
     Flash3(),
     Capabilities(
         name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
-        exact_nan=False,
+        head_dim_multiple=8, bands="any", documents=True, deterministic=True, exact_nan=False,
+        # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
 )  # fmt: skip

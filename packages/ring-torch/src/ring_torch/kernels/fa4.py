@@ -51,7 +51,7 @@ class Flash4:
     ) -> tuple[Tensor, ...]:
         where = {} if place is None else {"out": place.out, "lse": place.lse}
         result: tuple[Tensor, ...] = _interface()._flash_attn_fwd(
-            q, k, v, return_lse=True, softcap=options.softcap, **where, **_common(options)
+            q, k, v, return_lse=True, score_mod=_capped(options)[0], **where, **_common(options)
         )
         return result
 
@@ -60,8 +60,9 @@ class Flash4:
         options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
+        score_mod, score_mod_bwd = _capped(options)
         dq, dk, dv = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, softcap=options.softcap or 0.0,
+            q, k, v, out, dout, lse, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
             deterministic=options.deterministic, **_common(options),
         )  # fmt: skip
         return dq, dk, dv
@@ -78,6 +79,15 @@ def _common(options: Options) -> dict[str, Any]:
             "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
         }  # fmt: skip
     return given
+
+
+def _capped(options: Options) -> tuple[Any, Any]:
+    """What a soft cap does to scores and their gradients; nothing without one."""
+    if options.softcap is None:
+        return None, None
+    from ring_torch.kernels._fa4_softcap import capped, slope
+
+    return capped(options.softcap), slope(options.softcap)
 
 
 @cache
@@ -109,10 +119,9 @@ FA4 = FlashKernel(
     Flash4(),
     Capabilities(
         name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
-        head_dim_multiple=8, bands="any", documents=True, softcap=True, deterministic=True,
-        exact_nan=False,
-        # With others the gradients of its varlen backward are wrong (4.0.0b36, measured).
-        document_head_dim_multiple=32,
+        bands="any", documents=True, softcap=True, deterministic=True, exact_nan=False,
+        # With others dK and dV of grouped heads and of documents are wrong (4.0.0b36, measured).
+        head_dim_multiple=32,
     ),
     parts=HopperParts(),
 )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Ways to attend over a sequence split over GPUs in JAX: ours, and two written in plain JAX.
+
+The plain ones are causal and forward only, over cuDNN's attention: ``all-gather`` fetches all keys
+to every GPU; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that merges parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import ring_jax_gpu
+
+AXIS = "cp"
+Attend = Callable[..., Any]
+Implementation = Literal["xla", "cudnn"]
+Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
+
+
+def mesh_of(gpus: int) -> Mesh:
+    """The first GPUs of this machine in a row."""
+    devices = jax.devices()[:gpus]
+    return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def ours(mesh: Mesh, kernel: str) -> Attend:
+    """The zigzag ring of ``ring_jax`` with the kernel of a name."""
+    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, schedule="zigzag")
+    return partial(cp.attention, causal=True, kernel=kernel)
+
+
+def all_gather(mesh: Mesh, implementation: Implementation) -> Attend:
+    """All keys on all GPUs; queries in zigzag order."""
+    size = mesh.shape[AXIS]
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        k, v = (_in_order(lax.all_gather(x, AXIS), size) for x in (k, v))
+        branches = [partial(_two_chunks, rank, size, implementation) for rank in range(size)]
+        return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
+
+    return _over(mesh, local)
+
+
+def zigzag(mesh: Mesh, implementation: Implementation) -> Attend:
+    """A ring: what arrives is seen whole by half of the queries, or half of it by all."""
+    size = mesh.shape[AXIS]
+    turn = [(n, (n + 1) % size) for n in range(size)]
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        rank, half = lax.axis_index(AXIS), q.shape[1] // 2
+
+        def from_before(k: Any, v: Any) -> Part:
+            return _part(q, k[:, :half], v[:, :half], implementation)
+
+        def from_behind(k: Any, v: Any) -> Part:
+            out, lse = _part(q[:, half:], k, v, implementation)
+            edges = ((0, 0), (half, 0), (0, 0))
+            return (
+                jnp.pad(out, (*edges, (0, 0))),
+                jnp.pad(lse, edges, constant_values=-jnp.inf),
+            )
+
+        def step(carry: Any, n: Any) -> tuple[Any, None]:
+            k, v, whole = carry
+            following = [lax.ppermute(x, AXIS, turn) for x in (k, v)]
+            part = lax.cond(n <= rank, from_before, from_behind, k, v)
+            return (*following, _merged(whole, part)), None
+
+        first = [lax.ppermute(x, AXIS, turn) for x in (k, v)]
+        whole = _part(q, k, v, implementation, is_causal=True)
+        (_, _, (out, _)), _ = lax.scan(step, (*first, whole), jnp.arange(1, size))
+        return out.astype(q.dtype)
+
+    return _over(mesh, local)
+
+
+RIVALS: dict[str, Callable[[Mesh, Implementation], Attend]] = {
+    "all-gather": all_gather,
+    "zigzag": zigzag,
+}
+
+
+def _over(mesh: Mesh, local: Attend) -> Attend:
+    spec = PartitionSpec(None, AXIS)
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _in_order(gathered: Any, size: int) -> Any:
+    """``[P, B, T, K, D]`` in zigzag order as ``[B, P * T, K, D]`` in natural order."""
+    half = gathered.shape[2] // 2
+    chunks = [gathered[n, :, :half] for n in range(size)]
+    chunks += [gathered[n, :, half:] for n in reversed(range(size))]
+    return jnp.concatenate(chunks, axis=1)
+
+
+def _two_chunks(
+    rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
+) -> Any:
+    """Both chunks of a rank's queries: each sees all before it, and itself causally."""
+    half = q.shape[1] // 2
+    outs = []
+    for n, chunk in enumerate((rank, 2 * size - 1 - rank)):
+        rows, at = q[:, n * half : (n + 1) * half], chunk * half
+        own = slice(at, at + half)
+        whole = _part(rows, k[:, own], v[:, own], implementation, is_causal=True)
+        if at:
+            whole = _merged(whole, _part(rows, k[:, :at], v[:, :at], implementation))
+        outs.append(whole[0].astype(q.dtype))
+    return jnp.concatenate(outs, axis=1)
+
+
+def _part(
+    q: Any, k: Any, v: Any, implementation: Implementation, *, is_causal: bool = False
+) -> Part:
+    out, lse = jax.nn.dot_product_attention(
+        q, k, v, is_causal=is_causal, implementation=implementation, return_residual=True
+    )
+    return out.astype("float32"), lse.astype("float32")
+
+
+def _merged(a: Part, b: Part) -> Part:
+    lse = jnp.logaddexp(a[1], b[1])
+    weights = (jnp.exp(x[1] - lse)[..., None] for x in (a, b))
+    out = sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True))
+    return out, lse
