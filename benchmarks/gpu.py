@@ -14,7 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -281,6 +281,18 @@ def table(rows: list[dict[str, Any]]) -> str:
             over = f"{rate / base[key]['tflops']:.2f}" if base and "forward" in base else ""
             cells.append(f"{rate:.0f} | {over}")
         lines.append(f"{head} {' | '.join(cells)} | {row['both']['peak_gib']:.2f} |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> str:
+    """TFLOP/s a GPU, forward / both passes, a line a setting."""
+    by_name = {(row["setting"], row["method"]): row for row in rows}
+    lines = [f"| mask, length, heads | {' | '.join(f'`{name}`' for name in methods)} |"]
+    lines.append("|---" * (1 + len(methods)) + "|")
+    for setting in settings:
+        found = [by_name[setting, name] for name in methods]
+        rates = [f"{row['forward']['tflops']:.0f} / {row['both']['tflops']:.0f}" for row in found]
+        lines.append(f"| {setting} | {' | '.join(rates)} |")
     return "\n".join(lines)
 
 

@@ -306,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("NPROC", str(max(32, 8 * config.cp)))
     jax.config.update("jax_num_cpu_devices", config.cp)
     jax.config.update("jax_enable_x64", config.dtype == "float64")
+    jax.config.update("jax_default_matmul_precision", "highest")  # or GPUs take TF32 for float32
     if (found := len(jax.devices())) < config.cp:
         print(f"error: --cp is {config.cp}, and JAX has {found} devices", file=sys.stderr)
         return 2

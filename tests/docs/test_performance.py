@@ -25,3 +25,9 @@ def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tables.keys() == measured
     for name, shown in tables.items():
         assert shown == gpu.table(json.loads((ROOT / name).read_text())["rows"])
+    begin, end = "<!-- summary of benchmarks/results/h200x4.json -->", "<!-- end of summary -->"
+    _, _, rest = (ROOT / "README.md").read_text().partition(begin)
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
+    settings = ("causal 32k 32/8", "causal 128k 32/8", "window 512k 32/8")
+    summary = gpu.summary(rows, settings, ("one", "zigzag/fa4/pull", "ulysses"))
+    assert rest.partition(end)[0].strip() == summary
