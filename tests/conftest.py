@@ -40,6 +40,15 @@ SLOW_ON_TPU = (
     )),
     "test_blocks_of_dq_that_come_back_at_once[heads0",
 )  # fmt: skip
+#: What others show too, operation by operation or on meshes of the other kind.
+SLOW_IN_JAX = (
+    "test_under_shard_map[True-False",
+    *(f"test_context_parallel[{schedule}-AxisType.Explicit" for schedule in ("plain", "striped", "balanced")),
+)  # fmt: skip
+#: Masks that run on more numbers of ranks than the others.
+FEW = ("causal", "window-shard", "documents", "shortest")
+#: Cases of layouts that are dealt out which run in JAX each time.
+DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
 HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
@@ -101,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
     few of them on 2, 4 and 8 too, and each option and most masks under one of the four schedules,
-    the causal one under all on up to 4. On one rank all schedules are the same, so one runs.
+    the causal one under all on 2 and 3. On one rank all schedules are the same, so one runs.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):
@@ -140,24 +149,41 @@ def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
     if backend == "jax-tpu":
         return item.name.startswith(SLOW_ON_TPU)
+    if backend == "jax" and item.name.startswith(SLOW_IN_JAX):
+        return True
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
     if backend not in ("torch", "jax", "jax-cuda") or case is None:
         return False
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
-    name, _, size = case.name.partition("-cp")
-    mask = name.removesuffix(f"-{case.schedule}")
-    is_few = mask in ("causal", "window-shard", "documents", "shortest")
     if backend == "torch":  # beside the conformance tests, which run all
         again = item.path.name in ("test_gather.py", "test_flash.py")
-        return again and size in ("4", "8") and not is_few
-    few_as_they_are = isinstance(case.schedule, Dealt)
-    if few_as_they_are or (mask == "causal" and size != "8") or (is_few and size == "3"):
+        mask, size = _mask_and_size(case)
+        return again and size in ("4", "8") and mask not in FEW
+    return _is_slow_in_jax(case)
+
+
+def _is_slow_in_jax(case: Any) -> bool:
+    if isinstance(case.schedule, Dealt):
+        return case.name not in DEALT_IN_JAX
+    mask, size = _mask_and_size(case)
+    if (mask == "causal" and size in ("2", "3")) or (mask == "documents" and size == "3"):
         return False
+    if mask.startswith("keys"):  # one number of keys for each
+        keys, _, mask = mask.partition("-")
+        if keys != ("keys16", "keys64", "keys80")[crc32(mask.encode()) % 3]:
+            return True
     # One of the four schedules for the others, and for few masks on other numbers of devices.
-    turn = crc32(f"{mask}{size}".encode()) if size in ("2", "4", "8") else crc32(mask.encode())
-    return bool((size in ("2", "4", "8") and not is_few) or case.schedule != SCHEDULES[turn % 4])
+    elsewhere = size in ("2", "4", "8")
+    turn = crc32(f"{mask}{size if elsewhere else ''}".encode())
+    return bool((elsewhere and mask not in FEW) or case.schedule != SCHEDULES[turn % 4])
+
+
+def _mask_and_size(case: Any) -> tuple[str, str]:
+    """What the name of a case begins with, and the number of ranks in it, if any."""
+    name, _, size = case.name.partition("-cp")
+    return name.removesuffix(f"-{case.schedule}"), size
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -128,6 +128,16 @@ def fuzz() -> str:
     return _table(header, rows)
 
 
+def on_gpus() -> str:
+    """How the cases of the table, and lost ranks, ended on GPUs."""
+    kept = json.loads((RESULTS / "conformance-h200x4.json").read_text())
+    names = ("passed", "refused", "failed", "not reached")
+    some = {f"`{name}`": run for name, run in kept["cases"].items()}
+    some |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
+    rows = [(what, *(run.get(name, 0) for name in names)) for what, run in some.items()]
+    return _table(("kernel and transport", *names), rows)
+
+
 def hosts() -> str:
     """How jobs over several hosts ended."""
     kept = json.loads((RESULTS / "hosts.json").read_text())
@@ -145,9 +155,8 @@ def soak() -> str:
     rows = []
     for rank, runs in enumerate(kept["calls"]["ranks"]):
         for name, run in runs.items():
-            held = [
-                f"{run['warm'][key]} to {run['end'][key]}" for key in ("files", "threads", "plans")
-            ]
+            counted = ("files", "threads", "plans", "calls", "agreed")
+            held = [f"{run['warm'][key]} to {run['end'][key]}" for key in counted]
             grown = (run["end"]["memory"] - run["warm"]["memory"]) / 2**20
             rows.append((rank, name, *held, f"{grown:+.1f}", f"`{run['digest']}`"))
     header = (
@@ -156,6 +165,8 @@ def soak() -> str:
         "open files",
         "threads",
         "plans kept",
+        "calls kept",
+        "calls agreed on",
         "memory, MiB",
         "bits of results",
     )
@@ -171,6 +182,22 @@ def long_sequence() -> str:
         f"{one['error']:.1e}", f"{one['allowed']:.1e}",
     )  # fmt: skip
     return _table(header, [row])
+
+
+def mutants() -> str:
+    """How many small changes of ring_core the tests notice, by module and in all."""
+    kept = json.loads((RESULTS / "mutants.json").read_text())["modules"]
+    outcomes = ("mutants", "killed", "stopped", "survived", "not reached", "not run")
+    rows = [
+        (
+            f"`{module}`",
+            *(counts[name] for name in outcomes),
+            sum(bool(one["why"]) for one in counts["missed"]),
+        )
+        for module, counts in kept.items()
+    ]
+    total = ("all", *(sum(row[n] for row in rows) for n in range(1, len(rows[0]))))
+    return _table(("module", *outcomes, "explained"), [*rows, total])
 
 
 def _rms(x: Any) -> float:
