@@ -111,7 +111,7 @@ def fuzz(session: nox.Session, backend: str) -> None:
 @nox.session(python="3.12", default=False)
 def reliability(session: nox.Session) -> None:
     """Run the tests of every promise, or of those named, and keep how many ran."""
-    packages = ["ring-core[viz]", "ring-torch[hf]", "ring-jax"]
+    packages = ["ring-core[viz]", "ring-torch[hf]", "ring-jax", "ring-jax-tpu[tpu]"]
     install(session, packages, ["test", "test-torch", "test-jax"], *CONSTRAINED)
     session.run("python", "tests/reliability.py", *session.posargs)
 

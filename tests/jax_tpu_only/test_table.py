@@ -53,6 +53,7 @@ def test_selected_cases(
     check(CASES[name], monkeypatch, kernel)
 
 
+@pytest.mark.timeout(1500)  # interpreted programs of eight devices take minutes
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SELECTED])
 def test_other_cases(name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel) -> None:
     check(CASES[name], monkeypatch, kernel)

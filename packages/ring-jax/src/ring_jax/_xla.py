@@ -31,22 +31,11 @@ class XlaKernel:
     """See the module's text."""
 
     capabilities = Capabilities(
-        name="xla",
-        dtypes=("float64", "float32", "bfloat16", "float16"),
-        mixed_head_dims=True,
-        bands="any",
-        documents=True,
-        segment_ids=True,
-        predicate=True,
-        softcap=True,
-        bias=True,
-        alibi=True,
-        dropout=True,
-        deterministic=True,
-        any_scale=True,
-        lse_grad=True,
+        name="xla", dtypes=("float64", "float32", "bfloat16", "float16"), mixed_head_dims=True,
+        bands="any", documents=True, segment_ids=True, predicate=True, softcap=True, bias=True,
+        alibi=True, dropout=True, deterministic=True, any_scale=True, lse_grad=True,
         block_sizes=True,
-    )
+    )  # fmt: skip
 
     def forward(
         self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
