@@ -110,7 +110,9 @@ def problems(subject: Subject, argument: str) -> Iterator[str]:
             result = subject.call(**{**subject.right, argument: value})
         except (ValueError, TypeError) as error:
             text = str(error)
-            if not any(re.search(rf"(?<![a-z_]){re.escape(n)}(?![a-z_])", text) for n in names):
+            if not any(
+                re.search(rf"(?<![A-Za-z_]){re.escape(n)}(?![A-Za-z_])", text) for n in names
+            ):
                 yield f"{argument} {word}: {type(error).__name__} without the name: {text[:300]}"
         except Exception as error:  # noqa: BLE001 - any other is what we look for
             yield f"{argument} {word}: {type(error).__name__}: {str(error)[:300]}"

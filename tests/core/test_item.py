@@ -128,3 +128,45 @@ def test_the_part_between_two_rows(found: tuple[Plan, list[WorkItem]], data: st.
         assert part.cu_q.size > 2 and part.cu_k is not None
         assert (part.cu_q[0], part.cu_q[-1]) == (0, part.q_stop - part.q_start)
         assert (part.cu_k[0], part.cu_k[-1]) == (0, part.k_stop - part.k_start)
+
+
+def plain(item: WorkItem | None) -> tuple[Any, ...]:
+    """All of an item but its ranks."""
+    assert item is not None
+    arrays = (None if x is None else x.tolist() for x in (item.cu_q, item.cu_k, item.tiles))
+    return item.q_start, item.q_stop, item.k_start, item.k_stop, item.lo, item.hi, *arrays
+
+
+def test_rows_by_hand() -> None:
+    """Of documents those that the rows touch; of a rectangle all columns."""
+    nothing = None, None, None, None, None
+    full = WorkItem(0, 0, 0, 0, 8, 3, 7, None, None)
+    assert plain(full.rows(2, 4)) == (2, 4, 3, 7, *nothing)
+    cuts = np.array([0, 4, 8, 12])
+    packed_up = WorkItem(0, 0, 0, 10, 22, 20, 32, None, None, cuts, cuts)
+    assert plain(packed_up.rows(15, 17)) == (15, 17, 24, 28, *nothing)
+    assert plain(packed_up.rows(14, 18)) == (14, 18, 24, 28, *nothing)
+    two = (12, 17, 20, 28, None, None, [0, 2, 5], [0, 4, 8], None)
+    assert plain(packed_up.rows(12, 17)) == two
+    banded = WorkItem(0, 0, 0, 10, 22, 20, 32, 0, 3, cuts, cuts)
+    assert plain(banded.rows(12, 17)) == (12, 17, 20, 28, -2, 1, [0, 2, 5], [0, 4, 8], None)
+    assert plain(banded.rows(15, 17)) == (15, 17, 24, 27, -1, None, None, None, None)
+
+
+def test_pieces_by_hand() -> None:
+    cuts = np.array([0, 3, 6])
+    first, second = WorkItem(0, 1, 0, 10, 16, 20, 26, -1, 2, cuts, cuts).cut(2)
+    assert plain(first) == (10, 13, 20, 26, -1, 2, [0, 3, 3], [0, 3, 6], None)
+    assert plain(second) == (13, 16, 20, 26, -4, -1, [0, 0, 3], [0, 3, 6], None)
+    tiles = np.arange(6, dtype=np.uint8).reshape(3, 2)
+    first, second = WorkItem(0, 1, 0, 0, 300, 0, 200, None, None, tiles=tiles).cut(2)
+    assert plain(first)[:2] == (0, 256) and plain(first)[-1] == [[0, 1], [2, 3]]
+    assert plain(second)[:2] == (256, 300) and plain(second)[-1] == [[4, 5]]
+
+
+def test_only_square_causal_items_stay_whole() -> None:
+    causal = WorkItem(0, 1, 0, 0, 8, 4, 12, 0, None)
+    assert causal.cut(4) == (causal,)
+    for columns, lo, hi in ((12, None, None), (12, 0, 3), (8, 0, None)):
+        cut = WorkItem(0, 1, 0, 0, 8, 4, columns, lo, hi).cut(4)
+        assert [piece.q_start for piece in cut] == [0, 2, 4, 6]

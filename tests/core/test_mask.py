@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_every_part_by_hand() -> None:
 def test_masks_are_values() -> None:
     one, other = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
     assert one == other
-    assert hash(one) == hash(other)
+    assert hash(one) == hash(other) != hash(Mask())
     assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]
     assert len({one, other, Mask()}) == 2
 
@@ -67,3 +68,51 @@ def test_masks_are_values() -> None:
 def test_malformed(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Mask(**fields)
+
+
+def test_described_part_by_part() -> None:
+    assert Mask().describe() == "full"
+    everything = Mask(
+        causal=True, window=(4, None), chunk_size=8, cu_seqlens=(0, 3, 9), predicate=prefix
+    )
+    words = "causal, window=(4, None), chunk_size=8, 2 documents, predicate=prefix"
+    assert everything.describe() == words
+    assert Mask(predicate=partial(prefix)).describe() == "predicate=function"
+
+
+def test_boundaries_are_those_of_chunks_and_documents() -> None:
+    assert Mask(causal=True).boundaries(0, 9) is None
+    chunks = Mask(chunk_size=4).boundaries(-3, 9)
+    assert chunks is not None and chunks.tolist() == [-4, 0, 4, 8, 12]
+    both = Mask(chunk_size=4, cu_seqlens=(0, 3, 3, 9)).boundaries(0, 9)
+    assert both is not None and both.tolist() == [0, 3, 4, 8, 9, 12]
+    assert Mask(cu_seqlens=(0, 3)).rule(np.arange(3), np.arange(3)) is True
+
+
+def test_the_largest_and_smallest_sizes() -> None:
+    largest = (1 << 40) - 1
+    assert Mask(window=(largest, 0), chunk_size=largest).window == (largest, 0)
+    assert Mask(window=(0, largest), chunk_size=1).chunk_size == 1
+    assert Mask(cu_seqlens=(0, 0)).cu_seqlens == (0, 0)
+    for window in ((largest + 1, 0), (0, largest + 1)):
+        with pytest.raises(ValueError, match=r"each side must be an integer >= 0 and < 2\*\*40"):
+            Mask(window=window)
+    with pytest.raises(ValueError, match=r"chunk_size .* the largest is 2\*\*40 - 1"):
+        Mask(chunk_size=largest + 1)
+    with pytest.raises(ValueError, match="entry 1 is -1 after 0"):
+        Mask(cu_seqlens=(0, -1))
+
+
+def test_offsets_that_are_not_on_the_host() -> None:
+    class Traced:
+        def __array__(self, *_: object, **__: object) -> Any:
+            raise TypeError
+
+    with pytest.raises(ValueError, match=r"^cu_seqlens must be known on the host: .* only$"):
+        Mask(cu_seqlens=Traced())  # type: ignore[arg-type]
+
+
+def test_parts_are_kept_as_plain_values() -> None:
+    mask = Mask(causal=np.True_, window=[np.int64(2), None], chunk_size=np.int64(3))  # type: ignore[arg-type]
+    assert (mask.causal, mask.window, mask.chunk_size) == (True, (2, None), 3)
+    assert [type(x) for x in (mask.causal, mask.window, mask.chunk_size)] == [bool, tuple, int]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +69,26 @@ def test_sinks_take_mass_and_fill_empty_rows() -> None:
     several, folded = finalize(out, lse, np.log([[0.25, 0.75]]))
     np.testing.assert_allclose(folded, with_sink, atol=1e-15)
     np.testing.assert_allclose(several, result)
+
+
+def test_sinks_that_do_not_fit() -> None:
+    out, lse = np.ones((1, 2, 4, 3)), np.zeros((1, 4, 2))
+    with pytest.raises(ValueError, match=r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"):
+        finalize(out, lse, np.zeros(3))
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -1e4])
+def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
+    """No NaN and no overflow: what is not there is zero, whatever lies in its place."""
+    out, lse = finalize(
+        np.full((1, 1, 1, 2), np.nan), np.full((1, 1, 1), -np.inf), np.array([sink])
+    )
+    assert (out == 0).all()
+    assert lse.item() == sink
+
+
+def test_parts_that_do_not_fit() -> None:
+    lse = np.zeros((5, 4))
+    words = r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)"
+    with pytest.raises(ValueError, match=words):
+        merge(np.ones((5, 4, 3)), lse, np.ones((5, 4, 2)), lse)

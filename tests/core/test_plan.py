@@ -113,6 +113,18 @@ def test_programs_carry_everything_where_it_belongs(plan: Plan) -> None:
 
 
 @given(plans())
+def test_stages_say_where_ranks_help(plan: Plan) -> None:
+    for stage in (*plan.forward, *plan.backward):
+        assert stage.helps is (plan.steps[stage.step].helps != "none")
+
+
+@given(plans())
+def test_the_own_block_is_sent_for_by_nobody(plan: Plan) -> None:
+    """Backward it comes last, so the stage before it moves no K/V."""
+    assert all(stage.kv_hop is None for stage in plan.backward if stage.step <= 1)
+
+
+@given(plans())
 def test_traits_count_the_items(plan: Plan) -> None:
     items = [
         item

@@ -42,6 +42,24 @@ def test_dropout_depends_on_global_indices_alone() -> None:
     assert (other != whole).any()
 
 
+def test_dropout_element_by_element() -> None:
+    """Element ``j`` takes word ``j & 3`` of its four neighbours' counter, under both seed words."""
+    p, seed, keys = 0.375, 0x1234_5678_9ABC_DEF0, np.arange(64)
+    kept = philox.dropout_keep(p, seed, batch=[3], heads=[5], queries=[7], keys=keys)
+    for j in keys.tolist():
+        words = philox.philox((j >> 2, 7, 5, 3), (0x9ABC_DEF0, 0x1234_5678))
+        assert {word.dtype for word in words} == {np.dtype(np.uint32)}
+        assert kept[0, 0, 0, j] == (int(words[j & 3]) >= p * 2**32)
+
+
+def test_dropout_keeps_words_from_the_threshold_on() -> None:
+    one = {"batch": [0], "heads": [0], "queries": [0], "keys": [0]}
+    word = int(philox.philox((0, 0, 0, 0), (7, 0))[0])
+    assert philox.dropout_keep(word / 2**32, 7, **one).all()
+    assert not philox.dropout_keep((word + 1) / 2**32, 7, **one).any()
+    assert philox.dropout_keep(0, 0, **one).all()
+
+
 def test_two_keys_by_hand() -> None:
     q, k = np.array([[[[1.0]]]]), np.array([[[[0.0]], [[np.log(3.0)]]]])
     v = np.array([[[[0.0]], [[4.0]]]])

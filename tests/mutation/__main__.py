@@ -2,7 +2,9 @@
 
 ``nox -s mutants`` runs the modules that decide what is computed; ``nox -s mutants -- _band`` one.
 Works on a copy in ``out/mutants``: sources where mutmut looks for them, and the tests that kill
-fastest. A run that is cut off goes on where it ended, unless sources or tests changed.
+fastest. A run that is cut off goes on where it ended, unless sources or tests changed. ``--json
+FILE`` keeps the counts. Where a change that no test notices makes no difference,
+``explained.toml`` says why.
 """
 
 from __future__ import annotations
@@ -10,14 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "out" / "mutants"
+EXPLAINED = Path(__file__).with_name("explained.toml")
 SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
@@ -28,7 +36,8 @@ MODULES = (
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
 TESTS = (
-    "core/test_layout.py", "core/test_mask.py", "core/test_merge.py", "core/test_item.py",
+    "core/test_bad_input.py::test_wrong_values_are_refused_by_name", "core/test_layout.py",
+    "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
     "core/test_gather.py", "core/test_plan.py", "core/test_reference.py",
     "core/test_table_executor.py", "conformance/test_table.py",
 )  # fmt: skip
@@ -37,13 +46,15 @@ SETTINGS = """\
 [tool.pytest]
 pythonpath = [".", "tests"]
 addopts = ["--import-mode=importlib", "--backend=core", "--hypothesis-profile=mutants"]
+filterwarnings = ["error"]
 
 [tool.mutmut]
 source_paths = ["src/"]
 only_mutate = [{modules}]
-also_copy = ["tests"]
+also_copy = ["conftest.py", "tests"]
 pytest_add_cli_args = ["-q", "-x"]
 pytest_add_cli_args_test_selection = [{tests}]
+timeout_multiplier = 4.0
 """
 
 #: What mutmut's exit codes mean; any other is a crash or a time limit.
@@ -58,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("modules", nargs="*", default=MODULES, help="of ring_core, without .py")
     parser.add_argument("--children", type=int, default=1, help="mutants tested at once (1)")
     parser.add_argument("--report", action="store_true", help="run nothing, count what has run")
+    parser.add_argument("--json", type=Path, help="put the counts into this file, too")
     options = parser.parse_args(argv)
     unknown = set(options.modules) - {path.stem for path in SOURCES.glob("*.py")}
     if unknown:
@@ -68,7 +80,10 @@ def main(argv: list[str] | None = None) -> int:
         subprocess.run(
             command, cwd=WORK, check=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         )
-    return _report(options.modules)
+    found = {module: _counted(module) for module in options.modules}
+    if options.json is not None:
+        _keep(options.json, found)
+    return _report(found)
 
 
 def _copy(modules: list[str]) -> None:
@@ -78,24 +93,76 @@ def _copy(modules: list[str]) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(SOURCES, WORK / "src" / "ring_core", ignore=ignore)
     shutil.copytree(ROOT / "tests", WORK / "tests", ignore=ignore)
+    shutil.copy(Path(__file__).with_name("fresh.py"), WORK / "conftest.py")
+    for name in modules:  # mutmut takes a module that it has copied before for one it has changed
+        made = WORK / "mutants" / "src" / "ring_core" / f"{name}.py"
+        if not made.with_name(f"{made.name}.meta").exists():
+            made.unlink(missing_ok=True)
+            (WORK / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
     quoted = (f'"src/ring_core/{name}.py"' for name in modules)
     tests = (f'"tests/{name}"' for name in TESTS)
     text = SETTINGS.format(modules=", ".join(quoted), tests=", ".join(tests))
     (WORK / "pyproject.toml").write_text(text)
 
 
-def _report(modules: list[str]) -> int:
+def _counted(module: str) -> dict[str, Any]:
+    """How a module's mutants ended, and those that no test noticed: changes, and why, or ``""``."""
+    sys.path[:0] = [str(ROOT / "tests")]
+    from mutation.changes import changes
+
+    path = WORK / "mutants" / "src" / "ring_core" / f"{module}.py"
+    meta = path.with_name(f"{path.name}.meta")
+    codes = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
+    counts = Counter(_outcome(code) for code in codes.values())
+    words = {name: f"{module}.{change}" for name, change in changes(path).items()} if codes else {}
+    missed = {
+        name.rpartition(".")[2]: _outcome(code)
+        for name, code in codes.items()
+        if _outcome(code) in ("survived", "not reached")
+    }
+    return {
+        "mutants": counts.total(),
+        **{
+            word: counts[word]
+            for word in ("killed", "stopped", "survived", "not reached", "not run")
+        },
+        "missed": [
+            {
+                "name": name,
+                "outcome": outcome,
+                "change": words[name],
+                "why": _why(words[name]),
+            }
+            for name, outcome in missed.items()
+        ],
+    }
+
+
+def _why(change: str) -> str:
+    """Why a change makes no difference, if that is known."""
+    known = tomllib.loads(EXPLAINED.read_text())["explained"]
+    return next((one["why"] for one in known if re.search(one["change"], change)), "")
+
+
+def _keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Write the counts of modules, beside what the file says of others."""
+    kept = json.loads(path.read_text()) if path.exists() else {"modules": {}}
+    modules = dict(sorted({**kept["modules"], **found}.items()))
+    report = {"environment": _environment(), "modules": modules}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _report(found: dict[str, dict[str, Any]]) -> int:
     total: Counter[str] = Counter()
-    for module in modules:
-        path = WORK / "mutants" / "src" / "ring_core" / f"{module}.py.meta"
-        codes = json.loads(path.read_text())["exit_code_by_key"] if path.exists() else {}
-        found = Counter(_outcome(code) for code in codes.values())
-        total += found
-        print(f"{module:12} " + ", ".join(f"{n} {word}" for word, n in sorted(found.items())))
-        for name, code in codes.items():
-            if _outcome(code) in ("survived", "not reached"):
-                print(f"    {name}: {_outcome(code)}")
-    ran = total.total() - total["not run"]
+    for module, counts in found.items():
+        total.update({word: n for word, n in counts.items() if isinstance(n, int)})
+        print(
+            f"{module:12} "
+            + ", ".join(f"{n} {word}" for word, n in counts.items() if word != "missed")
+        )
+        for one in counts["missed"]:
+            print(f"    {one['name']}: {one['outcome']}: {one['change']}\n        {one['why']}")
+    ran = total["mutants"] - total["not run"]
     caught = total["killed"] + total["stopped"]
     print(f"{caught} of {ran} noticed, {total['not run']} not run; `mutmut show NAME` in {WORK}")
     return 0 if ran and caught >= 0.9 * ran else 1
@@ -103,6 +170,14 @@ def _report(modules: list[str]) -> int:
 
 def _outcome(code: int | None) -> str:
     return "not run" if code is None else OUTCOMES.get(code, "stopped")
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{package: version(package) for package in ("numpy", "mutmut")},
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ group makes a call, each waits until all ranks have found it to be the same.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -111,10 +112,13 @@ def _ask[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
         except RuntimeError as error:
             answer.set_exception(error)
 
-    Thread(target=ask, daemon=True).start()
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
     try:
         return answer.result(patience.total_seconds())
     except TimeoutError as error:
+        # A process whose interpreter ends while a thread is inside the store's code is aborted.
+        atexit.register(thread.join, _PATIENCE.total_seconds())
         raise RuntimeError(f"the process group's store did not answer within {patience}") from error
 
 
