@@ -25,7 +25,9 @@ def applied(name: str | None) -> Iterator[None]:
     _plan._make_plan.cache_clear()
     try:
         with ExitStack() as stack:
-            for target, attribute, replacement in (MUTANTS | GATHERED_MUTANTS)[name]():
+            for target, attribute, replacement in (
+                MUTANTS | GATHERED_MUTANTS | GROUP_MUTANTS | HARMLESS
+            )[name]():
                 stack.enter_context(patch.object(target, attribute, replacement))
             yield
     finally:
@@ -305,19 +307,45 @@ def _fetched_from_the_wrong_rank() -> Patches:
     return [(_gather, "_fetches", wrong)]
 
 
-def _gathered_grads_dropped(when: tuple[bool | None, ...]) -> Patches:
-    """Gradients that are sent home early, late, or (``None``) all at once get lost."""
+def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
+    """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
     gather = _torch("_gather")
     if gather is None:
         return []
     right = gather.Messages.send_home
 
-    def wrong(carrier: Any, *args: Any, early: bool | None = None) -> Any:
-        if early in when:
-            return gather.Returning(lambda _: None)
-        return right(carrier, *args, early=early)
+    def wrong(carrier: Any, *args: Any, **named: Any) -> Any:
+        if beside in (None, named["beside"]):
+            return gather.Returning(lambda *_: None)
+        return right(carrier, *args, **named)
 
     return [(gather.Messages, "send_home", wrong)]
+
+
+def _groups_swapped() -> Patches:
+    """The backward takes the gathered keys of the wrong heads."""
+    gathered = _torch("_gathered")
+    if gathered is None:
+        return []
+    right = gathered._keys_by_group
+
+    def wrong(*args: Any) -> Any:
+        return reversed(list(right(*args)))
+
+    return [*_in_groups(), (gathered, "_keys_by_group", wrong)]
+
+
+def _in_groups() -> Patches:
+    """Heads go in groups, however little work they are: nothing may change."""
+    call = _torch("_call")
+    if call is None:
+        return []
+
+    def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
+        del plan, itemsize
+        return call.Groups(*(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True)
+
+    return [(call, "groups_of", groups_of)]
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
@@ -337,7 +365,16 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
 #: What only keys that are gathered show.
 GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "fetched-from-the-wrong-rank": _fetched_from_the_wrong_rank,
-    "gathered-grads-not-sent-home": lambda: _gathered_grads_dropped((True, False, None)),
-    "early-grads-dropped": lambda: _gathered_grads_dropped((True,)),
-    "late-grads-dropped": lambda: _gathered_grads_dropped((False,)),
+    "gathered-grads-not-sent-home": _gathered_grads_dropped,
+    "grads-beside-kernels-dropped": lambda: _gathered_grads_dropped(beside=True),
+    "grads-after-kernels-dropped": lambda: _gathered_grads_dropped(beside=False),
 }
+
+#: What only heads in groups show.
+GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
+    "groups-swapped": _groups_swapped,
+    "grads-of-groups-dropped": lambda: [*_in_groups(), *_gathered_grads_dropped(beside=True)],
+}
+
+#: Other ways to the same results.
+HARMLESS: dict[str, Callable[[], Patches]] = {"in-groups": _in_groups}

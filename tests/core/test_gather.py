@@ -75,6 +75,15 @@ def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
     assert sum((item.q_stop - item.q_start) * item.k_stop for item in remote.items) == 8 * 8 * 6
 
 
+def test_ranks_begin_with_different_peers() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    order = [
+        [fetch.rank for fetch in plan.gather(rank).fetches if fetch.rank != rank]
+        for rank in range(4)
+    ]
+    assert [ranks[0] for ranks in order] == [3, 0, 1, 2]
+
+
 def test_a_window_fetches_its_halo() -> None:
     plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, schedule="plain")
     remote = plan.gather(2, own=False)

@@ -79,7 +79,7 @@ def test_pull_needs_gpus_that_reach_each_other(
     reaches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(_window, "reaches", lambda _: reaches)
+    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(works=reaches))
     assert chosen("pull", plan(), GPU, probe=False) == "pull"  # nobody is asked
     expected = "pull" if reaches else "p2p"
     assert chosen("auto", plan(), GPU) == expected
@@ -91,7 +91,7 @@ def test_pull_needs_gpus_that_reach_each_other(
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(_window, "reaches", lambda _: True)
+    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(works=True))
     many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
     assert chosen("auto", many, GPU, size=32) == "p2p"
     assert chosen("pull", many, GPU, size=32) == "pull"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cases import CASES, Case
-from mutants import GATHERED_MUTANTS
+from mutants import GATHERED_MUTANTS, GROUP_MUTANTS
 from tolerances import assert_close
 
 from ring_core import gather_refusals
@@ -34,6 +35,28 @@ def test_suite_goes_red(mutant: str, backend: Any) -> None:
 def test_witnesses_are_green_otherwise(name: str, kernel: str, backend: Any) -> None:
     """The cases fail because of the mutant alone."""
     assert not _fails(name, kernel, None, backend)
+
+
+#: Cases that go in groups of heads, given enough of them.
+IN_GROUPS = (
+    "causal-zigzag-cp4", "window-both-plain-cp3", "documents-window-dealt-cp3", "keys80-causal-zigzag",
+    "v-dim-zigzag", "sinks-zigzag",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_heads_in_groups(name: str, backend: Any) -> None:
+    """As all at once: two groups forward, four backward."""
+    case = replace(CASES[name], heads=(8, 4))
+    assert_close(case, backend.run(case, mutant="in-groups", transport="gather"))
+
+
+@pytest.mark.parametrize("mutant", GROUP_MUTANTS)
+def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
+    case = replace(CASES["causal-zigzag-cp4"], heads=(8, 4))
+    results = backend.run(case, mutant=mutant, kernel="eager", transport="gather")
+    with pytest.raises(AssertionError):
+        assert_close(case, results)
 
 
 def _fails(name: str, kernel: str, mutant: str | None, backend: Any) -> bool:

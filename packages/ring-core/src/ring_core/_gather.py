@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,7 +66,7 @@ class Gather:
     needs: tuple[int, ...]
     spans: tuple[Span, ...] = field(repr=False)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Keys the buffer holds."""
         return sum(span.stop - span.start for span in self.spans)
@@ -89,7 +90,7 @@ class Gather:
         last = self.items[0]
         return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Query rows of all items."""
         return sum(item.q_stop - item.q_start for item in self.items)
@@ -143,8 +144,11 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
     done: list[Span] = []
     for item in items:
         columns = Span(item.k_start, item.k_stop)
-        for missing in _without(columns, done):
-            fetches += _fetches(runs, spans, missing)
+        needed = [
+            one for missing in _without(columns, done) for one in _fetches(runs, spans, missing)
+        ]
+        # From the rank before this one on: if all began with the same, they would share its links.
+        fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = _union([*done, columns])
         needs.append(len(fetches))
     return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans))

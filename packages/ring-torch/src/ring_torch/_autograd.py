@@ -97,27 +97,27 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
     if call.transport == "p2p":
         out, lse, last = run_forward(call, inputs)
         return out, lse, [] if last is None else [last]
-    result, kept = gathered_forward(call, inputs, _carrier(call, inputs, call.forward_facts))
-    return *result, kept or []
+    carrier = _carrier(call, inputs, call.forward_facts, call.groups.forward)
+    result, kept = gathered_forward(call, inputs, carrier)
+    return *result, kept
 
 
 def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
     if call.transport == "p2p":
         return run_backward(call, inputs, upstream, kept[0] if kept else None)
-    return gathered_backward(
-        call, inputs, upstream, _carrier(call, inputs, call.backward_facts), kept
-    )
+    carrier = _carrier(call, inputs, call.backward_facts, call.groups.backward)
+    return gathered_backward(call, inputs, upstream, carrier, kept)
 
 
-def _carrier(call: Call, inputs: Inputs, facts: Facts) -> Carrier:
+def _carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Carrier:
     """What moves keys in a pass whose ranks agree on what they are about to do."""
-    keys = Keys.of(inputs)
+    keys = Keys.of(inputs, groups)
     if call.transport == "pull":
-        from ring_torch._window import pulls
+        from ring_torch._pulls import pulls
 
-        return pulls(call, keys, facts)
+        return pulls(call, keys, groups, facts)
     agree(call.ring, call.number, facts, header_device(call))
-    return Messages(call, keys)
+    return Messages(call, keys, groups)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask, Plan, Request, Schedule, checks, make_plan
 from ring_torch._comm import Facts, Packing, Ring
-from ring_torch._transport import TRANSPORTS, choose_transport
+from ring_torch._groups import ONE_GROUP, Groups, groups_of
+from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
-from ring_torch.kernels._api import Columns, Kernel, Params, Rows, wide
+from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
 
 
 class Inputs(NamedTuple):
@@ -31,6 +32,12 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     bias: Tensor | None
     slopes: Tensor | None
+
+    def share(self, n: int, groups: int) -> Inputs:
+        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
+        assert groups == 1 or (self.bias is None and self.slopes is None)
+        q, k, v = (head_group(x, n, groups, dim=2) for x in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Call:
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
     transport: str
+    groups: Groups  # of heads, over gathered keys
     number: int  # of the calls on this group
     forward_facts: Facts  # what must be equal on all ranks, beside the number
     backward_facts: Facts
@@ -249,9 +257,16 @@ def _prepare(
         bias is not None or slopes is not None or options.dropout_p > 0
         or plan.mask.predicate is not None
     )  # fmt: skip
+    groups = ONE_GROUP
+    if (
+        transport in GATHERED and choice.kernel.capabilities.bands == "any"
+        and not needs_index and q_ids is None
+    ):  # fmt: skip
+        groups = groups_of(plan, sizes, facts[0].dtype.itemsize)
     return Call(
         ring, plan, params, choice.kernel, choice, facts[0].dtype, wide(facts[0].dtype), device,
-        needs_index, grad, transport, 0, Facts.of(words, "forward"), Facts.of(words, "backward"),
+        needs_index, grad, transport, groups, 0, Facts.of(words, "forward"),
+        Facts.of(words, "backward"),
     )  # fmt: skip
 
 

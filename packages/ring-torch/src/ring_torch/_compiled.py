@@ -177,13 +177,14 @@ def _kept_like(call: Call, inputs: Inputs) -> list[Tensor]:
     if call.transport == "p2p":
         travels = call.plan.num_steps > 1
         return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
-    keys = Keys.of(inputs)
+    groups = call.groups.forward
+    keys = Keys.of(inputs, groups)
     if not keeps_gathered(call, keys):
         return []
     length = call.plan.gather(call.ring.rank).length
-    both = inputs.k.new_empty(keys.batch, length, keys.width)
+    both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]
     ids = [] if inputs.k_ids is None else [inputs.k_ids.new_empty(keys.batch, length)]
-    return [both, *ids]
+    return [*both, *ids]
 
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())

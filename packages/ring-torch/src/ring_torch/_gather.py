@@ -6,7 +6,7 @@ peers' memory (``_window``), which take no multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,32 +16,46 @@ from torch import Tensor
 from ring_core import Fetch, Gather
 from ring_torch._call import Call, Inputs
 from ring_torch._keys import Keys, Sums
+from ring_torch.kernels._api import has_triton
 
 Where = Callable[[slice], slice]  # from local indices to columns of a buffer
 
 
 class Carrier(Protocol):
-    """Moves what a call's ranks fetch. All ranks call its methods in the same order."""
+    """Moves what a call's ranks fetch, for each group of heads.
+
+    All ranks call its methods in the same order, groups from the first to the last.
+    """
 
     @property
     def keys(self) -> Keys:
-        """The shape of what travels."""
+        """The shape of what travels for one group."""
         ...
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
-        """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``."""
+    @property
+    def groups(self) -> int:
+        """Into how many groups heads are cut."""
         ...
 
-    def accumulator(self, gather: Gather, sums: Sums) -> Tensor:
-        """Room for the sums of gradients of what was fetched, flat."""
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``.
+
+        What comes for each group; all are to be taken, each before the kernels that need it.
+        """
+        ...
+
+    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+        """Room for the sums of gradients of what was fetched, flat; in a backward, called first."""
         ...
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, *, early: bool | None = None
-    ) -> Returning:
-        """Start sending the sums to the ranks the keys belong to.
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """Start sending a group's sums to the ranks the keys belong to.
 
-        All of them, or those that :meth:`ring_core.Gather.is_early` or the others.
+        All of them, or those that :meth:`ring_core.Gather.is_early`, or then the others. ``beside``
+        says that kernels go on meanwhile, and are not to be held up.
         """
         ...
 
@@ -51,13 +65,8 @@ class Arriving:
     """Tensors that fill up, fetch by fetch."""
 
     tensors: list[Tensor]
-    wait: Callable[[int], None]  # until so many fetches have arrived
-    finish: Callable[[], None]  # until the own tensors may change, too
-
-    @classmethod
-    def done(cls, tensors: list[Tensor]) -> Arriving:
-        """What has arrived before."""
-        return cls(tensors, lambda _: None, lambda: None)
+    #: Until so many fetches have arrived, or (``None``) all, when the own tensors may change, too.
+    wait: Callable[[int | None], None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class Returning:
     """Gradients on their way."""
 
     #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
+    #: Called once, in the order in which they were sent.
     add_to: Callable[[Tensor, int, Where], None]
 
 
@@ -74,9 +84,14 @@ class Messages:
 
     call: Call
     keys: Keys
+    groups: int
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
-        """Start all messages; any of them means waiting for all."""
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Start all messages; any of a group means waiting for all of it."""
+        groups = [self._fetch(gather, inputs.share(n, self.groups)) for n in range(self.groups)]
+        return iter(groups)
+
+    def _fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
         ring, device = self.call.ring, self.call.device
         own = self.keys.message.views(self.keys.message.buffer(device))
         self.keys.write(own, inputs)
@@ -96,7 +111,9 @@ class Messages:
         landed = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
         pending = [(ring.start(sends, receives), landed)]
 
-        def finish() -> None:
+        def wait(fetches: int | None) -> None:
+            if fetches == 0:
+                return
             for transfer, arrived in pending:
                 transfer.wait()
                 for place, x in arrived:
@@ -104,17 +121,19 @@ class Messages:
                         place.copy_(x)
             pending.clear()
 
-        return Arriving(tensors, lambda fetches: finish() if fetches else None, finish)
+        return Arriving(tensors, wait)
 
-    def accumulator(self, gather: Gather, sums: Sums) -> Tensor:
-        """A new one."""
-        size = sums.numel(gather.length)
-        return torch.empty(size, dtype=self.call.wide, device=self.call.device)
+    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+        """New ones."""
+        size, call = sums.numel(gather.length), self.call
+        return [torch.empty(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, *, early: bool | None = None
-    ) -> Returning:
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
         """The messages of :meth:`fetch`, turned round."""
+        del group, beside  # messages are told apart by their order, and never hold up kernels
         ring = self.call.ring
         sends = [
             (part.contiguous(), one.rank)
@@ -132,7 +151,7 @@ class Messages:
         def add_to(total: Tensor, length: int, where: Where) -> None:
             transfer.wait()
             for (_, one), came in zip(asked, landed, strict=True):
-                add_landed(sums.parts(total, length, where(one.source)), came)
+                add_landed(sums.parts(total, length, where(one.source)), [came])
 
         return Returning(add_to)
 
@@ -164,7 +183,13 @@ def landing(sums: Sums, like: Tensor, one: Fetch) -> list[Tensor]:
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
-def add_landed(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Add what came home."""
-    for place, part in zip(places, parts, strict=True):
-        place.add_(part)
+def add_landed(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
+    """Add what came home from several ranks to the sums it belongs to."""
+    for place, parts in zip(places, zip(*came, strict=True), strict=True):
+        if place.is_cuda and place.dtype == torch.float32 and has_triton():
+            from ring_torch.kernels._triton import add_on_gpu
+
+            add_on_gpu(place, parts)
+        else:
+            for part in parts:
+                place.add_(part)

@@ -7,7 +7,8 @@ block, and full rectangles of the others' keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,54 +17,65 @@ from ring_core import Fetch, Gather, WorkItem
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier, Returning
+from ring_torch._groups import KEPT_BYTES, Groups
 from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
     ItemGrads,
-    Parts,
     Result,
     RowGrads,
     Rows,
     Upstream,
     empty_result,
+    head_group,
 )
 
-#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
-#: otherwise waits for them again.
-KEPT_BYTES = 256 << 20
 
-
-def gathered_forward(
-    call: Call, inputs: Inputs, carrier: Carrier
-) -> tuple[Result, list[Tensor] | None]:
+def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Result, list[Tensor]]:
     """``out [B, T_local, H, Dv]``, in the inputs' dtype or wider, and ``lse [B, H, T_local]``.
 
-    And the gathered keys, if they are few enough to be kept for the backward.
+    And the gathered keys, if they are few enough to be kept for the backward, a group's after
+    another's.
     """
     in_one = call.kernel.capabilities.bands == "any"
     gather = call.plan.gather(call.ring.rank, own=in_one)
-    arriving = carrier.fetch(gather, inputs)
-    columns = _columns(call, gather, carrier.keys, arriving.tensors)
-    forward = _in_one_launch if in_one else _in_two_stages
-    result = forward(call, inputs, gather, columns, arriving)
-    arriving.finish()
-    return result, arriving.tensors if keeps_gathered(call, carrier.keys) else None
+    if not in_one:
+        (arriving,) = carrier.fetch(gather, inputs)
+        columns = _columns(call, gather, carrier.keys, arriving.tensors)
+        return _in_two_stages(call, inputs, gather, columns, arriving), []
+    rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
+    results, gathered = [], []
+    for n, arriving in enumerate(carrier.fetch(gather, inputs)):
+        gathered += arriving.tensors
+        columns = _columns(call, gather, carrier.keys, arriving.tensors)
+        part = rows.share(n, carrier.groups), columns
+        results.append(
+            _in_one_launch(call, *part, gather, arriving, whole.share(n, carrier.groups))
+        )
+        arriving.wait(None)
+    if len(results) == 1:
+        whole = results[0]
+    elif results[0].out.dtype != whole.out.dtype:
+        outs, lses = zip(*results, strict=True)
+        whole = Result(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
+    return whole, gathered if keeps_gathered(call, carrier.keys) else []
 
 
 def keeps_gathered(call: Call, keys: Keys) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
     longest = max(call.plan.gather(rank).length for rank in range(call.ring.size))
     in_one = call.kernel.capabilities.bands == "any"
-    return in_one and call.needs_grad and keys.size(longest) <= KEPT_BYTES
+    return in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= KEPT_BYTES
 
 
 def _in_one_launch(
-    call: Call, inputs: Inputs, gather: Gather, columns: Columns, arriving: Arriving
+    call: Call, rows: Rows, columns: Columns, gather: Gather, arriving: Arriving, whole: Result
 ) -> Result:
-    """Every row sees all its keys in one launch: nothing to merge."""
-    rows = call.rows(inputs)
-    whole = _unseen(call, gather, inputs)
+    """Every row sees all its keys in one launch: nothing to merge.
+
+    The result is in ``whole``, unless a kernel's is wider, to be rounded at the end.
+    """
     for item, needs in zip(gather.items, gather.needs, strict=True):
         arriving.wait(needs)
         if rows.q.shape[0] == 0:
@@ -71,9 +83,7 @@ def _in_one_launch(
         part = rows.take(item.q_slice), columns.take(item.k_slice)
         place = whole.take(item.q_slice)
         result = call.kernel.attend(*part, item, call.params, place)
-        if (
-            result.out.dtype != whole.out.dtype
-        ):  # a wider kernel: its results are rounded at the end
+        if result.out.dtype != whole.out.dtype:
             whole = Result(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
             place = whole.take(item.q_slice)
         if result.out.data_ptr() != place.out.data_ptr():
@@ -96,11 +106,12 @@ def _in_two_stages(
         if rows.q.shape[0] > 0:
             part = rows.take(item.q_slice), keys.take(item.k_slice)
             call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
+    arriving.wait(None)
     return into
 
 
 def gathered_backward(
-    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor] | None
+    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor]
 ) -> Grads:
     """Gradients of this rank's shards; ``kept`` are the keys that the forward gathered, if any."""
     if call.kernel.capabilities.bands == "any":
@@ -109,47 +120,92 @@ def gathered_backward(
 
 
 def _back_in_one_launch(
-    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor] | None
+    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor]
 ) -> Grads:
-    """The launches of the forward in reverse, the longest first.
+    """The launches of the forward in reverse, the longest first, for each group of heads.
 
-    Its keys' gradients that the last launch leaves alone travel home beside it.
+    The gradients of a group's keys travel home beside the next group's launches, and of the last
+    group those that the last launch leaves alone beside that one.
     """
-    gather, rows, keys = call.plan.gather(call.ring.rank), call.rows(inputs), carrier.keys
-    arriving = Arriving.done(kept) if kept else carrier.fetch(gather, inputs)
-    columns = _columns(call, gather, keys, arriving.tensors)
-    parts = _parts(call, inputs)
-    sums = Sums(keys, by_head=parts is not None)
-    grads = carrier.accumulator(gather, sums)
-    whole = len(gather.items) > 0 and gather.items[-1].k_slice == slice(0, gather.length)
-    if parts is not None or not whole:
-        grads.zero_()
-    rows_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
-    arriving.finish()
-    travelling = []
+    rank, groups = call.ring.rank, carrier.groups
+    gather, rows, sums = call.plan.gather(rank), call.rows(inputs), _sums(call, inputs, carrier)
     items = gather.items if rows.q.shape[0] > 0 else ()
-    for n, item in reversed(list(enumerate(items))):
-        if n == 0:
-            travelling.append(carrier.send_home(gather, sums, grads, early=True))
+    room = carrier.accumulators(gather, sums)
+    row_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
+    shape = (carrier.keys.batch, carrier.keys.length, inputs.k.shape[2])
+    dk, dv = (
+        torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
+        for x in (inputs.k, inputs.v)
+    )
+    whole = len(items) > 0 and items[-1].k_slice == slice(0, gather.length)
+    travelling: list[list[Returning]] = [[] for _ in range(groups)]
+
+    def finish(n: int) -> None:
+        places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
+        _come_home(call, gather, sums, room[n], travelling[n], places)
+
+    for n, columns in enumerate(_keys_by_group(call, gather, inputs, carrier, kept)):
+        if sums.by_head or not whole:
+            room[n].zero_()
+        part = rows.share(n, groups), columns, upstream.share(n, groups)
+        into = row_grads.share(n, groups)
+        for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
+            _differentiate(call, gather, some, *part, sums, room[n], into)
+            sent = carrier.send_home(gather, sums, room[n], n, early=early, beside=beside)
+            travelling[n].append(sent)
+        if n > 0:
+            finish(n - 1)
+    finish(groups - 1)
+    return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+
+
+def _launches(
+    items: Sequence[WorkItem], groups: Groups, *, last: bool
+) -> list[tuple[Sequence[WorkItem], bool | None, bool]]:
+    """Items of a group, which gradients go home after them, and whether beside others' launches."""
+    if last and groups.early:
+        return [(items[1:], True, True), (items[:1], False, False)]
+    return [(items, None, not last)]
+
+
+def _differentiate(
+    call: Call, gather: Gather, items: Sequence[WorkItem], rows: Rows, columns: Columns,
+    upstream: Upstream, sums: Sums, grads: Tensor, row_grads: RowGrads,
+) -> None:  # fmt: skip
+    """The backward of some items: into ``row_grads``, and added to the sums in ``grads``."""
+    for item in reversed(items):
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        into = rows_grads.take(item.q_slice), sums.of(grads, gather.length, item.k_slice)
-        if parts is not None:
-            parts.add_sums(*part, item, call.params, into[0].dq, into[1])
+        into = row_grads.take(item.q_slice), sums.of(grads, gather.length, item.k_slice)
+        if sums.by_head and call.kernel.parts is not None:
+            call.kernel.parts.add_sums(*part, item, call.params, into[0].dq, into[1])
         else:
             result = call.kernel.gradients(*part, item, call.params)
-            _put(result, *into, fresh=whole and n == len(items) - 1)
-    if not items:
-        travelling.append(carrier.send_home(gather, sums, grads, early=True))
-    travelling.append(carrier.send_home(gather, sums, grads, early=False))
-    dk, dv = _home(call, gather, sums, grads, travelling, parts)
-    return Grads(rows_grads.dq, dk, dv, rows_grads.dbias)
+            fresh = item is gather.items[-1] and item.k_slice == slice(0, gather.length)
+            _put(result, *into, fresh=fresh)
 
 
-def _home(
+def _keys_by_group(
+    call: Call, gather: Gather, inputs: Inputs, carrier: Carrier, kept: Sequence[Tensor]
+) -> Iterator[Columns]:
+    """The keys of each group of heads, kept or fetched again."""
+    if not kept:
+        for arriving in carrier.fetch(gather, inputs):
+            arriving.wait(None)
+            yield _columns(call, gather, carrier.keys, arriving.tensors)
+        return
+    before, each = call.groups.forward, len(kept) // call.groups.forward
+    cuts = carrier.groups // before  # the forward's groups are cut once more
+    keys = replace(carrier.keys, heads=cuts * carrier.keys.heads)
+    for n in range(before):
+        columns = _columns(call, gather, keys, kept[n * each : (n + 1) * each])
+        yield from (columns.share(n, cuts) for n in range(cuts))
+
+
+def _come_home(
     call: Call, gather: Gather, sums: Sums, grads: Tensor, travelling: Sequence[Returning],
-    parts: Parts | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add what comes home to the own sums where they lie, and round them: ``(dk, dv)``."""
+    places: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Add what comes home to the own sums where they lie, and round them into dK and dV."""
     keys, length = sums.keys, gather.length
     own = [one for one in gather.fetches if one.rank == call.ring.rank]
     if sum(one.source.stop - one.source.start for one in own) < keys.length:
@@ -163,20 +219,14 @@ def _home(
 
     for returning in travelling:
         returning.add_to(grads, length, where)
-    shape = (keys.batch, keys.length, keys.heads)
-    dk, dv = (
-        torch.empty(*shape, dim, dtype=call.dtype, device=call.device)
-        for dim in (keys.dim, keys.v_dim)
-    )
     for one in own:
         mine = sums.of(grads, length, one.target)
-        places = dk[:, one.source], dv[:, one.source]
-        if parts is not None:
-            parts.round(mine, places, call.params)
+        into = places[0][:, one.source], places[1][:, one.source]
+        if sums.by_head and call.kernel.parts is not None:
+            call.kernel.parts.round(mine, into, call.params)
         else:
-            for place, x in zip(places, mine, strict=True):
+            for place, x in zip(into, mine, strict=True):
                 place.copy_(x)
-    return dk, dv
 
 
 def _room(call: Call, sums: Sums, grads: Tensor, own: Sequence[Fetch], length: int) -> Tensor:
@@ -194,12 +244,11 @@ def _all(keys: Keys) -> Fetch:
     return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
 
 
-def _parts(call: Call, inputs: Inputs) -> Parts | None:
-    """The kernel's backward by parts, if it has one that can run this call."""
-    parts = call.kernel.parts
-    if parts is None or not parts.can_sum(call.plan, inputs.q, inputs.k, inputs.v, call.params):
-        return None
-    return parts
+def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> Sums:
+    """By head where the kernel has a backward by parts that can run this call."""
+    parts, (q, k, v) = call.kernel.parts, inputs[:3]
+    by_head = parts is not None and parts.can_sum(call.plan, q, k, v, call.params)
+    return Sums(carrier.keys, by_head)
 
 
 def _dq(call: Call, gather: Gather, rows: Rows) -> Tensor:
@@ -234,11 +283,11 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
     gather, rows, sums = plan.gather(rank, own=False), call.rows(inputs), Sums(keys, by_head=False)
     row_grads = zero_row_grads(call, rows)
-    arriving = carrier.fetch(gather, inputs)
+    others = carrier.accumulators(gather, sums)[0].zero_()
+    (arriving,) = carrier.fetch(gather, inputs)
     home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
-    others = carrier.accumulator(gather, sums).zero_()
     columns = _columns(call, gather, keys, arriving.tensors)
-    arriving.finish()
+    arriving.wait(None)
 
     def differentiate(of: Columns, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
         if rows.q.shape[0] > 0:
@@ -248,7 +297,7 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
 
     for item in gather.items:
         differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-    returning = carrier.send_home(gather, sums, others)
+    returning = carrier.send_home(gather, sums, others, 0, beside=True)
     for item in plan.items(rank, 0):
         own = call.columns(rank, keys_of(inputs))
         differentiate(own, item, *sums.of(home, keys.length, item.k_slice))

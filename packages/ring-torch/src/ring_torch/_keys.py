@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from ring_torch.kernels._api import has_triton
 
 @dataclass(frozen=True)
 class Keys:
-    """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``."""
+    """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``.
+
+    ``K`` are the heads of a group, which is all unless heads are cut into several.
+    """
 
     batch: int
     length: int
@@ -26,18 +30,19 @@ class Keys:
     segments: bool  # whether ids int32 ``[B, T_kv_local]`` go with them
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Keys:
-        """The shape of a call's."""
+    def of(cls, inputs: Inputs, groups: int = 1) -> Keys:
+        """The shape of a call's, for one of so many groups of heads."""
         k, v = inputs.k, inputs.v
         batch, length, heads, dim = k.shape
-        return cls(batch, length, heads, dim, v.shape[3], k.dtype, inputs.k_ids is not None)
+        ids = inputs.k_ids is not None
+        return cls(batch, length, heads // groups, dim, v.shape[3], k.dtype, ids)
 
     @property
     def width(self) -> int:
         """Numbers a token."""
         return self.heads * (self.dim + self.v_dim)
 
-    @property
+    @cached_property
     def message(self) -> Packing:
         """What a rank gives: keys and values, and ids if there are any."""
         both = ((self.batch, self.length, self.width), self.dtype)
@@ -99,10 +104,13 @@ class Sums:
         return dk[at], dv[at]
 
     def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
-        """Those of some tokens, in as few pieces as can be."""
-        if self.by_head:
-            return list(self.of(flat, length, span))
-        return [flat.view(self.keys.batch, length, self.keys.width)[:, span]]
+        """Those of some tokens, in as few pieces as can be: ``[rows, n, numbers a token]``."""
+        keys = self.keys
+        if not self.by_head:
+            return [flat.view(keys.batch, length, keys.width)[:, span]]
+        if keys.dim == keys.v_dim:
+            return [flat.view(-1, length, keys.dim)[:, span]]
+        return [x.flatten(0, 1)[:, span] for x in self.views(flat, length)]
 
 
 def _are_rows(x: Tensor) -> bool:

@@ -12,6 +12,9 @@ from ring_torch._comm import Ring
 #: ``pull``: the same, copied out of the peers' memory.
 TRANSPORTS = ("auto", "p2p", "gather", "pull")
 
+#: Those that bring all a rank needs at once.
+GATHERED = ("gather", "pull")
+
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
 MOST_MEMORY = 3.0
 
@@ -72,6 +75,6 @@ def ask_peers(ring: Ring) -> bool:
     """Whether all ranks can copy out of each other's memory: they talk about it once a group."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return False
-    from ring_torch._window import reaches
+    from ring_torch._window import window_of
 
-    return reaches(ring)
+    return window_of(ring).works

@@ -57,6 +57,11 @@ class Rows(NamedTuple):
             self.slopes,
         )
 
+    def share(self, n: int, groups: int) -> Rows:
+        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
+        assert groups == 1 or (self.bias is None and self.slopes is None)
+        return self._replace(q=head_group(self.q, n, groups, dim=2))
+
 
 class Columns(NamedTuple):
     """Keys and values and all that belongs to them."""
@@ -71,6 +76,11 @@ class Columns(NamedTuple):
         segments = None if self.segments is None else self.segments[:, part]
         return Columns(self.k[:, part], self.v[:, part], _part(self.position, part), segments)
 
+    def share(self, n: int, groups: int) -> Columns:
+        """The same for the ``n``-th of so many groups of heads."""
+        k, v = (head_group(x, n, groups, dim=2) for x in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
 
 class Result(NamedTuple):
     """Where a forward kernel merges its part; wide floats."""
@@ -81,6 +91,12 @@ class Result(NamedTuple):
     def take(self, part: slice) -> Result:
         """The same for a slice of the rows."""
         return Result(self.out[:, part], self.lse[:, :, part])
+
+    def share(self, n: int, groups: int) -> Result:
+        """The same for the ``n``-th of so many groups of heads."""
+        return Result(
+            head_group(self.out, n, groups, dim=2), head_group(self.lse, n, groups, dim=1)
+        )
 
 
 class Upstream(NamedTuple):
@@ -99,6 +115,12 @@ class Upstream(NamedTuple):
         delta = None if self.delta is None else self.delta[:, :, part]
         return Upstream(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
 
+    def share(self, n: int, groups: int) -> Upstream:
+        """The same for the ``n``-th of so many groups of heads."""
+        dout, out = (head_group(x, n, groups, dim=2) for x in (self.dout, self.out))
+        delta = None if self.delta is None else head_group(self.delta, n, groups, dim=1)
+        return Upstream(dout, out, head_group(self.lse, n, groups, dim=1), delta)
+
 
 class RowGrads(NamedTuple):
     """Accumulators of the rows' gradients; wide floats."""
@@ -109,6 +131,11 @@ class RowGrads(NamedTuple):
     def take(self, part: slice) -> RowGrads:
         """The same for a slice of the rows."""
         return RowGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
+
+    def share(self, n: int, groups: int) -> RowGrads:
+        """The same for the ``n``-th of so many groups of heads; without bias only."""
+        assert groups == 1 or self.dbias is None
+        return self._replace(dq=head_group(self.dq, n, groups, dim=2))
 
 
 class ColumnGrads(NamedTuple):
@@ -207,6 +234,12 @@ class Kernel(Protocol):
     ) -> ItemGrads:
         """The item's gradients by themselves."""
         ...
+
+
+def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
+    """A view of the ``n``-th of so many equal groups of heads, which are the dimension ``dim``."""
+    size = x.shape[dim] // groups
+    return x if groups == 1 else x.narrow(dim, n * size, size)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

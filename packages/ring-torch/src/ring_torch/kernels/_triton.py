@@ -1,13 +1,19 @@
-"""Passes over memory as Triton kernels: the merge of :func:`ring_core.merge`, and packing keys."""
+"""Passes over memory as Triton kernels: the merge of :func:`ring_core.merge`, and what travels."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_WORDS = 4096  # of 8 bytes a program copies
+_NUMBERS = 2048  # a program adds
+_AT_ONCE = 4  # parts that one kernel adds
 
 
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -36,6 +42,34 @@ def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
         )  # fmt: skip
 
 
+def fetch_on_gpu(table: Tensor, longest: int, target: Tensor) -> None:
+    """Copy pieces of any memory that the GPU reaches into a tensor.
+
+    Args:
+        table: int64 ``[pieces, 3]``: the address of a piece, its offset in ``target`` and its
+            length, in bytes, multiples of 16.
+        longest: Bytes of the longest piece.
+        target: Contiguous, at an address that is a multiple of 16.
+    """
+    if longest > 0:
+        grid = (triton.cdiv(longest, 8 * _WORDS), table.shape[0])
+        _fetch[grid](table, target.view(-1).view(torch.uint8), WORDS=_WORDS, num_warps=8)
+
+
+def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Add float32 ``[rows, n, m]``, in their order; rows may lie apart, in peers' memory, too."""
+    rows, size = total.shape[0], total.shape[1] * total.shape[2]
+    if rows * size == 0:
+        return
+    for start in range(0, len(parts), _AT_ONCE):
+        some = parts[start : start + _AT_ONCE]
+        given = [*some, *[total] * (_AT_ONCE - len(some))]
+        _add[(triton.cdiv(size, _NUMBERS), rows)](
+            total, *given, total.stride(0), *(x.stride(0) for x in given), size,
+            PARTS=len(some), NUMBERS=_NUMBERS, num_warps=4,
+        )  # fmt: skip
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
     k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
@@ -48,6 +82,44 @@ def _pack(
     y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
     tl.store(place, x, mask=at < K)
     tl.store(place + K, y, mask=at < V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fetch(table, target, WORDS: tl.constexpr):
+    row = table + 3 * tl.program_id(1)
+    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
+    place = tl.multiple_of((target + tl.load(row + 1)).to(tl.pointer_type(tl.int64)), 16)
+    words = tl.multiple_of(tl.load(row + 2) // 8, 2)
+    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    tl.store(place + at, tl.load(source + at, mask=at < words), mask=at < words)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(
+    total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
+    PARTS: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < size
+    place = total + row * total_row + at
+    # All are asked for before the first is needed: they come from several peers at a time.
+    x = tl.load(place, mask=inside)
+    y = tl.load(a + row * a_row + at, mask=inside)
+    if PARTS > 1:
+        z = tl.load(b + row * b_row + at, mask=inside)
+    if PARTS > 2:
+        u = tl.load(c + row * c_row + at, mask=inside)
+    if PARTS > 3:
+        w = tl.load(d + row * d_row + at, mask=inside)
+    x += y
+    if PARTS > 1:
+        x += z
+    if PARTS > 2:
+        x += u
+    if PARTS > 3:
+        x += w
+    tl.store(place, x, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,14 +31,15 @@ class Flash4:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``."""
-        if place is None or options.documents is not None or capability()[0] != 9:
-            out, lse, *_ = self._forward(q, k, v, options, None)
-            return out, lse
+        if place is None or options.documents is not None:
+            return self._forward(q, k, v, options, None)
         known = (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, options)
         if known in self._launches:
             # The library's own way there takes 0.1 ms of the host.
             launch, rest = self._launches[known]
             launch(q.detach(), k.detach(), v.detach(), place.out, place.lse, *rest)
+        elif capability()[0] != 9:
+            return self._forward(q, k, v, options, None)
         else:
             with recorded(_interface()._flash_attn_fwd) as (calls,):
                 self._forward(q, k, v, options, place)
@@ -48,12 +49,12 @@ class Flash4:
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         where = {} if place is None else {"out": place.out, "lse": place.lse}
-        result: tuple[Tensor, ...] = _interface()._flash_attn_fwd(
+        out, lse, *_ = _interface()._flash_attn_fwd(
             q, k, v, return_lse=True, score_mod=_capped(options)[0], **where, **_common(options)
         )
-        return result
+        return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,

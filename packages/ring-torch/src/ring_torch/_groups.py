@@ -1,0 +1,56 @@
+"""Heads in groups: a gathered pass goes group by group, so that transfers hide behind kernels.
+
+While a kernel runs for one group, the keys of the next arrive and the gradients of the last travel
+home. What nothing hides is the transfer of a single group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ring_core import Plan
+from ring_core.checks import Sizes
+
+#: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
+#: host is not ahead of the GPU.
+GROUP_FLOPS = 1e12
+MOST_GROUPS = 4
+
+#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
+#: otherwise fetches them again.
+KEPT_BYTES = 256 << 20
+
+#: Bytes fetched a FLOP of a forward from which on keys do not hide behind one another's launches:
+#: those of a ring of four with a key head for every query head, up to 128k tokens. Fewer are not
+#: worth more launches.
+LEAST_RATIO = 1e-4
+
+#: FLOPs of a forward from which on gradients are sent in two parts.
+EARLY_FLOPS = 3e11
+
+
+class Groups(NamedTuple):
+    """Into how many groups heads are cut; the backward cuts what the forward has cut."""
+
+    forward: int
+    backward: int
+    #: Whether, of the last group, what gradients are done before its last launch go home beside it.
+    early: bool
+
+
+ONE_GROUP = Groups(1, 1, early=False)
+
+
+def groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> Groups:
+    """Groups for a plan that gathers keys, the same on all ranks."""
+    dims = sizes.head_dim + sizes.v_head_dim
+    pairs = int(plan.work().sum()) * sizes.batch // plan.cp_size
+    flops = 2 * pairs * sizes.q_heads * dims
+    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
+    fetched = size if size <= KEPT_BYTES else 2 * size
+    groups = 1
+    if fetched > LEAST_RATIO * flops:
+        most = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
+        groups = max(n for n in range(1, max(most, 1) + 1) if sizes.kv_heads % n == 0)
+    return Groups(groups, groups, early=flops > EARLY_FLOPS)

@@ -1,0 +1,200 @@
+"""Keys and their gradients, copied out of the peers' windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ring_core import Gather, Plan
+from ring_torch._call import Call, Inputs
+from ring_torch._comm import Facts, Packing, agree, has_agreed
+from ring_torch._copies import copy
+from ring_torch._gather import Arriving, Returning, Where, add_landed, asked_of, landing
+from ring_torch._keys import Keys, Sums
+from ring_torch._window import Window, restored, window_of
+from ring_torch.kernels._api import has_triton
+
+_SMALL = 64 << 20  # bytes up to which one kernel that fetches all beats copy engines
+
+Event = torch.cuda.Event
+Stream = torch.cuda.Stream
+Done = tuple[Stream, Event]  # a copy, by the stream it was made on
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """A :class:`ring_torch._gather.Carrier` that copies out of the peers' windows.
+
+    A window holds a rank's keys, a group of heads after the other, and behind them the gradients of
+    what it fetched.
+    """
+
+    call: Call
+    window: Window
+    keys: Keys
+    groups: int
+    room: int  # bytes for the sums of a group's gradients
+    digest: int  # what tells this pass of this call from any other
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Put the own keys into the window, and copy those of all ranks, fetch by fetch."""
+        window, message = self.window, self.keys.message
+        every = range(self.groups)
+        own = [window.views(self.call.ring.rank, n * message.size, message) for n in every]
+        tensors = [
+            [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
+        ]
+        main = torch.cuda.current_stream(window.device)
+        ready = main.record_event()
+        with restored(main):
+            torch.cuda.set_stream(window.stream)
+            window.stream.wait_event(ready)
+            for n in every:
+                self.keys.write(own[n], inputs.share(n, self.groups))
+            met = window.meet_as(self.digest)
+            same = window.stream.record_event()
+        asked: list[Arriving] = []
+        copied: list[Done] = []
+        for n in every:
+            with restored(main):
+                done = self._pull(gather, n, tensors[n], met)
+                copied += done
+                if n + 1 == self.groups:
+                    window.leave(_last(copied))
+            asked.append(Arriving(tensors[n], partial(_wait, main, same, done)))
+            if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
+                yield asked[n - 1]
+        yield asked[-1]
+        window.join(main)
+
+    def _pull(self, gather: Gather, group: int, tensors: list[Tensor], met: Event) -> list[Done]:
+        """Copy a group's keys, fetch by fetch, or all at once."""
+        window, message = self.window, self.keys.message
+        if self.groups == 1 and self._is_small(gather):
+            from ring_torch.kernels._triton import fetch_on_gpu
+
+            stream = window.copying(-1, after=met)
+            fetch_on_gpu(*window.table(gather, message), tensors[0])
+            return [(stream, stream.record_event())] * len(gather.fetches)
+        done = []
+        for one in gather.fetches:
+            stream = window.copying(one.rank, after=met)
+            theirs = window.views(one.rank, group * message.size, message)
+            for x, source in zip(tensors, theirs, strict=True):
+                copy(x[:, one.target], source[:, one.source])
+            done.append((stream, stream.record_event()))
+        return done
+
+    def _is_small(self, gather: Gather) -> bool:
+        """Whether one kernel may fetch all, in words of 16 bytes."""
+        keys = self.keys
+        aligned = keys.width * keys.dtype.itemsize % 16 == 0 and not keys.segments
+        return aligned and has_triton() and keys.size(gather.length) <= _SMALL
+
+    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+        """Room in the window, where their owners will fetch them."""
+        self.window.wait_free()
+        rank = self.call.ring.rank
+        return [self._grads_of(rank, n, sums, gather.length) for n in range(self.groups)]
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """Let the owners fetch, and fetch what is this rank's.
+
+        Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
+        """
+        window, plan = self.window, self.call.plan
+        asked = asked_of(self.call, own=gather.own, early=early)
+        theirs = []
+        for peer, one in asked:
+            length = plan.gather(peer, own=gather.own).length
+            flat = self._grads_of(peer, group, sums, length)
+            theirs.append(sums.parts(flat, length, one.target))
+        copied = beside or not has_triton()
+        landed = [landing(sums, grads, one) for _, one in asked] if copied else theirs
+        main = torch.cuda.current_stream(window.device)
+        ready = main.record_event()
+        first, last = group == 0 and early is not False, group + 1 == self.groups and not early
+        with restored(main):
+            torch.cuda.set_stream(window.stream)
+            window.stream.wait_event(ready)
+            met = window.meet_as(self.digest) if first else window.meet()
+            home = [(window.stream, window.stream.record_event())]
+            if copied:
+                for (peer, _), places, parts in zip(asked, landed, theirs, strict=True):
+                    stream = window.copying(peer, after=met)
+                    for place, part in zip(places, parts, strict=True):
+                        copy(place, part)
+                    home.append((stream, stream.record_event()))
+            if last and copied:
+                window.leave(_last(home))
+        window.join(main)
+
+        def add_to(total: Tensor, length: int, where: Where) -> None:
+            for event in _last(home):
+                main.wait_event(event)
+            came: dict[tuple[int, int], list[list[Tensor]]] = {}
+            for (_, one), parts in zip(asked, landed, strict=True):
+                came.setdefault((one.source.start, one.source.stop), []).append(parts)
+            for span, all_parts in came.items():
+                add_landed(sums.parts(total, length, where(slice(*span))), all_parts)
+            if last and not copied:
+                added = main.record_event()
+                with restored(main):
+                    window.leave([added])
+                window.join(main)
+
+        return Returning(add_to)
+
+    def _grads_of(self, rank: int, group: int, sums: Sums, length: int) -> Tensor:
+        packing = _flat(sums.numel(length), self.call.wide)
+        start = self.groups * self.keys.message.size + group * self.room
+        return self.window.views(rank, start, packing)[0]
+
+
+def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Pulls:
+    """What moves keys in a pass, with room for it in all windows.
+
+    The first time that a group makes such a call, its facts are compared in words and the host
+    waits for it; from then on each call's digest travels with its keys.
+
+    Raises:
+        RankMismatchError: A peer is making another call.
+    """
+    window = window_of(call.ring)
+    if not has_agreed(call.ring, facts):
+        agree(call.ring, call.number, facts, call.device)
+    room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
+    window.reserve(groups * (keys.message.size + room))
+    digest = int.from_bytes(facts.numbered(call.number), "little", signed=True)
+    return Pulls(call, window, keys, groups, room, digest)
+
+
+@lru_cache(maxsize=256)
+def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
+    """Bytes that the sums of a group's gradients take on the rank that fetches most."""
+    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    return _flat(Sums(keys, by_head=False).numel(longest), dtype).size
+
+
+@lru_cache(maxsize=256)
+def _flat(numel: int, dtype: torch.dtype) -> Packing:
+    """The packing of so many numbers."""
+    return Packing.of(((numel,), dtype))
+
+
+def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
+    """Let a stream wait for so many copies (``None``: all), and for the proof of their meaning."""
+    for event in (same, *_last(done[:fetches])):
+        stream.wait_event(event)
+
+
+def _last(done: Sequence[Done]) -> list[Event]:
+    """The last of each stream's events, which follow those before."""
+    return list(dict(done).values())

@@ -1,0 +1,52 @@
+"""The passes over memory of GPUs, run by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ring_torch._gather import add_landed
+from ring_torch.kernels import _triton as passes
+
+interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the interpreter run a kernel."""
+
+    def interpret(name: str) -> None:
+        kernel: Any = getattr(passes, name)
+        monkeypatch.setattr(passes, name, interpreter.InterpretedFunction(kernel.fn))
+
+    return interpret
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+def test_add(count: int, interpreted: Callable[[str], None]) -> None:
+    """In the order of the parts, as one by one; what lies between the rows stays."""
+    interpreted("_add")
+    torch.manual_seed(0)
+    room, *given = (torch.randn(3, 40, 8) for _ in range(1 + count))
+    parts = [x[:, 2:35] for x in given]
+    expected = room.clone()
+    add_landed([expected[:, 5:38]], [[part] for part in parts])
+    passes.add_on_gpu(room[:, 5:38], parts)
+    assert torch.equal(room, expected)
+
+
+def test_fetch(interpreted: Callable[[str], None]) -> None:
+    """Pieces of unlike lengths, from anywhere to anywhere."""
+    interpreted("_fetch")
+    sources = [torch.randn(n, 8, dtype=torch.bfloat16) for n in (9000, 3, 1)]
+    target = torch.zeros(9010, 8, dtype=torch.bfloat16)
+    expected, rows, at = target.clone(), [], 2
+    for source in sources:
+        expected[at : at + len(source)] = source
+        rows.append([source.data_ptr(), 16 * at, source.nbytes])
+        at += len(source) + 1
+    passes.fetch_on_gpu(torch.tensor(rows), 16 * 9000, target)
+    assert torch.equal(target, expected)
