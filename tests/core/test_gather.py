@@ -75,6 +75,23 @@ def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
     assert sum((item.q_stop - item.q_start) * item.k_stop for item in remote.items) == 8 * 8 * 6
 
 
+@given(plans(), st.data())
+def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObject) -> None:
+    if gather_refusals(plan):
+        return
+    gather = plan.gather(data.draw(st.integers(0, plan.cp_size - 1)))
+    written = np.zeros(gather.length, dtype=bool)
+    for item, fresh in reversed(list(zip(gather.items, gather.fresh, strict=True))):
+        new = np.zeros_like(written)
+        for part in fresh:
+            new[part] = True
+        seen = np.zeros_like(written)
+        seen[item.k_slice] = True
+        np.testing.assert_array_equal(new, seen & ~written)
+        written |= new
+    assert written.all()
+
+
 def test_ranks_begin_with_different_peers() -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
     order = [

@@ -60,6 +60,22 @@ def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any)
     count["passed"] += 1
 
 
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "eager"])
+@pytest.mark.parametrize(
+    "name", ["causal-zigzag-cp4", "window-both-plain-cp3", "documents-dealt-cp2"]
+)
+def test_heads_in_groups(name: str, kernel: str, backend: Any) -> None:
+    """As all at once, with gradients in two parts: or refused by name."""
+    case = replace(as_kernels_take_it(name), heads=(8, 4))
+    try:
+        results = backend.run(case, mutant="in-groups", kernel=kernel, transport="pull")
+    except LocalRankError as error:
+        if not _is_refusal(str(error), kernel, "pull"):
+            raise
+        return
+    assert_close(case, results)
+
+
 def exact_nan(kernel: str) -> bool:
     """Whether a NaN reaches only what sees it."""
     return all(k.capabilities.exact_nan for k in KERNELS if k.capabilities.name == kernel)

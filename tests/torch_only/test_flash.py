@@ -69,7 +69,7 @@ class PlainFlash:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert lse.is_contiguous()
         options = self._taken(options, k)
@@ -90,6 +90,8 @@ class PlainFlash:
             )
             by_head = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
             dv[..., columns, :, :] = by_head.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
+        if place is not None:
+            dq = place.copy_(dq)
         return dq, dk, dv
 
     def _taken(self, options: Options, k: Tensor) -> Options:

@@ -91,6 +91,20 @@ class Gather:
         return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
 
     @cached_property
+    def fresh(self) -> tuple[tuple[slice, ...], ...]:
+        """For each item the columns that no item after it sees.
+
+        A backward, which runs the items in reverse, writes their gradients, and adds all others.
+        """
+        done: list[Span] = []
+        fresh = []
+        for item in reversed(self.items):
+            columns = Span(item.k_start, item.k_stop)
+            fresh.append(tuple(slice(*span) for span in _without(columns, done)))
+            done = _union([*done, columns])
+        return tuple(reversed(fresh))
+
+    @cached_property
     def num_rows(self) -> int:
         """Query rows of all items."""
         return sum(item.q_stop - item.q_start for item in self.items)

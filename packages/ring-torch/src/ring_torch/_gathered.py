@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def _back_in_one_launch(
     """
     rank, groups = call.ring.rank, carrier.groups
     gather, rows, sums = call.plan.gather(rank), call.rows(inputs), _sums(call, inputs, carrier)
-    items = gather.items if rows.q.shape[0] > 0 else ()
+    items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
     room = carrier.accumulators(gather, sums)
     row_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
     shape = (carrier.keys.batch, carrier.keys.length, inputs.k.shape[2])
@@ -137,7 +138,6 @@ def _back_in_one_launch(
         torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
         for x in (inputs.k, inputs.v)
     )
-    whole = len(items) > 0 and items[-1].k_slice == slice(0, gather.length)
     travelling: list[list[Returning]] = [[] for _ in range(groups)]
 
     def finish(n: int) -> None:
@@ -145,7 +145,7 @@ def _back_in_one_launch(
         _come_home(call, gather, sums, room[n], travelling[n], places)
 
     for n, columns in enumerate(_keys_by_group(call, gather, inputs, carrier, kept)):
-        if sums.by_head or not whole:
+        if sums.by_head or len(items) == 0:
             room[n].zero_()
         part = rows.share(n, groups), columns, upstream.share(n, groups)
         into = row_grads.share(n, groups)
@@ -159,9 +159,7 @@ def _back_in_one_launch(
     return Grads(row_grads.dq, dk, dv, row_grads.dbias)
 
 
-def _launches(
-    items: Sequence[WorkItem], groups: Groups, *, last: bool
-) -> list[tuple[Sequence[WorkItem], bool | None, bool]]:
+def _launches(items: range, groups: Groups, *, last: bool) -> list[tuple[range, bool | None, bool]]:
     """Items of a group, which gradients go home after them, and whether beside others' launches."""
     if last and groups.early:
         return [(items[1:], True, True), (items[:1], False, False)]
@@ -169,19 +167,20 @@ def _launches(
 
 
 def _differentiate(
-    call: Call, gather: Gather, items: Sequence[WorkItem], rows: Rows, columns: Columns,
+    call: Call, gather: Gather, items: range, rows: Rows, columns: Columns,
     upstream: Upstream, sums: Sums, grads: Tensor, row_grads: RowGrads,
 ) -> None:  # fmt: skip
     """The backward of some items: into ``row_grads``, and added to the sums in ``grads``."""
-    for item in reversed(items):
+    for n in reversed(items):
+        item = gather.items[n]
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         into = row_grads.take(item.q_slice), sums.of(grads, gather.length, item.k_slice)
         if sums.by_head and call.kernel.parts is not None:
             call.kernel.parts.add_sums(*part, item, call.params, into[0].dq, into[1])
         else:
-            result = call.kernel.gradients(*part, item, call.params)
-            fresh = item is gather.items[-1] and item.k_slice == slice(0, gather.length)
-            _put(result, *into, fresh=fresh)
+            result = call.kernel.gradients(*part, item, call.params, into[0].dq)
+            _put_rows(result, into[0])
+            _put_columns(result, into[1], item, gather.fresh[n])
 
 
 def _keys_by_group(
@@ -264,18 +263,26 @@ def _dbias(call: Call, rows: Rows) -> Tensor | None:
     return torch.zeros_like(rows.bias, dtype=call.wide)
 
 
-def _put(
-    result: ItemGrads, row_grads: RowGrads, sums: tuple[Tensor, Tensor], *, fresh: bool
+def _put_rows(result: ItemGrads, into: RowGrads) -> None:
+    """Put the gradients of an item's rows in their places, unless they are there."""
+    if result.dq.data_ptr() != into.dq.data_ptr():
+        into.dq.copy_(result.dq)
+    if into.dbias is not None and result.dbias is not None:
+        into.dbias.add_(result.dbias)
+
+
+def _put_columns(
+    result: ItemGrads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
-    """Put an item's gradients in their places; ``fresh`` sums hold no numbers yet."""
-    row_grads.dq.copy_(result.dq)
-    if row_grads.dbias is not None and result.dbias is not None:
-        row_grads.dbias.add_(result.dbias)
-    for total, part in zip(sums, (result.dk, result.dv), strict=True):
-        if fresh:
-            total.copy_(part)
-        else:
-            total.add_(part)
+    """Put the gradients of an item's columns in their places, and add them where there are some."""
+    edges = [item.k_start, *(edge for one in fresh for edge in (one.start, one.stop)), item.k_stop]
+    for n, (start, stop) in enumerate(pairwise(edges)):
+        part = slice(start - item.k_start, stop - item.k_start)
+        for total, x in zip(sums, (result.dk, result.dv), strict=True):
+            if start < stop and n % 2 == 0:
+                total[:, part].add_(x[:, part])
+            elif start < stop:
+                total[:, part].copy_(x[:, part])
 
 
 def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:

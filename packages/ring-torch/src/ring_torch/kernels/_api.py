@@ -230,9 +230,10 @@ class Kernel(Protocol):
         ...
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
-    ) -> ItemGrads:
-        """The item's gradients by themselves."""
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """The item's gradients by themselves; ``place`` is where a kernel may write ``dq``."""
         ...
 
 

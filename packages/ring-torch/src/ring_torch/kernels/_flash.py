@@ -82,9 +82,9 @@ class Flash(Protocol):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)`` from the global ``out`` and ``lse``."""
+        """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""
         ...
 
 
@@ -119,10 +119,14 @@ class FlashKernel:
             item, params, item.documents_window, _documents(item, batch, rows.q.device)
         )
         q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
-        out, lse = self.flash.forward(q, k, v, options, None)
+        hidden = item.cu_k is not None and (np.diff(item.cu_k) < np.diff(item.cu_q)).any()
+        inside = None
+        if place is not None and batch == 1 and not hidden:
+            inside = Result(place.out[0], place.lse[0])
+        out, lse = self.flash.forward(q, k, v, options, inside)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
         out = out.unflatten(0, (batch, -1))
-        if item.cu_k is not None and (np.diff(item.cu_k) < np.diff(item.cu_q)).any():
+        if hidden:
             # Rows may see nothing: libraries write either infinity, and anything.
             unseen = lse.isinf()
             lse = lse.masked_fill(unseen, -torch.inf)
@@ -146,8 +150,9 @@ class FlashKernel:
         column_grads.dv.add_(grads.dv)
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
-    ) -> ItemGrads:
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
         """One launch with the global ``out`` and ``lse``, or one a document."""
         pieces = self._pieces(item)
         if pieces:
@@ -156,14 +161,15 @@ class FlashKernel:
             options = _options(item, params)
             tensors = upstream.dout, rows.q, columns.k, columns.v, upstream.out
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
-            return ItemGrads(*self.flash.backward(*tensors, lse, options), None)
+            return ItemGrads(*self.flash.backward(*tensors, lse, options, place), None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
         packed = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         dout, q, k, v, out = (x.flatten(0, 1) for x in packed)
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
-        grads = self.flash.backward(dout, q, k, v, out, lse, options)
+        inside = place[0] if place is not None and batch == 1 else None
+        grads = self.flash.backward(dout, q, k, v, out, lse, options, inside)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
         return ItemGrads(dq, dk, dv, None)
 

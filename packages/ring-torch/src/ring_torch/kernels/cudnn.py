@@ -36,19 +36,20 @@ class Cudnn:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``.
 
         A single query before a single key is more than cuDNN takes: a second token stands behind
         them, which nothing sees and whose own gradient is 0.
         """
+        del place
         if q.shape[1] == k.shape[1] == 1:
             q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
             dout, out = (torch.cat([x, torch.zeros_like(x)], dim=1) for x in (dout, out))
             causal = options._replace(window=(None, 0))
             lse = torch.cat([lse, lse], dim=2)
-            dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal)
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
             return dq[:, :1], dk[:, :1], dv[:, :1]
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
         grads = aten._scaled_dot_product_cudnn_attention_backward(

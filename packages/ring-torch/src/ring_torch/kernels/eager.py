@@ -156,9 +156,11 @@ class EagerKernel:
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
-    ) -> ItemGrads:
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide."""
+        del place  # ``backward`` adds to what it is given
         return added_up(self, rows, columns, upstream, item, params)
 
 

@@ -39,9 +39,10 @@ class Flash3:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
+        del place
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {
             "dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse,

@@ -31,6 +31,8 @@ class Flash4:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``."""
+        if options.documents is not None and capability()[0] == 9:
+            return self._forward(q, k, v, options, place)
         if place is None or options.documents is not None:
             return self._forward(q, k, v, options, None)
         known = (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, options)
@@ -58,12 +60,12 @@ class Flash4:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
         score_mod, score_mod_bwd = _capped(options)
         dq, dk, dv = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+            q, k, v, out, dout, lse, dq=place, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
             deterministic=options.deterministic, **_common(options),
         )  # fmt: skip
         return dq, dk, dv

@@ -102,9 +102,11 @@ class CpuFlashKernel:
             column_grads.dv.add_(dv.transpose(1, 2))
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
-    ) -> ItemGrads:
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide."""
+        del place  # it is narrower
         return added_up(self, rows, columns, upstream, item, params)
 
 
@@ -134,9 +136,10 @@ class Flash:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options,
+        options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
+        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         unused = torch.empty(0, device=q.device)  # dropout's state, of which there is none
