@@ -2,9 +2,9 @@
 
 Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First the root mean square errors of
 out, dQ, dK and dV at 2,048 tokens against float32 attention: where ours is more than 1.1 times
-cuDNN's on one GPU, no times are printed. A time is the median of three rounds of whole calls.
-``--gpus 4`` splits sequences over GPUs, causal, beside two ways written in plain JAX; ``eta`` is
-the rate of a GPU over that of one GPU with the whole sequence.
+cuDNN's on one GPU, no times are printed. A time is the median of five rounds of whole calls, in
+which all take turns. ``--gpus 4`` splits sequences over GPUs, causal, beside two ways written in
+plain JAX; ``eta`` is the rate of a GPU over that of one GPU with the whole sequence.
 """
 
 from __future__ import annotations
@@ -97,35 +97,46 @@ def environment() -> dict[str, str]:
     }
 
 
-def seconds(run: Callable[[], Any], target: float = 0.25) -> float:
-    """Median over three rounds of calls."""
-    jax.block_until_ready(run())
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    once = time.perf_counter() - start
-    calls = max(2, min(100, int(target / 3 / max(once, 1e-5))))
-    took = []
-    for _ in range(3):
+def seconds(run: Callable[[], Any]) -> float:
+    """Median over rounds of calls."""
+    return seconds_each({"": run})[""]
+
+
+def seconds_each[Key](
+    runs: dict[Key, Callable[[], Any]], rounds: int = 5, target: float = 0.05
+) -> dict[Key, float]:
+    """Medians over rounds in which all take turns, as a GPU's clock changes with its warmth."""
+    calls: dict[Key, int] = {}
+    took: dict[Key, list[float]] = {key: [] for key in runs}
+    for key, run in runs.items():
+        jax.block_until_ready(run())
         start = time.perf_counter()
-        last = [run() for _ in range(calls)][-1]
-        jax.block_until_ready(last)
-        took.append((time.perf_counter() - start) / calls)
-    return sorted(took)[1]
+        jax.block_until_ready(run())
+        calls[key] = max(2, min(60, int(target / max(time.perf_counter() - start, 1e-5))))
+    for _ in range(rounds):
+        for key, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready([run() for _ in range(calls[key])][-1])
+            took[key].append((time.perf_counter() - start) / calls[key])
+    return {key: sorted(times)[rounds // 2] for key, times in took.items()}
 
 
 def measure(length: int, *, causal: bool) -> dict[str, dict[str, float]]:
     """TFLOP/s of the forward and of both passes."""
     *qkv, dout = inputs(length, seed=1)
     flops = 4 * length**2 * HEADS * DIM / (2 if causal else 1) / 1e12
-    rates = {}
+    runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, attend in METHODS.items():
-        forward = jax.jit(partial(attend, causal=causal))
-        all_of = jax.jit(partial(both, partial(attend, causal=causal)))
-        rates[name] = {
-            "forward": flops / seconds(partial(forward, *qkv)),
-            "both": 3.5 * flops / seconds(partial(all_of, *qkv, dout)),
+        forward = partial(attend, causal=causal)
+        runs[name, "forward"] = partial(jax.jit(forward), *qkv)
+        runs[name, "both"] = partial(jax.jit(partial(both, forward)), *qkv, dout)
+    took = seconds_each(runs)
+    return {
+        name: {
+            "forward": flops / took[name, "forward"], "both": 3.5 * flops / took[name, "both"],
         }
-    return rates
+        for name in METHODS
+    }  # fmt: skip
 
 
 def largest_error(mesh: Mesh, attend: Attend) -> float:

@@ -17,10 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
-from ring_jax_gpu._call import Launch, arguments_of, stages_that_fit, triton_launch_p
+from ring_jax_gpu._call import (
+    Launch,
+    arguments_of,
+    arrays_of,
+    kernel_of,
+    launches_of,
+    stages_that_fit,
+    triton_launch_p,
+)
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
@@ -42,8 +51,8 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
-def launches_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The parameters and the types of the arrays of every kernel that a call launches."""
+def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """The parameters and the types of the arrays of every launch of a call."""
     tokens, dims = call.get("tokens", [1024, 1024]), call.get("dims", [128, 128])
     dtype = call.get("dtype", "bfloat16")
     options = dict(call.get("options", {}))
@@ -70,6 +79,15 @@ def launches_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any
             yield equation.params, [x.aval for x in equation.invars]
 
 
+def kernels_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """The same of every kernel of plain Triton."""
+    for params, types in launches_in(call):
+        avals = dict(zip(params["names"], types, strict=True))
+        for part in launches_of(params["launch"]):
+            known = arrays_of(part, avals, params["names"][-params["num_changed"] :])
+            yield {"launch": part, "names": tuple(known)}, list(known.values())
+
+
 def _equations(program: Any) -> Iterator[Any]:
     for equation in program.eqns:
         yield equation
@@ -85,10 +103,8 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ring_jax_gpu import _backward, _forward
-
     launch: Launch = params["launch"]
-    kernel: Any = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+    kernel = kernel_of(launch)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -118,28 +134,71 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
             "num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True,
         },
     )  # fmt: skip
+    return {"kernel": launch.kernel, "fused": dict(launch.facts)["FUSED"], **taken_by(result)}
+
+
+def taken_by(module: Any) -> dict[str, Any]:
+    """What a compiled kernel takes and uses."""
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(result.asm["cubin"])
+        file.write(module.asm["cubin"])
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         report = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    facts = dict(launch.facts)
     return {
-        "kernel": launch.kernel, "fused": facts["FUSED"], "shared": result.metadata.shared,
-        "registers": usage["REG"], "stack": usage["STACK"] + usage["LOCAL"],
-        "ptx": "wgmma" if "wgmma" in result.asm["ptx"] else "mma",
-        "copies": "cp.async.bulk.tensor" in result.asm["ptx"],
+        "shared": module.metadata.shared, "registers": usage["REG"],
+        "stack": usage["STACK"] + usage["LOCAL"],
+        "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
+        "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
+        "roles": "setmaxnreg" in module.asm["ptx"],
     }  # fmt: skip
+
+
+def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the kernels take that are for Hopper alone, and those that do what they leave."""
+    from ring_jax_gpu import _compiled, _launch, _roles, _triton
+
+    modules: list[Any] = []
+
+    def keep(module: Any, *_: Any) -> bytes:
+        modules.append(module)
+        return b""
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_compiled, "_launch", keep)
+        patched.setattr(_roles, "_processors", lambda: 132)
+        if call.get("merged"):
+            patched.setattr(_triton, "_is_one", lambda _: False)
+            patched.setattr(_launch, "MERGES_ON_HOPPER", True)
+        for params, types in launches_in(call):
+            if not params["launch"].hopper:
+                continue
+            names = params["names"]
+            jax.eval_shape(
+                lambda *x, names=names, launch=params["launch"]: _roles.run(
+                    launch, dict(zip(names, x, strict=True))
+                ),
+                *types,
+            )
+    return [
+        {"kernel": module.metadata.name, "warps": module.metadata.num_warps, **taken_by(module)}
+        for module in modules
+    ]
 
 
 def main() -> None:
     """Compile what standard input asks for."""
     arch = int(sys.argv[1])
     for call in json.load(sys.stdin):
-        for params, types in launches_of(call):
+        if call.get("hopper"):
+            for facts in compile_for_hopper(call):
+                sys.stdout.write(json.dumps(facts) + "\n")
+            continue
+        for params, types in kernels_of(call):
             facts = {"call": call.get("name", ""), **compile_one(params, types, arch)}
             sys.stdout.write(json.dumps(facts) + "\n")
 

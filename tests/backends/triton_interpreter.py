@@ -24,7 +24,14 @@ from jax.interpreters import mlir
 from backends.jax_devices import GRADS
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
-from ring_jax_gpu._call import Launch, arguments_of, triton_launch_p
+from ring_jax_gpu._call import (
+    Launch,
+    arguments_of,
+    arrays_of,
+    kernel_of,
+    launches_of,
+    triton_launch_p,
+)
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -112,17 +119,17 @@ def interpret(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
     """Run a kernel on copies of arrays and return those that it changed."""
-    from ring_jax_gpu import _backward, _forward
-
     copies: Any = {name: np.array(x) for name, x in zip(names, arrays, strict=True)}
-    kernel: Any = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
-    arguments = arguments_of(kernel, launch, copies, has_copy_engine=False)
-    views = {id(x): HostArray(x) for x in copies.values()}
-    given = {name: views.get(id(x), x) for name, x in arguments.items()}
-    with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about maxima of NaN
-        kernel[launch.grid](**given)
-    return [copies[name] for name in names[len(names) - num_changed :]]
+    changed = names[len(names) - num_changed :]
+    for part in launches_of(launch):
+        known = arrays_of(part, copies, changed)
+        arguments = arguments_of(kernel_of(part), part, known, has_copy_engine=False)
+        views = {id(x): HostArray(x) for x in copies.values()}
+        given = {name: views.get(id(x), x) for name, x in arguments.items()}
+        with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about maxima of NaN
+            kernel_of(part)[part.grid](**given)
+    return [copies[name] for name in changed]
 
 
 def _call_interpreter(*arrays: jax.Array, num_changed: int, **params: Any) -> Any:

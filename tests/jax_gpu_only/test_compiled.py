@@ -46,3 +46,25 @@ def test_causal(arch: int) -> None:
 def test_options(name: str) -> None:
     kernels = compiled([CALLS[name]], 90)
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_roles_on_hopper(dim: int, merged: bool) -> None:
+    call = {"options": {"causal": True}, "dims": [dim, dim], "hopper": True, "merged": merged}
+    kernels = compiled([call], 90)
+    found = {x["kernel"]: x for x in kernels}
+    assert list(found) == ["attend_fast", "attend", "add_fast", "add_to_keys"]
+    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+    for name in ("attend_fast", "add_fast"):
+        x = found[name]
+        assert x["roles"] and x["copies"] and x["ptx"] == "wgmma", x
+        assert x["warps"] == 12 and x["stack"] <= 128, x  # bytes: some addresses, no tile
+
+
+def test_no_roles_for_options() -> None:
+    """What the kernels for Hopper cannot do goes the general way."""
+    for options in ({"causal": True, "softcap": 5.0}, {"cu_seqlens": [0, 100, 1024]}):
+        assert compiled([{"options": options, "hopper": True}], 90) == []
+    assert compiled([{"dims": [80, 80], "hopper": True}], 90) == []
+    assert compiled([{"dtype": "float32", "hopper": True}], 90) == []

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import triton_interpreter as interpreter
 from backends.jax_devices import JaxBackend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
@@ -19,8 +20,9 @@ from tolerances import assert_close
 import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core._blocks import BlockGeometry
-from ring_jax_gpu import ring_attention
+from ring_jax_gpu import _roles, ring_attention
 from ring_jax_gpu._call import Launch, arguments_of, stages_that_fit
+from ring_jax_gpu._compiled import Taken
 
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
 CAUSAL = Mask(causal=True)
@@ -53,12 +55,20 @@ _CASES = [
     Case("poison-q", CAUSAL, poison="q"),
     Case("poison-k", CAUSAL, poison="k"),
     Case("poison-v", CAUSAL, poison="v"),
+    Case("v-inf", CAUSAL, poison="v-inf"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(
         "everything", CAUSAL, softcap=2.0, sinks=0, bias="masked", alibi=1, dropout_p=0.1,
         segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6), lse_grad=True,
     ),
 ]  # fmt: skip
+_WIDE: dict[str, Any] = {"seq_len": 150, "dims": (64, 64), "dtype": "bfloat16", "heads": (2, 1)}
+LEFT = [
+    Case("left-causal", CAUSAL, **_WIDE, batch=2),
+    Case("left-window", Mask(window=(50, 33)), **_WIDE),
+    Case("left-poison-v", CAUSAL, **_WIDE, poison="v"),
+    Case("left-poison-k", CAUSAL, **_WIDE, poison="k"),
+]
 SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for case in _CASES]
 
 
@@ -115,6 +125,45 @@ def test_vmap() -> None:
     grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
     for a, b in zip(grads(q, k, v, ids, "triton"), grads(q, k, v, ids, "xla"), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", LEFT, ids=lambda case: case.name)
+def test_what_the_kernels_for_hopper_leave(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they leave everything, in memory where heads lie behind tokens."""
+
+    def call(
+        kernel: Any, parameters: Any, constants: Any, *, programs: int, **_: Any
+    ) -> dict[str, Any]:
+        arrays = {name: x for name, x in parameters.items() if isinstance(x, Taken)}
+        memory = {
+            name: np.ascontiguousarray(x.array.swapaxes(1, 2) if x.layout else x.array)
+            for name, x in arrays.items()
+        }
+        given = {name: interpreter.HostArray(x) for name, x in memory.items()}
+        with np.errstate(all="ignore"):
+            kernel[(programs, 1, 1)](**{**parameters, **given, **constants})
+        return {
+            name: memory[name].swapaxes(1, 2) if x.layout else memory[name]
+            for name, x in arrays.items()
+            if x.changes
+        }
+
+    def leave(*arrays: Any, launch: Launch, names: Any, num_changed: int) -> list[Any]:
+        assert launch.hopper
+        x: Any = {name: np.array(array) for name, array in zip(names, arrays, strict=True)}
+        goes_by_rows = launch.kernel == "attend"
+        batch, heads, length, _ = x["q" if goes_by_rows else "kv"].shape
+        size = 64 if goes_by_rows else 128
+        across = -(-length // 128) * (128 // size)
+        x["flags"] = np.full((batch * heads, across), 1 if goes_by_rows else 2, np.int32)
+        programs = batch * heads * -(-length // size)
+        sizes = {"BLOCK_Q": 64, "BLOCK_K": 64 if goes_by_rows else 128}
+        found = _roles._rest(launch, x, programs, across, **sizes)
+        return [found[name] for name in names[len(names) - num_changed :]]
+
+    monkeypatch.setattr(_roles, "call", call)
+    monkeypatch.setattr(interpreter, "interpret", leave)
+    assert_close(case, alone(case, KernelConfig("triton")))
 
 
 def test_nothing_of_triton_is_imported_for_other_platforms() -> None:

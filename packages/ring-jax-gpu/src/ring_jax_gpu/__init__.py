@@ -6,6 +6,7 @@ when a program is compiled for a GPU.
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -20,27 +21,36 @@ from ring_jax_gpu._triton import TritonKernel as TritonKernel
 
 __version__ = "0.1.0"
 
-KERNELS: tuple[Kernel, ...] = (TritonKernel(), XlaKernel())
+KERNELS: tuple[Kernel, ...] = (TritonKernel(rounds=True), XlaKernel())
 
 
-def _repeats[Function: Callable[..., Any]](attention: Function) -> Function:
-    """Refuse the fused backward where the backward has to repeat bit for bit."""
+def _with_kernels[Function: Callable[..., Any]](attention: Function) -> Function:
+    """Let the kernels know of options that are none of theirs.
+
+    With sinks the result is scaled after the kernel, so it must not be rounded before; and where
+    the backward has to repeat bit for bit, the fused one is refused.
+    """
 
     @wraps(attention)
-    def checked(*arrays: Any, **options: Any) -> Any:
+    def checked(self: Any, *arrays: Any, **options: Any) -> Any:
         fused = getattr(options.get("kernel"), "fused_backward", None)
-        if options.get("deterministic") is True and fused:
+        repeats, has_sinks = options.get("deterministic") is True, options.get("sinks") is not None
+        if repeats and fused:
             raise UnsupportedError(
                 "kernel 'triton': fused_backward=True adds to dQ in an order that differs from run "
                 "to run, which deterministic=True rules out. Instead: leave out fused_backward"
             )
-        return attention(*arrays, **options)
+        if repeats or has_sinks:
+            self = copy(self)
+            kernels = (TritonKernel(repeats=repeats, rounds=not has_sinks), XlaKernel())
+            object.__setattr__(self, "kernels", kernels)
+        return attention(self, *arrays, **options)
 
     return checked  # type: ignore[return-value]
 
 
 class _RingAttention(RingAttention):
-    __call__ = _repeats(RingAttention.__call__)
+    __call__ = _with_kernels(RingAttention.__call__)
 
 
 ring_attention = _RingAttention(KERNELS)
@@ -51,4 +61,4 @@ class ContextParallel(ring_jax.ContextParallel):
 
     kernels: ClassVar[tuple[Kernel, ...]] = KERNELS
 
-    attention = _repeats(ring_jax.ContextParallel.attention)
+    attention = _with_kernels(ring_jax.ContextParallel.attention)

@@ -30,6 +30,7 @@ from ring_jax_gpu._scores import (
     load_keys,
     load_queries,
     load_values,
+    place_of,
     turn_and_head,
     visible_cells,
 )
@@ -142,13 +143,14 @@ def add_block_to_queries(
 def add_to_keys(
     q, k, v, dout, q_pointer, kv, dout_pointer, lse, delta, dq, dkv, visits, counts, visits_batch,
     items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
-    slopes, slopes_batch, dropout, q_len, k_len, heads, group, together, facts: tl.constexpr,
-    careful: tl.constexpr,
+    slopes, slopes_batch, dropout, q_len, k_len, heads, group, together, only, only_across,
+    facts: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
     """Add to ``dkv [B * K, S, D + DV]`` of one block of keys of one head; causal ones shrink.
 
     With ``facts.FUSED`` also to ``dq [B * H, T, D]``, block by block. What was added cannot be done
-    again, so keys that are not finite are found before.
+    again, so keys that are not finite are found before. ``only [B * K, only_across]``, if given,
+    says for which blocks this is to be done: 1, for dK and dV, 2, for dQ as well.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -156,7 +158,19 @@ def add_to_keys(
     )  # fmt: skip
     blocks = (k_len + facts.BLOCK_K - 1) // facts.BLOCK_K
     block, flat = turn_and_head(blocks, together)
-    if facts.FUSED:
+    if only is not None:
+        left_out = tl.load(only + flat * only_across + block)
+        if left_out == 1:
+            add_with_care(
+                x, facts, careful, q_pointer, kv, dout_pointer, lse, delta, dq, dkv, visits, counts,
+                visits_batch, block, flat, heads, group, ADD=False,
+            )  # fmt: skip
+        elif left_out == 2:
+            add_with_care(
+                x, facts, careful, q_pointer, kv, dout_pointer, lse, delta, dq, dkv, visits, counts,
+                visits_batch, block, flat, heads, group, ADD=True,
+            )  # fmt: skip
+    elif facts.FUSED:
         if is_odd(load_keys(k, flat, block * facts.BLOCK_K, k_len, facts)):
             add_with_care(
                 x, facts, careful, q_pointer, kv, dout_pointer, lse, delta, dq, dkv, visits, counts,
@@ -302,7 +316,7 @@ def add_block_to_keys(
             shown = tl.trans(visible)
         part = add_product(part, dproducts.T, shown, keys, CAREFUL) * facts.SCALE
         dims = tl.arange(0, facts.PADDED)
-        place = (flat.to(tl.int64) * x.q_len + rows)[:, None] * facts.D + dims[None, :]
+        place = place_of(flat, rows, x.q_len, facts.Q_HEADS)[:, None] * facts.D + dims[None, :]
         inside = (rows < x.q_len)[:, None] & (dims < facts.D)[None, :]
         tl.atomic_add(dq + place, part, mask=inside, sem="relaxed")
     return dk, dv
@@ -393,7 +407,10 @@ def load_numbers(lse, delta, flat, rows, q_len):
 def add_query_rows(dq, part, flat, start, q_len, facts):
     """Add the gradient of a block of queries."""
     rows = start + tl.arange(0, facts.BLOCK_Q)
-    add_rows(dq, part * facts.SCALE, flat, rows, q_len, facts.D, facts.PADDED, 0, facts.D)
+    add_rows(
+        dq, part * facts.SCALE, flat, rows, q_len, facts.D, facts.PADDED, 0, facts.D,
+        facts.Q_HEADS, FRESH=False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -401,17 +418,25 @@ def add_key_rows(dkv, dk, dv, flat, start, k_len, facts):
     """Add the gradients of a block of keys and of its values, which lie side by side."""
     cols = start + tl.arange(0, facts.BLOCK_K)
     dims: tl.constexpr = facts.D + facts.DV
-    add_rows(dkv, dk * facts.SCALE, flat, cols, k_len, facts.D, facts.PADDED, 0, dims)
-    add_rows(dkv, dv, flat, cols, k_len, facts.DV, facts.PADDED_V, facts.D, dims)
+    add_rows(
+        dkv, dk * facts.SCALE, flat, cols, k_len, facts.D, facts.PADDED, 0, dims, facts.KV_HEADS,
+        facts.FRESH,
+    )  # fmt: skip
+    add_rows(
+        dkv, dv, flat, cols, k_len, facts.DV, facts.PADDED_V, facts.D, dims, facts.KV_HEADS,
+        facts.FRESH,
+    )  # fmt: skip
 
 
 @triton.jit
 def add_rows(
     into, part, head, rows, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
-    STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to rows of ``[heads, length, STRIDE]``, dims ``AT`` and on."""
+    """Add a block to rows of ``[heads, length, STRIDE]``, dims ``AT`` and on, or write it."""
     dims = tl.arange(0, PADDED)
-    place = (head.to(tl.int64) * length + rows)[:, None] * STRIDE + AT + dims[None, :]
+    place = place_of(head, rows, length, HEADS)[:, None] * STRIDE + AT + dims[None, :]
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
-    tl.store(into + place, tl.load(into + place, mask=inside) + part, mask=inside)
+    if not FRESH:
+        part += tl.load(into + place, mask=inside)
+    tl.store(into + place, part, mask=inside)

@@ -25,6 +25,7 @@ Arrays = dict[str, Array]
 
 _CAREFUL = 32  # queries and keys a block where numbers are not finite
 _HOPPER = 90  # the first compute capability with a copy engine for tiles
+_GLUON = (3, 9)  # of Triton
 
 # Bytes of shared memory that a block may have, by compute capability.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
@@ -46,6 +47,13 @@ class Launch:
     grid: tuple[int, int, int]
     warps: int
     stages: int
+    hopper: bool = False  # kernels for Hopper can do it
+    otherwise: tuple[Launch, ...] = ()  # what to launch instead where they cannot
+
+
+def launches_of(launch: Launch) -> tuple[Launch, ...]:
+    """The launches of plain Triton that one stands for, or itself."""
+    return launch.otherwise or (launch,)
 
 
 triton_launch_p = Primitive("ring_triton_launch")
@@ -85,42 +93,73 @@ mlir.register_lowering(triton_launch_p, _lower, platform="cuda")
 def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
-    """Call the kernel on the GPU that is compiled for."""
+    """Call the kernel, or kernels, on the GPU that is compiled for."""
+    by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
+    capability = compute_capability()
+    if launch.hopper and capability == _HOPPER and has_roles():
+        from ring_jax_gpu import _roles
+
+        found = _roles.run(launch, by_name)
+        return [found[name] for name in changed]
+    for part in launches_of(launch):
+        by_name |= _call_one(part, arrays_of(part, by_name, changed), changed, capability)
+    return [by_name[name] for name in changed]
+
+
+def _call_one(
+    launch: Launch, by_name: Arrays, may_change: tuple[str, ...], capability: int
+) -> Arrays:
+    """Call one kernel of plain Triton; returns what it changed."""
     import jax_triton
 
-    from ring_jax_gpu import _backward, _forward
-
-    kernel = getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
-    by_name = dict(zip(names, arrays, strict=True))
-    capability = compute_capability()
+    kernel = kernel_of(launch)
     stages = stages_that_fit(launch, by_name["q"].dtype.itemsize, capability)
     arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= _HOPPER)
-    changed = names[len(names) - num_changed :]
+    changed = [name for name in may_change if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
     operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
     operands = [name for name in operands if arguments[name] is not None]
     with warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
-        return list(
-            jax_triton.triton_call(
-                kernel=kernel,
-                out_type=results,
-                grid=launch.grid,
-                name=f"ring_{launch.kernel}",
-                num_warps=launch.warps,
-                num_stages=stages,
-                compute_capability=capability,
-                backend_options={"enable_fp_fusion": True},
-                input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},
-                **arguments,
-            )
+        found = jax_triton.triton_call(
+            kernel=kernel,
+            out_type=results,
+            grid=launch.grid,
+            name=f"ring_{launch.kernel}",
+            num_warps=launch.warps,
+            num_stages=stages,
+            compute_capability=capability,
+            backend_options={"enable_fp_fusion": True},
+            input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},
+            **arguments,
         )
+    return dict(zip(changed, found, strict=True))
+
+
+def kernel_of(launch: Launch) -> Any:
+    """The kernel of plain Triton."""
+    from ring_jax_gpu import _backward, _forward
+
+    return getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+
+
+def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
+    """All but what another launch changes."""
+    known = kernel_of(launch).arg_names
+    return {name: x for name, x in arrays.items() if name not in may_change or name in known}
 
 
 def name_is_static(kernel: Any, name: str) -> bool:
     """Whether a parameter of a kernel is one it is compiled for."""
     return bool(kernel.params[kernel.arg_names.index(name)].is_constexpr)
+
+
+def has_roles() -> bool:
+    """Whether this Triton has the Gluon that the kernels for Hopper are written in."""
+    import triton
+
+    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
 
 
 def compute_capability() -> int:

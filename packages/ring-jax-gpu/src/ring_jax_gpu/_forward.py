@@ -27,6 +27,7 @@ from ring_jax_gpu._scores import (
     load_keys,
     load_queries,
     load_values,
+    place_of,
     turn_and_head,
     visible_cells,
 )
@@ -36,7 +37,7 @@ from ring_jax_gpu._scores import (
 def attend(
     q, k, v, q_pointer, kv, out, lse, visits, counts, visits_batch, items, cells, q_ids, k_ids, q_at, k_at,
     q_index, tiles, bits, bias, bias_batch, bias_head, slopes, slopes_batch, dropout, q_len, k_len,
-    heads, group, together, facts: tl.constexpr, careful: tl.constexpr,
+    heads, group, together, only, only_across, facts: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; the last blocks come first, as causal ones are longest.
 
@@ -45,6 +46,8 @@ def attend(
     T]`` are read and written. ``visits [1 or B, I, J]`` lists the blocks
     of keys that each block of queries visits, those that need their mask first, ``counts [1 or B,
     I, 2]`` says how many of either kind; without a list they follow from the items.
+
+    ``only [B * H, only_across]``, if given, says which blocks to do.
 
     Masked weights are 0, and ``0 * nan`` is ``nan``: if there are NaN in the result, they may come
     from values that nobody sees, and the block is done again as ``careful`` says.
@@ -57,19 +60,38 @@ def attend(
     turn, flat = turn_and_head(blocks, together)
     block = blocks - 1 - turn
     start = block * facts.BLOCK_Q
-    top, total, acc = sweep(
-        x, facts, q, k, v, visits, counts, visits_batch, block, flat, heads, group, start,
-        CAREFUL=False,
-    )  # fmt: skip
-    if has_nan(acc):
-        for begin in range(start, tl.minimum(start + facts.BLOCK_Q, q_len), careful.BLOCK_Q):
-            some_top, some_total, part = sweep(
-                x, careful, q_pointer, kv, kv, visits, counts, visits_batch, block, flat, heads,
-                group, begin, CAREFUL=True,
+    if only is not None:
+        if tl.load(only + flat * only_across + block) > 0:
+            attend_with_care(
+                x, careful, q_pointer, kv, out, lse, visits, counts, visits_batch, block, flat,
+                heads, group, start, facts.BLOCK_Q,
             )  # fmt: skip
-            finish(out, lse, some_top, some_total, part, flat, begin, q_len, careful)
     else:
-        finish(out, lse, top, total, acc, flat, start, q_len, facts)
+        top, total, acc = sweep(
+            x, facts, q, k, v, visits, counts, visits_batch, block, flat, heads, group, start,
+            CAREFUL=False,
+        )  # fmt: skip
+        if has_nan(acc):
+            attend_with_care(
+                x, careful, q_pointer, kv, out, lse, visits, counts, visits_batch, block, flat,
+                heads, group, start, facts.BLOCK_Q,
+            )  # fmt: skip
+        else:
+            finish(out, lse, top, total, acc, flat, start, q_len, facts)
+
+
+@triton.jit
+def attend_with_care(
+    x, careful, q, kv, out, lse, visits, counts, visits_batch, block, flat, heads, group, start,
+    size,
+):  # fmt: skip
+    """A block of queries in smaller ones, reading only what is seen."""
+    for begin in range(start, tl.minimum(start + size, x.q_len), careful.BLOCK_Q):
+        top, total, part = sweep(
+            x, careful, q, kv, kv, visits, counts, visits_batch, block, flat, heads, group, begin,
+            CAREFUL=True,
+        )  # fmt: skip
+        finish(out, lse, top, total, part, flat, begin, x.q_len, careful)
 
 
 @triton.jit
@@ -157,17 +179,22 @@ def finish(out, lse, top, total, acc, flat, start, q_len, facts):
     """Merge with what was there, ``(out, lse)`` with the natural logarithm, and write it back."""
     rows, dims = start + tl.arange(0, facts.BLOCK_Q), tl.arange(0, facts.PADDED_V)
     place = flat.to(tl.int64) * q_len + rows
-    at = out + place[:, None] * facts.DV + dims[None, :]
+    at = place_of(flat, rows, q_len, facts.Q_HEADS)
+    at = out + at[:, None] * facts.DV + dims[None, :]
     real = rows < q_len
     inside = real[:, None] & (dims < facts.DV)[None, :]
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
     inverse = 1.0 / tl.where(total == 0, 1.0, total)
-    old = tl.load(lse + place, mask=real, other=-float("inf"))
-    high = tl.maximum(old, part)
-    high = tl.where(high == -float("inf"), 0.0, high)
-    merged = high + tl.log(tl.exp(old - high) + tl.exp(part - high))
-    safe = tl.where(merged == -float("inf"), 0.0, merged)
-    before = tl.load(at, mask=inside & (old > -float("inf"))[:, None], other=0.0)
-    result = acc * (tl.exp(part - safe) * inverse)[:, None] + before * tl.exp(old - safe)[:, None]
+    if facts.FRESH:
+        result, merged = acc * inverse[:, None], part
+    else:
+        old = tl.load(lse + place, mask=real, other=-float("inf"))
+        high = tl.maximum(old, part)
+        high = tl.where(high == -float("inf"), 0.0, high)
+        merged = high + tl.log(tl.exp(old - high) + tl.exp(part - high))
+        safe = tl.where(merged == -float("inf"), 0.0, merged)
+        before = tl.load(at, mask=inside & (old > -float("inf"))[:, None], other=0.0)
+        result = acc * (tl.exp(part - safe) * inverse)[:, None]
+        result += before * tl.exp(old - safe)[:, None]
     tl.store(at, result, mask=inside)
     tl.store(lse + place, merged, mask=real)

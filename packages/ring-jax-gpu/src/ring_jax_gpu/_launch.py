@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,10 @@ Arrays = dict[str, Array]
 # queries, queries of blocks of keys. Measured on an H200.
 _KEYS_TOGETHER = 16 * 2**20
 _QUERIES_TOGETHER = 64 * 2**20
+_HOPPER_DIMS = (64, 128)
+# The kernels for Hopper compile for several items and for steps that merge, but have run on no GPU
+# that way yet.
+MERGES_ON_HOPPER = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,32 +45,51 @@ class Call:
     columns: Columns
     work: Work
 
-    def attend(self, into: Result) -> Result:
-        """Merge what the queries see into a result."""
-        blocks = self._choose("attend")
-        changed = self._run("attend", blocks, {"out": into.out, "lse": into.lse})
+    def attend(self, into: Result, *, fresh: bool = False) -> Result:
+        """Merge what the queries see into a result, or, if ``fresh``, yield one of its types."""
+        changed = {"out": into.out, "lse": into.lse}
+        launch, given = self._plan("attend", fresh=fresh)
+        changed = run(launch, given, changed)
         return Result(changed["out"], changed["lse"])
 
     def add_to_queries(self, upstream: Upstream, dq: Array) -> Array:
         """Add the gradient of the queries."""
-        blocks = self._choose("add_to_queries")
-        return self._run("add_to_queries", blocks, {"dq": dq}, upstream)["dq"]
+        launch, given = self._plan("add_to_queries", upstream)
+        return run(launch, given, {"dq": dq})["dq"]
 
-    def add_to_keys(self, upstream: Upstream, dkv: Array) -> Array:
-        """Add the gradients of keys and values."""
-        blocks = self._choose("add_to_keys")
-        return self._run("add_to_keys", blocks, {"dkv": dkv}, upstream)["dkv"]
+    def add_to_keys(self, upstream: Upstream, dkv: Array, *, fresh: bool = False) -> Array:
+        """Add the gradients of keys and values, or, if ``fresh``, yield them."""
+        launch, given = self._plan("add_to_keys", upstream, fresh=fresh)
+        return run(launch, given, {"dkv": dkv})["dkv"]
 
-    def add_to_all(self, upstream: Upstream, dq: Array, dkv: Array) -> tuple[Array, Array]:
-        """Both at once."""
-        blocks = self._choose("add_to_all")
-        changed = self._run("add_to_keys", blocks, {"dq": dq, "dkv": dkv}, upstream, fused=True)
+    def add_to_all(
+        self, upstream: Upstream, dq: Array, dkv: Array, *, fresh: bool, only_on_hopper: bool
+    ) -> tuple[Array, Array]:
+        """Both, in one kernel or, where that is slower, in two."""
+        launch, given = self._plan("add_to_all", upstream, fresh=fresh)
+        if only_on_hopper:
+            queries, _ = self._plan("add_to_queries", upstream)
+            keys, _ = self._plan("add_to_keys", upstream, fresh=fresh)
+            launch = replace(launch, otherwise=(queries, keys))
+        changed = run(launch, given, {"dq": dq, "dkv": dkv})
         return changed["dq"], changed["dkv"]
 
     def add_to_bias(self, upstream: Upstream, dbias: Array) -> Array:
         """Add the gradient of the bias."""
-        blocks = self._choose("add_to_bias")
-        return self._run("add_to_bias", blocks, {"dbias": dbias}, upstream)["dbias"]
+        launch, given = self._plan("add_to_bias", upstream, dbias=dbias)
+        return run(launch, given, {"dbias": dbias})["dbias"]
+
+    @property
+    def suits_hopper(self) -> bool:
+        """Whether the kernels for Hopper can do it: bands, no option, usual head dims."""
+        rows, static, config = self.rows, self.static, self.static.config
+        options = (rows.ids, rows.bias, rows.slopes, rows.seed, static.softcap, self.work.kinds)
+        is_plain = all(x is None for x in options) and not self._has_documents
+        sizes = (config.block_q, config.block_k)
+        return (
+            is_plain and sizes == (None, None) and static.scale > 0 and self.rows.q.size > 0
+            and static.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
+        )  # fmt: skip
 
     def _choose(self, name: Pass) -> Blocks:
         widest = max(self.static.head_dim, self._v_dim)
@@ -76,12 +99,13 @@ class Call:
             self.static.config, name, widest, rows.q.dtype.itemsize, crowded=crowded
         )
 
-    def _run(
-        self, kernel: str, blocks: Blocks, changed: Arrays, upstream: Upstream | None = None, *,
-        fused: bool = False,
-    ) -> Arrays:  # fmt: skip
-        """Launch a kernel and return what it changed."""
-        goes_by_rows = kernel != "add_to_keys"
+    def _plan(
+        self, name: Pass, upstream: Upstream | None = None, *, fresh: bool = False,
+        dbias: Array | None = None,
+    ) -> tuple[Launch, Arrays]:  # fmt: skip
+        """The launch of a kernel, and what it reads."""
+        kernel, fused = ("add_to_keys", True) if name == "add_to_all" else (name, False)
+        blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
         given = {"q": self.rows.q, "kv": self.columns.kv, **self._marks(), **self._options()}
         given |= {} if upstream is None else upstream._asdict()
         given["items"] = item_bounds(self.work)
@@ -102,13 +126,14 @@ class Call:
             numbers["visits_batch"] = outer * inner if many > 1 else 0
         facts = {
             "LISTED": is_listed or kernel == "add_to_bias", "FUSED": fused,
+            "FRESH": fresh and kernel != "add_to_queries", "Q_HEADS": 0, "KV_HEADS": 0,
             **self._facts, **self._sizes(blocks),
         }  # fmt: skip
         batch, heads, q_len = self.rows.q.shape[:3]
         _, kv_heads, k_len, _ = self.columns.kv.shape
         across, down = -(-k_len // blocks.k), -(-q_len // blocks.q)
-        if kernel == "add_to_bias":
-            shape = changed["dbias"].shape
+        if dbias is not None:
+            shape = dbias.shape
             numbers |= {
                 "shared_batch": batch // shape[0], "shared_heads": heads // shape[1],
                 "bias_heads": shape[1],
@@ -118,10 +143,14 @@ class Call:
             numbers["together"] = self._together(goes_by_rows)
             many = down * batch * heads if goes_by_rows else across * batch * kv_heads
             grid = (many, 1, 1)
+        alone = fresh and self.work.items.shape[0] == 1
+        hopper = name in ("attend", "add_to_all") and (alone or MERGES_ON_HOPPER)
+        hopper = hopper and self.suits_hopper
         launch = Launch(
-            kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages
-        )
-        return run(launch, given, changed)
+            kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
+            hopper=hopper,
+        )  # fmt: skip
+        return launch, given
 
     def _together(self, goes_by_rows: bool) -> int:
         """How many heads take turns; of queries, those that share keys always do."""

@@ -41,6 +41,9 @@ class Facts(NamedTuple):
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
         EVEN_Q, EVEN_K: Lengths are multiples of the blocks.
         FUSED: The kernel for dK and dV adds to dQ as well.
+        FRESH: Results hold nothing yet and are not read: the output, or dK and dV.
+        Q_HEADS, KV_HEADS: 0, or how many heads lie beside each other, tokens first: ``[B, T, H,
+            D]`` where ``[B, H, T, D]`` is written. ``lse`` and delta are ``[B, H, T]`` ever.
     """
 
     D: tl.constexpr
@@ -59,6 +62,9 @@ class Facts(NamedTuple):
     EVEN_Q: tl.constexpr
     EVEN_K: tl.constexpr
     FUSED: tl.constexpr
+    FRESH: tl.constexpr
+    Q_HEADS: tl.constexpr
+    KV_HEADS: tl.constexpr
 
 
 class Options(NamedTuple):
@@ -112,9 +118,20 @@ def turn_and_head(blocks, together):
 
 
 @triton.jit
+def place_of(head, tokens, length, HEADS: tl.constexpr):
+    """Where tokens of a head lie in ``[heads, length]``, or in ``[B, length, HEADS]``."""
+    if HEADS == 0:
+        place = head.to(tl.int64) * length + tokens
+    else:
+        place = ((head // HEADS).to(tl.int64) * length + tokens) * HEADS + head % HEADS
+    return place
+
+
+@triton.jit
 def load_tile(
     x, head, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Tokens ``start`` and on of one head of ``[heads, length, STRIDE]``, dims ``AT`` and on.
 
@@ -125,8 +142,8 @@ def load_tile(
         tile = x.load([head, start, AT]).reshape(BLOCK, PADDED)
     else:
         token, dim = tl.arange(0, BLOCK), tl.arange(0, PADDED)
-        first = x + (head.to(tl.int64) * length + start) * STRIDE + AT
-        at = first + token[:, None] * STRIDE + dim[None, :]
+        first = x + place_of(head, start, length, HEADS) * STRIDE + AT
+        at = first + token[:, None] * (STRIDE * max(HEADS, 1)) + dim[None, :]
         if EVEN and DIM == PADDED:
             tile = tl.load(at)
         else:
@@ -140,7 +157,7 @@ def load_keys(k, head, start, length, facts):
     """A block of keys ``[BLOCK_K, PADDED]``."""
     return load_tile(
         k, head, start, length, facts.D, facts.PADDED, 0, facts.D + facts.DV, facts.BLOCK_K,
-        facts.TMA, facts.EVEN_K,
+        facts.TMA, facts.EVEN_K, facts.KV_HEADS,
     )  # fmt: skip
 
 
@@ -149,7 +166,7 @@ def load_values(v, head, start, length, facts):
     """A block of values ``[BLOCK_K, PADDED_V]``, which lie beside their keys."""
     return load_tile(
         v, head, start, length, facts.DV, facts.PADDED_V, facts.D, facts.D + facts.DV,
-        facts.BLOCK_K, facts.TMA, facts.EVEN_K,
+        facts.BLOCK_K, facts.TMA, facts.EVEN_K, facts.KV_HEADS,
     )  # fmt: skip
 
 
@@ -158,7 +175,7 @@ def load_queries(q, head, start, length, facts):
     """A block of queries ``[BLOCK_Q, PADDED]``."""
     return load_tile(
         q, head, start, length, facts.D, facts.PADDED, 0, facts.D, facts.BLOCK_Q, facts.TMA,
-        facts.EVEN_Q,
+        facts.EVEN_Q, facts.Q_HEADS,
     )  # fmt: skip
 
 
@@ -167,7 +184,7 @@ def load_gradient(dout, head, start, length, facts):
     """A block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
     return load_tile(
         dout, head, start, length, facts.DV, facts.PADDED_V, 0, facts.DV, facts.BLOCK_Q, facts.TMA,
-        facts.EVEN_Q,
+        facts.EVEN_Q, facts.Q_HEADS,
     )  # fmt: skip
 
 
@@ -338,12 +355,21 @@ def add_product(acc, weights, visible, x, CAREFUL: tl.constexpr):
     """``acc + weights @ x``, in float32.
 
     With ``CAREFUL`` it reads ``x [n, D]`` only where it is seen, as ``0 * nan`` is ``nan``: what is
-    not finite is left out of the product, and what sees it becomes ``nan``.
+    not finite is left out of the product, and told to what sees it.
     """
     if CAREFUL:
-        finite = tl.abs(x.to(tl.float32)) < _INF
-        odd = tl.where(finite, 0.0, 1.0).to(x.dtype)
-        seen = tl.dot(tl.where(visible, 1.0, 0.0).to(x.dtype), odd, input_precision=EXACT)
-        acc = tl.where(seen > 0, float("nan"), acc)
-        x = tl.where(finite, x.to(tl.float32), 0.0).to(x.dtype)
+        value = x.to(tl.float32)
+        finite = tl.abs(value) < _INF
+        infinite = tl.where(value == _INF, 1.0, tl.where(value == -_INF, -1.0, 0.0))
+        pull = tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0))
+        pull = tl.where(visible, pull, 0.0).to(x.dtype)
+        shown, odd = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
+        seen = tl.dot(shown, odd.to(x.dtype), input_precision=EXACT)
+        many = tl.dot(tl.abs(pull), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
+        net = tl.dot(pull, infinite.to(x.dtype), input_precision=EXACT)
+        # Infinities of one sign stay what they are; with others, with 0, or with nan they are nan.
+        found = tl.where(net == many, _INF, tl.where(net == -many, -_INF, float("nan")))
+        found = tl.where(seen > many, float("nan"), found)
+        acc += tl.where(seen > 0, found, 0.0)
+        x = tl.where(finite, value, 0.0).to(x.dtype)
     return tl.dot(weights.to(x.dtype), x, acc, input_precision=EXACT)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ring_core import Capabilities
+import jax.numpy as jnp
+
+from ring_core import Capabilities, Stage
 from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._launch import Call
 
@@ -13,11 +17,18 @@ from ring_jax_gpu._launch import Call
 class TritonKernel:
     """Visits the blocks that are not empty, whatever the mask.
 
-    A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
-    to run; without that choice the backward repeats bit for bit.
+    A backward in one kernel (``fused_backward=True``; on Hopper also by default, where the mask is
+    of bands and there is no option) adds to dQ in an order that differs from run to run.
+
+    Attributes:
+        repeats: The backward is to repeat bit for bit.
+        rounds: What a call of one step yields may have the inputs' dtype: nothing is added to it.
     """
 
-    capabilities = Capabilities(
+    repeats: bool = False
+    rounds: bool = False
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
         name="triton",
         devices=("cuda",),
         dtypes=("float32", "bfloat16", "float16"),
@@ -44,7 +55,11 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
-        return Call(static, rows, columns, work).attend(into)
+        fresh, wide = _is_one(static.plan.forward), into.out.dtype
+        if fresh and self.rounds:
+            into = into._replace(out=jnp.zeros(into.out.shape, rows.q.dtype))
+        out, lse = Call(static, rows, columns, work).attend(into, fresh=fresh)
+        return Result(out.astype(wide), lse)
 
     def backward(
         self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
@@ -54,12 +69,21 @@ class TritonKernel:
         if into.dq.size == 0:
             return into
         call = Call(static, rows, columns, work)
-        dq, dkv, dbias = into
-        if static.config.fused_backward:
-            dq, dkv = call.add_to_all(upstream, dq, dkv)
+        (dq, dkv, dbias), wide = into, into.dkv.dtype
+        fresh, fused = _is_one(static.plan.backward), static.config.fused_backward
+        if fresh:
+            dkv = jnp.zeros(dkv.shape, rows.q.dtype)
+        on_hopper = fused is None and not self.repeats and call.suits_hopper
+        if fused or on_hopper:
+            dq, dkv = call.add_to_all(upstream, dq, dkv, fresh=fresh, only_on_hopper=on_hopper)
         else:
             dq = call.add_to_queries(upstream, dq)
-            dkv = call.add_to_keys(upstream, dkv)
+            dkv = call.add_to_keys(upstream, dkv, fresh=fresh)
         if dbias is not None:
             dbias = call.add_to_bias(upstream, dbias)
-        return Grads(dq, dkv, dbias)
+        return Grads(dq, dkv.astype(wide), dbias)
+
+
+def _is_one(stages: Sequence[Stage]) -> bool:
+    """Whether there is one step, and none of it is another rank's."""
+    return len(stages) == 1 and not stages[0].helps

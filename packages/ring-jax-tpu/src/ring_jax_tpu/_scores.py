@@ -231,11 +231,21 @@ def add_seen(
 ) -> None:
     """Add ``product(weights, x)``, reading ``x [n, D]`` only where ``weights [k, q]`` are visible.
 
-    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and what sees it becomes
-    ``nan``.
+    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and told to what sees it.
     """
-    finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
+    value = x.astype(jnp.float32)
+    finite = jnp.abs(value) < jnp.inf
     acc[...] += product(weights.astype(x.dtype), jnp.where(finite, x, jnp.zeros_like(x)))
-    odd = jnp.where(finite, 0.0, 1.0)
-    seen = product(jnp.where(visible, 1.0, 0.0).astype(x.dtype), odd.astype(x.dtype))
-    acc[...] += jnp.where(seen > 0, jnp.nan, 0.0)
+
+    def count(a: Any, b: Any) -> Any:
+        return product(a.astype(x.dtype), b.astype(x.dtype))
+
+    infinite = jnp.where(value == jnp.inf, 1.0, jnp.where(value == -jnp.inf, -1.0, 0.0))
+    pull = jnp.where(weights > 0, 1.0, jnp.where(weights < 0, -1.0, 0.0))
+    pull = jnp.where(visible, pull, 0.0)
+    seen = count(jnp.where(visible, 1.0, 0.0), jnp.where(finite, 0.0, 1.0))
+    many, net = count(jnp.abs(pull), jnp.abs(infinite)), count(pull, infinite)
+    # Infinities of one sign stay what they are; with others, with 0, or with nan they are nan.
+    found = jnp.where(net == many, jnp.inf, jnp.where(net == -many, -jnp.inf, jnp.nan))
+    found = jnp.where(seen > many, jnp.nan, found)
+    acc[...] += jnp.where(seen > 0, found, 0.0)

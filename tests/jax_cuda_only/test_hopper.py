@@ -1,0 +1,87 @@
+"""The kernels for Hopper, which no interpreter runs, against the oracle on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from backends import jax_devices
+from backends.jax_devices import JaxBackend
+from cases import Case
+from tolerances import assert_close
+
+from ring_core import Mask
+from ring_jax_gpu import _launch, _roles, _triton, ring_attention
+
+CAUSAL = Mask(causal=True)
+USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}
+ALONE = [
+    Case("causal", CAUSAL, **USUAL, lse_grad=True),
+    Case("full", Mask(), **USUAL),
+    Case("window", Mask(causal=True, window=(100, 0)), **USUAL),
+    Case("window-both", Mask(window=(50, 33)), **USUAL),
+    Case("keys", CAUSAL, **USUAL, kv_seq_len=605),
+    Case("fewer-keys", CAUSAL, **USUAL, kv_seq_len=133),
+    Case("odd-length", CAUSAL, **{**USUAL, "seq_len": 261}, batch=2),
+    Case("float16", CAUSAL, **{**USUAL, "dtype": "float16"}),
+    Case("narrow", CAUSAL, **{**USUAL, "dims": (64, 64)}),
+    Case("sinks", CAUSAL, **USUAL, sinks=0),
+    Case("spread", CAUSAL, **USUAL, spread=40.0),
+    Case("poison-q", CAUSAL, **USUAL, poison="q"),
+    Case("poison-k", CAUSAL, **USUAL, poison="k"),
+    Case("poison-v", CAUSAL, **USUAL, poison="v"),
+]
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that were compiled."""
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("these kernels are for compute capability 9.0")
+    jax_devices._kept.cache_clear()  # so that every test compiles
+    called: list[str] = []
+    run = _roles.run
+
+    def note(launch: Any, arrays: Any) -> Any:
+        called.append(launch.kernel)
+        return run(launch, arrays)
+
+    monkeypatch.setattr(_roles, "run", note)
+    return called
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_one_step(case: Case, calls: list[str]) -> None:
+    case = replace(case, name=f"hopper-{case.name}")
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
+    assert set(calls) == {"attend", "add_to_keys"}
+
+
+@pytest.mark.parametrize("name", ["causal", "window-both", "odd-length", "narrow", "poison-v"])
+def test_merged_into_what_was_there(
+    name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a step of a ring would."""
+    monkeypatch.setattr(_launch, "MERGES_ON_HOPPER", True)
+    monkeypatch.setattr(_triton, "_is_one", lambda _: False)
+    (case,) = (case for case in ALONE if case.name == name)
+    case = replace(case, name=f"merged-{case.name}", seq_len=case.seq_len + 1)
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
+    assert set(calls) == {"attend", "add_to_keys"}
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_the_ring(
+    schedule: Any, size: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When these pass, let rings have them."""
+    monkeypatch.setattr(_launch, "MERGES_ON_HOPPER", True)
+    if jax.device_count() < size:
+        pytest.skip(f"this machine has fewer than {size} GPUs")
+    usual = {**USUAL, "seq_len": 1024}
+    case = Case(f"hopper-{schedule}-cp{size}", CAUSAL, schedule, size, **usual)
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
+    assert "attend" in calls
