@@ -18,6 +18,9 @@ from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_tpu._pallas import PallasKernel
 
+#: Kept at a time: a process may map no more than some ten thousand pieces of memory.
+_MOST_PROGRAMS = 200
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:
@@ -82,6 +85,8 @@ class InterpretedKernel:
             assert not traced.jaxpr.consts
             words = "\n".join([str(traced.jaxpr), *_index_maps(traced.jaxpr)])
             if words not in self._programs:
+                if len(self._programs) >= _MOST_PROGRAMS:
+                    self._programs.clear()
                 self._programs[words] = traced.lower().compile()
         return self._programs[words], traced.out_info
 

@@ -132,12 +132,51 @@ def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
 
     every = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
     every |= {"segment_ids": ids, "alibi_slopes": slopes}
+
+    def loss(*args: jax.Array) -> Any:
+        out = call(*args)
+        return (out * random(*Q, seed=3)).sum(), out
+
+    both = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
     with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else nullcontext():
-        close(jax.jit(call)(*qkv(), *extra.values()), dense(*qkv(), **every))
-        got = jax.jit(partial(gradients, call))(*qkv(), *extra.values())
+        got, out = both(*qkv(), *extra.values())
+    close(out, dense(*qkv(), **every))
     expected = dense_gradients(*qkv(), **every)
     for name, mine in zip(("dq", "dk", "dv", "dsinks", "dbias"), got, strict=True):
         close(mine, getattr(expected, name))
+
+
+def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    """They are one program, compiled once, and another seed is not another program.
+
+    Their gradient is operation by operation before jax 0.12.
+    """
+    cp = ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis="dp")
+    slopes = 2.0 ** -np.arange(1, 5, dtype=np.float32)
+    args, weight = [cp.shard(x) for x in qkv()], cp.shard(random(*Q, seed=3))
+
+    def call(seed: int, *args: jax.Array) -> jax.Array:
+        return cp.attention(
+            *args, causal=True, dropout_p=0.25, dropout_seed=seed, alibi_slopes=jnp.asarray(slopes)
+        )
+
+    programs = []
+    for seed in (5, 6):
+        with caplog.at_level("WARNING"):
+            with jax.log_compiles():
+                again = call(seed, *args)
+            with jax.log_compiles() if jax.__version_info__ >= (0, 12) else nullcontext():
+                out, pull = jax.vjp(partial(call, seed), *args)
+                grads = pull(weight)
+        programs.append(sum(text.startswith("Compiling jit(") for text in caplog.messages))
+        caplog.clear()
+        options = {"dropout_p": 0.25, "dropout_seed": seed, "alibi_slopes": slopes}
+        for found in (out, again):
+            close(cp.unshard(found), dense(*qkv(), **options))
+        for got, expected in zip(grads, dense_gradients(*qkv(), **options), strict=False):
+            close(cp.unshard(got), expected)
+    assert 0 < programs[0] < 20
+    assert programs[1] == 0
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str)

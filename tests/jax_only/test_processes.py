@@ -40,6 +40,11 @@ expected, _ = reference.attention(*whole, causal=True)
 dq = reference.attention_grads(2 * expected, *whole, causal=True).dq
 np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 np.testing.assert_allclose(grad, dq, rtol=5e-5, atol=5e-5)
+
+dropping = {"causal": True, "dropout_p": 0.5, "dropout_seed": 5}  # by a call that nothing compiles
+out = process_allgather(cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), **dropping)), tiled=True)
+expected, _ = reference.attention(*whole, **dropping)
+np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 print("equal", len(jax.devices()), len(jax.local_devices()))
 """
 

@@ -138,6 +138,7 @@ def test_fused_backward_kernel(name: str) -> None:
 def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of blocks, with scores asked for ahead or not, K and V fetched together or apart."""
     monkeypatch.setattr(_launch, "generation_of", lambda _: GENERATIONS[name])
+    jax.clear_caches()  # of what was traced for others
     mask = Mask(causal=True, window=(400, 0))
     case = Case("parts", mask, seq_len=600, dims=(256, 128), dtype="bfloat16", softcap=1.5)
     config = KernelConfig("pallas", block_q=512, block_k=512, fused_backward=True)

@@ -18,12 +18,20 @@ WITNESSES = (
     "causal-balanced-cp4",
     "full-zigzag-cp4",
 )
+#: The case that sees a mutant which the first one does not: it is asked first, as each takes time.
+SEEN_IN = {
+    "window-off-by-one": "window-small-plain-cp3",
+    "sink-per-step": "sinks-plain",
+    "wrong-kv-head": "gqa-plain",
+    "help-not-returned": "causal-balanced-cp4",
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
     """At least one case of the table fails."""
-    assert any(_fails(name, mutant, backend) for name in WITNESSES)
+    names = sorted(WITNESSES, key=lambda name: name != SEEN_IN.get(mutant))
+    assert any(_fails(name, mutant, backend) for name in names)
 
 
 @pytest.mark.parametrize("name", WITNESSES)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,29 +17,35 @@ SMALL = ["--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--ou
 
 
 @pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("train_bytes", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_bytes"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+def demo() -> Iterator[ModuleType]:
+    """The example as a module, which its ranks find too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DEMO.parent)
+        yield importlib.import_module("train_bytes")
 
 
-@pytest.mark.parametrize("options", [[], ["--packed", "--window=20", "--schedule=balanced"]])
-def test_ring_and_single_process_agree(options: list[str]) -> None:
-    command = [sys.executable, str(DEMO), *SMALL, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "largest relative difference" in done.stdout
-    assert "In float64 ring and single process agree" in done.stdout
-    table = [line.split() for line in done.stdout.splitlines()]
+def agrees(printed: str) -> None:
+    """The losses that were printed do, as is said there."""
+    assert "largest relative difference" in printed
+    assert "In float64 ring and single process agree" in printed
+    table = [line.split() for line in printed.splitlines()]
     losses = [row for row in table if len(row) == 4 and row[0].isdigit()]
     assert len(losses) == 4
     assert all(
         float(ring) == pytest.approx(float(single), rel=1e-5) for _, ring, single, _ in losses
     )
+
+
+def test_as_a_command() -> None:
+    command = [sys.executable, str(DEMO), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    agrees(done.stdout)
+
+
+def test_documents_of_a_window(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main([*SMALL, "--packed", "--window=20", "--schedule=balanced"]) == 0
+    agrees(capsys.readouterr().out)
 
 
 def test_wrong_losses_are_reported(demo: ModuleType) -> None:

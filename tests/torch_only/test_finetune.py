@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
+import io
 import math
-import subprocess
-import sys
+import os
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_transformers.py"
+from ring_torch.local import LocalRanks
+
+OPTIONS = ["--compare", "--steps=4", "--seq-len=301", "--layers=1", "--schedule=balanced"]
 
 
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    """The example as a module, which ranks find too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
+        yield importlib.import_module("finetune_transformers")
+
+
+def started(rank: int, ranks: int, port: int) -> tuple[int, str]:
+    """The example as one of the processes ``torchrun`` starts: its exit code, what it prints."""
+    dist.destroy_process_group()  # the example makes its own
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        code = importlib.import_module("finetune_transformers").main(OPTIONS)
+    return code, printed.getvalue()
+
+
+@pytest.mark.usefixtures("example")
 def test_ring_and_whole_model_agree() -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(EXAMPLE), "--compare", "--steps=4", "--seq-len=301", "--layers=1", "--schedule=balanced",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [line.split() for line in done.stdout.splitlines() if line[:4].strip().isdigit()]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with LocalRanks(2) as ranks:
+        (code, printed), other = ranks.run(started, 2, store.port)
+    assert (code, *other) == (0, 0, "")
+    losses = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
     assert len(losses) == 4
     assert all(float(ring) == pytest.approx(float(whole), rel=1e-5) for _, ring, whole in losses)
     assert float(losses[-1][1]) < float(losses[0][1])
 
 
-def test_wrong_losses_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("finetune_transformers", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+def test_wrong_losses_are_reported(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(dtype="float32")
     assert example.report(options, 2, [5.0, 4.0], [5.0, 4.00001]) == 0
     for wrong in (4.001, math.nan):

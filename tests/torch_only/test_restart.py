@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEMO = EXAMPLES / "train_bytes.py"
 SMALL = [
     "--cp=2", "--seq-len=128", "--steps=8", "--layers=1", "--dim=64", "--out=none", "--no-compare",
 ]  # fmt: skip
@@ -32,27 +34,29 @@ sys.exit(train_bytes.main())
 """
 
 
-def losses(*command: str | Path) -> list[str]:
-    """Those that the demonstration prints, as text."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+def losses(printed: str) -> list[str]:
+    """Those that the demonstration printed, as text."""
+    rows = [line.split() for line in printed.splitlines()]
     return [row[1] for row in rows if len(row) == 2 and row[0].isdigit()]
 
 
-def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
-    undisturbed = losses(DEMO, *SMALL)
+def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # that of the ranks, too
+    assert importlib.import_module("train_bytes").main(SMALL) == 0
+    undisturbed = losses(capsys.readouterr().out)
     assert len(undisturbed) == 8
-    program = tmp_path / "killed.py"
+    program, kept = tmp_path / "killed.py", tmp_path / "kept"
     program.write_text(PROGRAM)
-    torchrun = (
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-    )  # fmt: skip
-    kept = tmp_path / "kept"
-    restarted = losses(*torchrun, program, *SMALL, f"--checkpoint={kept}", "--save-every=2")
-    assert restarted == undisturbed
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        "--max-restarts=1", str(program), *SMALL, f"--checkpoint={kept}", "--save-every=2",
+    ]  # fmt: skip
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == undisturbed
     assert [file.name for file in kept.iterdir()] == ["2-float32.pt"]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ring_core import KernelConfig, Mask, Schedule
 from ring_jax._autodiff import attend
-from ring_jax._call import check_call
+from ring_jax._call import axis_size, check_call, prepared
 from ring_jax._ring import explicit_mesh
 from ring_jax._types import Kernel
 from ring_jax._xla import XlaKernel
@@ -135,12 +135,13 @@ class RingAttention:
         near-infinite context", arXiv 2310.01889.
         """
         static, inputs = check_call(
-            self.kernels, axis_name, schedule, q, k, v, causal=causal, window=window, chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
-            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, transport=transport,
+            self.kernels, axis_name, schedule, axis_size(axis_name), q, k, v, causal=causal,
+            window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
+            mask=mask, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
         )  # fmt: skip
+        inputs = prepared(static, inputs)
         run = partial(attend, static)
         mesh = explicit_mesh(inputs) if axis_name is None else None
         if mesh is not None:  # kernels make arrays of their own, which lie on no mesh

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,25 @@ class Saved(NamedTuple):
     last: Message | None  # the K/V that arrived last
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
-    """``(out [B, T, H, Dv], lse [B, H, T])`` of a checked call."""
+    """``(out [B, T, H, Dv], lse [B, H, T])`` of a checked call.
+
+    Where nothing around it is compiled, this is: run operation by operation a ring takes seconds.
+    """
+    return _compiled(static)(inputs)
+
+
+@lru_cache(maxsize=128)
+def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
+    def run(x: Inputs) -> tuple[Array, Array]:
+        slopes = None if x.slopes is None else _without_gradient(x.slopes)
+        return _attend(static, x._replace(slopes=slopes))
+
+    return jax.jit(run, inline=True)  # within other programs as if it were not there
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
     return _forward(static, inputs)[0]
 
 
@@ -61,7 +78,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _add_sinks(result: Result, sinks: Array) -> Result:
@@ -81,3 +98,21 @@ def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
         for column in sinks.astype(lse.dtype).reshape(sinks.shape[0], -1).T
     ]
     return jnp.stack(grads, axis=1).reshape(sinks.shape).astype(sinks.dtype)
+
+
+@jax.custom_vjp
+def _without_gradient(slopes: Array) -> Array:
+    """ALiBi slopes; asking for their gradient is an error, not a zero."""
+    return slopes
+
+
+def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
+    if slopes.perturbed:
+        raise ValueError(
+            "alibi_slopes have no gradient; pass jax.lax.stop_gradient(alibi_slopes), or add a "
+            "bias that has one"
+        )
+    return slopes.value, None
+
+
+_without_gradient.defvjp(_refuse_gradient, lambda _, _gradient: (None,), symbolic_zeros=True)

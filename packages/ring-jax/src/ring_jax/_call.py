@@ -1,4 +1,4 @@
-"""One call, checked and planned while it is traced."""
+"""One call, checked and planned before, or while, it is traced."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def check_call(
     kernels: Sequence[Kernel],
     axis_name: Hashable | None,
     schedule: Schedule,
+    cp_size: int,
     q: Array,
     k: Array,
     v: Array,
@@ -43,11 +44,14 @@ def check_call(
     return_lse: bool,
     kernel: str | KernelConfig,
     transport: str,
-    dropout_offsets: tuple[Array | int, Array | int] = (0, 0),
+    whole: bool = False,
 ) -> tuple[Static, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel.
 
-    ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    The arrays are one device's shards, or ``whole``: those of all ``cp_size`` devices.
+
+    Returns:
+        What is known of the call, and its arrays as given, for :func:`prepared`.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -63,10 +67,10 @@ def check_call(
     rule = checks.check_mask(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
-    size = axis_size(axis_name)
+    shards = 1 if whole else cp_size
     plan = make_plan(
-        rule, seq_len=sizes.q_len * size, cp_size=size, schedule=schedule,
-        kv_seq_len=sizes.k_len * size,
+        rule, seq_len=sizes.q_len * shards, cp_size=cp_size, schedule=schedule,
+        kv_seq_len=sizes.k_len * shards,
     )  # fmt: skip
     scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
     checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
@@ -93,15 +97,26 @@ def check_call(
         sizes.head_dim,
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
-    seed = offsets = None
-    if dropout_p > 0:
-        seed, offsets = words, jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = _without_gradient(jnp.atleast_2d(alibi_slopes))
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes, seed, offsets)
-    axes = axes_of(inputs) | axes_of(lax.axis_index(axis_name) if axis_name is not None else ())
-    return static, vary_alike(inputs, axes)
+    return static, Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None)
+
+
+def prepared(
+    static: Static, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
+) -> Inputs:
+    """The shards of a checked call as the ring takes them.
+
+    ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    """
+    seed = offsets = slopes = None
+    if static.dropout_p > 0:
+        seed = inputs.seed
+        offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
+    if inputs.slopes is not None:
+        slopes = jnp.atleast_2d(inputs.slopes)
+    inputs = inputs._replace(slopes=slopes, seed=seed, offsets=offsets)
+    rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
+    varying: Inputs = vary_alike(inputs, axes_of((inputs, rank)))
+    return varying
 
 
 def check_others(
@@ -195,21 +210,3 @@ def described_as(name: str, x: object) -> checks.Tensor:
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
     return checks.Tensor(tuple(x.shape), str(x.dtype), DEVICE)
-
-
-@jax.custom_vjp
-def _without_gradient(slopes: Array) -> Array:
-    """ALiBi slopes; asking for their gradient is an error, not a zero."""
-    return slopes
-
-
-def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
-    if slopes.perturbed:
-        raise ValueError(
-            "alibi_slopes have no gradient; pass jax.lax.stop_gradient(alibi_slopes), or add a "
-            "bias that has one"
-        )
-    return slopes.value, None
-
-
-_without_gradient.defvjp(_refuse_gradient, lambda _, _gradient: (None,), symbolic_zeros=True)

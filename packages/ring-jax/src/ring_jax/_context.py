@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, cast, overload
 
 import jax
@@ -14,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
-from ring_jax._call import check_call, check_others, described_as
-from ring_jax._types import Kernel
+from ring_jax._call import check_call, prepared
+from ring_jax._types import Inputs, Kernel, Static
 from ring_jax._xla import XlaKernel
 
 
@@ -156,63 +157,39 @@ class ContextParallel:
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``. Arrays that lie
         otherwise are resharded first.
         """
-        arrays = {
-            "q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks, "bias": bias,
-            "alibi_slopes": alibi_slopes, "dropout_seed": None,
-        }  # fmt: skip
-        if isinstance(dropout_seed, jax.Array):
-            arrays["dropout_seed"] = dropout_seed
-        given = {name: x for name, x in arrays.items() if x is not None}
-
-        def local(x: dict[str, Any]) -> tuple[Array, Array]:
-            static, inputs = check_call(
-                self.kernels, self.axis_name, self.schedule, x["q"], x["k"], x["v"],
-                causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-                segment_ids=x.get("segment_ids"), mask=mask, softmax_scale=softmax_scale,
-                softcap=softcap, sinks=x.get("sinks"), bias=x.get("bias"),
-                alibi_slopes=x.get("alibi_slopes"), dropout_p=dropout_p,
-                dropout_seed=x.get("dropout_seed", dropout_seed), deterministic=deterministic,
-                return_lse=return_lse, kernel=kernel, transport=transport,
-                dropout_offsets=self._dropout_offsets(x["q"]),
-            )  # fmt: skip
-            return attend(static, inputs)
-
-        specs = self._specs(given)
-        tokens = self._spec(self.batch_axis, self.axis_name, self.head_axis, None)
-        rows = self._spec(self.batch_axis, self.head_axis, self.axis_name)
-        ring = jax.shard_map(local, mesh=self.mesh, in_specs=(specs,), out_specs=(tokens, rows))
-        out, lse = ring(jax.tree.map(self._reshard, given, specs))
+        self._check(q, k, v)
+        static, inputs = check_call(
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
+            causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
+            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
+            kernel=kernel, transport=transport,
+        )  # fmt: skip
+        specs = self._specs(inputs)
+        ring = _ring(static, self.mesh, self.batch_axis, self.head_axis, specs)
+        out, lse = ring(jax.tree.map(self._reshard, inputs, specs))
         return (out, lse) if return_lse else out
 
-    def _specs(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """How each array of a call is split, told by its name and shape."""
-        self._check(arrays)
-        tokens = self._spec(self.batch_axis, self.axis_name, self.head_axis, None)
-        rows = self._spec(self.batch_axis, self.axis_name)
-        specs = {
-            "q": tokens, "k": tokens, "v": tokens, "segment_ids": rows, "dropout_seed": self._spec()
-        }  # fmt: skip
-        if isinstance(arrays.get("segment_ids"), tuple | list):
-            specs["segment_ids"] = type(arrays["segment_ids"])((rows, rows))
-        if "sinks" in arrays:
-            specs["sinks"] = self._spec(self.head_axis)
-        if "alibi_slopes" in arrays:
-            both = arrays["alibi_slopes"].ndim == 2
-            specs["alibi_slopes"] = self._spec(*[self.batch_axis] * both, self.head_axis)
-        if "bias" in arrays:
-            batch, heads = arrays["bias"].shape[:2]
-            specs["bias"] = self._spec(
-                None if batch == 1 else self.batch_axis,
-                None if heads == 1 else self.head_axis,
-                self.axis_name,
-                None,
-            )
-        return {name: specs[name] for name in arrays}
+    def _specs(self, x: Inputs) -> Inputs:
+        """How each array of a call is split."""
+        batch, tokens, heads = self.batch_axis, self.axis_name, self.head_axis
+        q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
+        bias = slopes = None
+        if x.bias is not None:
+            shared = [size == 1 for size in x.bias.shape[:2]]
+            axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
+            bias = PartitionSpec(*axes, tokens, None)
+        if x.slopes is not None:
+            slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
+        sinks, seed = PartitionSpec(heads), PartitionSpec()
+        every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None)
+        given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
+        return Inputs._make(given)
 
-    def _check(self, arrays: dict[str, Any]) -> None:
+    def _check(self, q: object, k: object, v: object) -> None:
         """What ``shard_map`` would refuse in words of its own."""
-        for name in ("q", "k", "v"):
-            x = arrays.get(name)
+        for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, jax.Array | np.ndarray):
                 raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
             if x.ndim != 4:
@@ -231,17 +208,6 @@ class ContextParallel:
                         f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
                         f"devices along {axis!r}"
                     )
-        sizes = checks.check_qkv(*(described_as(name, arrays[name]) for name in "qkv"))
-        names = ("segment_ids", "sinks", "bias", "alibi_slopes")
-        check_others(sizes, sizes.k_len, **{name: arrays.get(name) for name in names})
-
-    def _dropout_offsets(self, q: Array) -> tuple[Array | int, Array | int]:
-        """Global indices of this device's first batch row and query head."""
-        batch, heads = (
-            0 if axis is None else lax.axis_index(axis) * size
-            for axis, size in ((self.batch_axis, q.shape[0]), (self.head_axis, q.shape[2]))
-        )
-        return batch, heads
 
     def _order(self, seq_len: int) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """The tokens in layout order; ``None`` where that is the natural one."""
@@ -256,7 +222,7 @@ class ContextParallel:
         kept: list[Any] = [*old, *[None] * (x.ndim - len(old))]
         kept = [None if part == self.axis_name else part for part in kept]
         kept[dim] = axis
-        return self._reshard(x, self._spec(*kept))
+        return self._reshard(x, PartitionSpec(*kept))
 
     def _reshard(self, x: Array, spec: PartitionSpec) -> Array:
         """Lay an array out over the mesh."""
@@ -265,8 +231,23 @@ class ContextParallel:
             return cast("Array", jax.reshard(x, sharding))
         return cast("Array", lax.with_sharding_constraint(x, sharding))
 
-    def _spec(self, *axes: Hashable | None) -> PartitionSpec:
-        return PartitionSpec(*axes)
+
+@lru_cache(maxsize=128)
+def _ring(
+    static: Static, mesh: Mesh, batch_axis: str | None, head_axis: str | None, specs: Inputs
+) -> Callable[[Inputs], tuple[Array, Array]]:
+    """A checked call as one program of global arrays, compiled where nothing around it is."""
+
+    def local(x: Inputs) -> tuple[Array, Array]:
+        batch, heads = (  # global indices of this device's first batch row and query head
+            0 if axis is None else lax.axis_index(axis) * x.q.shape[dim]
+            for axis, dim in ((batch_axis, 0), (head_axis, 2))
+        )
+        return attend(static, prepared(static, x, (batch, heads)))
+
+    rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
+    ring = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows))
+    return jax.jit(ring, inline=True)
 
 
 def _check_dim(x: object, dim: object) -> None:
