@@ -50,7 +50,7 @@ def _finding_of_call(node: ast.Call) -> Iterator[str]:
     called = node.func
     name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
     of = ast.unparse(called).rpartition(".")[0]
-    if name in CALLS and of not in ("torch", "re"):  # torch.compile, re.compile
+    if name in CALLS and of not in ("torch", "triton", "re"):  # torch.compile, re.compile
         yield name
     keywords = {k.arg: k.value for k in node.keywords}
     shell = keywords.get("shell")

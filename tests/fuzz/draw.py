@@ -14,7 +14,7 @@ import numpy as np
 from cases import Case, Lattice, Segments, diagonals, prefix
 
 from fuzz.trial import Trial
-from ring_core import SCHEDULES, Mask
+from ring_core import SCHEDULES, Dealt, Mask, Schedule
 
 Rng = np.random.Generator
 
@@ -59,8 +59,9 @@ LIMITS = {
 def draw(seed: int, limits: Limits) -> Trial:
     """The trial of a seed."""
     rng = np.random.default_rng([seed // limits.values, 0])
-    cp_size, schedule = pick(rng, limits.ring_sizes), pick(rng, SCHEDULES)
-    unit = 2 * cp_size if schedule == "zigzag" else cp_size
+    cp_size = pick(rng, limits.ring_sizes)
+    schedule = pick(rng, (*SCHEDULES, _dealt(rng, cp_size)))
+    unit = unit_of(schedule, cp_size)
     long = limits.values == 1 and rng.random() < 0.04  # several tiles of a predicate a rank
     tokens = 6 * limits.tokens if long else limits.tokens
     seq_len, keys = _lengths(rng, unit, tokens)
@@ -71,6 +72,19 @@ def draw(seed: int, limits: Limits) -> Trial:
     )  # fmt: skip
     way = tuple((name, pick(rng, values)) for name, values in limits.ways.items())
     return Trial(_values(np.random.default_rng([seed, 1]), case), way)
+
+
+def unit_of(schedule: Schedule, cp_size: int) -> int:
+    """What lengths are multiples of."""
+    if isinstance(schedule, Dealt):
+        return sum(map(len, schedule.chunks))
+    return 2 * cp_size if schedule == "zigzag" else cp_size
+
+
+def _dealt(rng: Rng, cp_size: int) -> Dealt:
+    """Up to three chunks a rank, anyhow."""
+    hands = rng.permutation(cp_size * int(rng.integers(1, 4))).reshape(cp_size, -1)
+    return Dealt(tuple(tuple(sorted(hand)) for hand in hands.tolist()))
 
 
 def pick[T](rng: Rng, choices: Sequence[T]) -> T:

@@ -8,8 +8,9 @@ from typing import Any
 
 from cases import Case
 
+from fuzz.draw import unit_of
 from fuzz.trial import Trial
-from ring_core import Mask
+from ring_core import Dealt, Mask
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
@@ -24,7 +25,7 @@ def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
 def simpler(trial: Trial) -> list[Trial]:
     """Trials that are one step simpler, the largest steps first."""
     case, mask = trial.case, trial.case.mask
-    unit = 2 * case.cp_size if case.schedule == "zigzag" else case.cp_size
+    unit = unit_of(case.schedule, case.cp_size)
     changes: list[dict[str, Any]] = [
         {one.name: one.default}
         for one in fields(Case)[2:]
@@ -40,8 +41,8 @@ def simpler(trial: Trial) -> list[Trial]:
     changes += [{"heads": (1, 1)}, {"dims": (1, 1)}, {"batch": 1}]
     for n in {1, case.seq_len // unit // 2, case.seq_len // unit - 1} - {0}:
         changes.append({"seq_len": unit * n, "mask": _cropped(mask, unit * n)})
-    for cp_size in range(1, case.cp_size):
-        length = 2 * cp_size if case.schedule == "zigzag" else cp_size
+    for cp_size in () if isinstance(case.schedule, Dealt) else range(1, case.cp_size):
+        length = unit_of(case.schedule, cp_size)
         seq_len = case.seq_len // length * length
         change = {"cp_size": cp_size, "seq_len": seq_len, "mask": _cropped(mask, seq_len)}
         if case.kv_seq_len is not None:

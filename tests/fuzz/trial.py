@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from cases import Case
 
-from ring_core import Mask
+from ring_core import Dealt, Mask
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ def expression(case: Case) -> str:
     for one in fields(Case)[2:]:
         value = getattr(case, one.name)
         if value != one.default:
-            parts.append(f"{one.name}={value!r}")
+            words = f"Dealt({value.chunks})" if isinstance(value, Dealt) else repr(value)
+            parts.append(f"{one.name}={words}")
     return f"Case({', '.join(parts)})"
 
 

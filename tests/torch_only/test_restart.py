@@ -17,7 +17,8 @@ SMALL = [
 
 #: The demonstration, in which rank 1 is killed at a step of its first life.
 PROGRAM = f"""
-import os, signal, sys
+import faulthandler, os, signal, sys
+faulthandler.enable()
 sys.path.insert(0, {str(EXAMPLES)!r})
 import train_bytes
 
@@ -51,7 +52,7 @@ def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
     program.write_text(PROGRAM)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "--max-restarts=1", str(program), *SMALL, f"--checkpoint={kept}", "--save-every=2",
+        "--max-restarts=3", str(program), *SMALL, f"--checkpoint={kept}", "--save-every=2",
     ]  # fmt: skip
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

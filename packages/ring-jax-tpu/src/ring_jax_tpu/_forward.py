@@ -114,7 +114,11 @@ def _merge_part(
         acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
     else:
         acc[...] *= shrink
-        add_seen(acc, lambda weights, v: dot("tn", v, weights), weights, visible, v)
+
+        def by_value(weights: Any, v: Any) -> Any:
+            return dot("tn", v, weights)
+
+        add_seen(acc, by_value, weights, visible, v, tell_infinities=True)
 
 
 def split(kv: Any, head_dim: int) -> tuple[Any, Any]:

@@ -227,25 +227,25 @@ def dot(form: str, a: Any, b: Any) -> Any:
 
 
 def add_seen(
-    acc: Ref, product: Callable[[Any, Any], Any], weights: Any, visible: Any, x: Any
-) -> None:
+    acc: Ref, product: Callable[[Any, Any], Any], weights: Any, visible: Any, x: Any, *,
+    tell_infinities: bool = False,
+) -> None:  # fmt: skip
     """Add ``product(weights, x)``, reading ``x [n, D]`` only where ``weights [k, q]`` are visible.
 
-    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and told to what sees it.
+    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and what sees it becomes
+    ``nan``, or infinite if ``tell_infinities`` (of weights that are not negative).
     """
     value = x.astype(jnp.float32)
     finite = jnp.abs(value) < jnp.inf
     acc[...] += product(weights.astype(x.dtype), jnp.where(finite, x, jnp.zeros_like(x)))
 
     def count(a: Any, b: Any) -> Any:
-        return product(a.astype(x.dtype), b.astype(x.dtype))
+        return product(jnp.where(a, 1.0, 0.0).astype(x.dtype), b.astype(x.dtype))
 
-    infinite = jnp.where(value == jnp.inf, 1.0, jnp.where(value == -jnp.inf, -1.0, 0.0))
-    pull = jnp.where(weights > 0, 1.0, jnp.where(weights < 0, -1.0, 0.0))
-    pull = jnp.where(visible, pull, 0.0)
-    seen = count(jnp.where(visible, 1.0, 0.0), jnp.where(finite, 0.0, 1.0))
-    many, net = count(jnp.abs(pull), jnp.abs(infinite)), count(pull, infinite)
-    # Infinities of one sign stay what they are; with others, with 0, or with nan they are nan.
-    found = jnp.where(net == many, jnp.inf, jnp.where(net == -many, -jnp.inf, jnp.nan))
-    found = jnp.where(seen > many, jnp.nan, found)
+    seen, found = count(visible, jnp.where(finite, 0.0, 1.0)), jnp.nan
+    if tell_infinities:
+        signs = jnp.where(value == jnp.inf, 1.0, jnp.where(value == -jnp.inf, -1.0, 0.0))
+        net = count(visible & (weights > 0), signs)
+        # Where all that is seen are infinities of one sign, and none is multiplied with 0.
+        found = jnp.where(net == seen, jnp.inf, jnp.where(net == -seen, -jnp.inf, jnp.nan))
     acc[...] += jnp.where(seen > 0, found, 0.0)
