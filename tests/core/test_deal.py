@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring_core import Dealt, Mask, UnsupportedError, deal, layout_of, make_plan
-from ring_core._deal import EVEN, _deal
+from ring_core._deal import EVEN, _deal, _evened, _hands, schedule_for
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:
@@ -103,6 +103,31 @@ def test_the_same_everywhere() -> None:
     assert str(first) in plan.describe()
 
 
+def test_equal_chunks_go_round() -> None:
+    """In their order, on every machine."""
+    weights = np.tile([1, 2], 32)  # so many that sorts that are not stable mix them up
+    heavy, light = range(1, 64, 2), range(0, 64, 2)
+    expected = [[*heavy[rank::4], *light[rank::4]] for rank in range(4)]
+    assert _hands(weights, 4).tolist() == expected
+
+
+def test_chunks_move_only_where_that_helps() -> None:
+    """Rank 1 is the busiest; given chunk 0 for chunk 1, rank 0 would be as busy."""
+    hands = np.array([[0], [1], [2]])
+    np.testing.assert_array_equal(_evened(hands, np.array([1, 2, 2])), hands)
+
+
+def test_a_schedule_by_its_name() -> None:
+    mask = Mask(causal=True)
+    sizes = {"seq_len": 64, "cp_size": 4, "kv_seq_len": 32}
+    assert schedule_for("zigzag", mask, **sizes) == "zigzag"
+    found = schedule_for("dealt", mask, **sizes)
+    assert found == deal(mask, **sizes) != deal(mask, seq_len=64, cp_size=4)
+    names = "plain, zigzag, striped, balanced, dealt"
+    with pytest.raises(ValueError, match=f"^unknown schedule 'zigzak'; known: {names}$"):
+        schedule_for("zigzak", mask, **sizes)
+
+
 def test_lists_and_numpy_integers_are_chunks() -> None:
     chunks: Any = [[np.int64(0), np.int32(3)], [1, 2]]
     dealt = Dealt(chunks)
@@ -112,7 +137,11 @@ def test_lists_and_numpy_integers_are_chunks() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(UnsupportedError, match="cannot count a predicate; deal for the mask with"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"cannot count a predicate; deal for the mask without it, or give a ring_core\.Dealt "
+        "your own chunks$",
+    ):
         deal(Mask(predicate=diagonals), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match=r"66 is not a positive multiple of 4.*pad to 68"):
         deal(Mask(), seq_len=66, cp_size=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,14 +12,17 @@ from hypothesis import strategies as st
 from plans import plans, shown
 
 from ring_core import (
+    Dealt,
     Gather,
     Mask,
     Plan,
     ScheduleName,
+    WorkItem,
     gather_memory,
     gather_refusals,
     make_plan,
 )
+from ring_core._gather import Fetch, Span, _without
 
 
 def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
@@ -64,6 +69,101 @@ def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> Non
     assert gather.is_disjoint or not own
 
 
+@given(plans(), st.data())
+def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> None:
+    if gather_refusals(plan):
+        return
+    rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
+    gather = plan.gather(rank, own=own)
+    assert gather.own is own
+    assert all(a.stop < b.start for a, b in pairwise(gather.spans))
+    assert gather.num_rows == sum(item.q_stop - item.q_start for item in gather.items)
+    for item in gather.items:
+        assert (item.q_rank, item.kv_rank, item.out_rank) == (rank, rank, rank)
+        sizes = item.q_stop - item.q_start, item.k_stop - item.k_start
+        for cu, size in zip((item.cu_q, item.cu_k), sizes, strict=True):
+            if cu is not None:  # the first and the last document have a query and a key
+                assert cu[0] == 0 < cu[1] <= cu[-2] < cu[-1] == size
+    assert all(part.start < part.stop for parts in gather.fresh for part in parts)
+    for fetch in gather.fetches:
+        last = np.zeros(gather.length, dtype=bool)
+        last[gather.items[0].k_slice] = True
+        assert gather.is_early(fetch) != last[fetch.target].any()
+
+
+#: Two ranks of two chunks of 4 each, next to each other.
+NEXT = Dealt(((0, 1), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "schedule", "rank", "expected"),
+    [
+        (Mask(causal=True), NEXT, 1, [(0, 8, 0, 8, None, None)]),
+        (Mask(causal=True), Dealt(((0, 2), (1, 3))), 1,
+         [(0, 4, 0, 4, None, None), (4, 8, 0, 8, None, None)]),
+        (Mask(window=(None, 12)), Dealt(((0, 3), (1, 2))), 1, [(0, 8, 0, 8, None, None)]),
+        (Mask(causal=True, window=(12, 0)), NEXT, 1,
+         [(0, 4, 0, 8, None, None), (4, 8, 0, 8, None, 0)]),
+        (Mask(window=(None, 12)), NEXT, 0, [(0, 4, 0, 8, -4, None), (4, 8, 0, 8, None, None)]),
+        (Mask(chunk_size=8), Dealt(((0, 3), (1, 2))), 1,
+         [(0, 4, 0, 4, None, None), (4, 8, 4, 8, None, None)]),
+    ],
+)  # fmt: skip
+def test_full_items_side_by_side_are_one(
+    mask: Mask, schedule: Dealt, rank: int, expected: list[tuple[int | None, ...]]
+) -> None:
+    """Of keys of the other rank; items with a band stay apart."""
+    gather = make_plan(mask, seq_len=16, cp_size=2, schedule=schedule).gather(rank, own=False)
+    found = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
+    assert found == expected
+
+
+def test_a_band_is_not_continued() -> None:
+    """Beside keys of which the last query does not see the first lie keys that all see."""
+    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
+    items = plan.gather(1, own=False).items
+    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
+        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
+    ]  # fmt: skip
+
+
+def test_touching_spans_are_one() -> None:
+    """Each chunk of tokens sees itself, and they follow each other."""
+    plan = make_plan(Mask(chunk_size=4), seq_len=16, cp_size=2, schedule=NEXT)
+    gather = plan.gather(1)
+    assert gather.spans == ((8, 16),)
+    assert gather.fetches == ((1, slice(0, 4), slice(0, 4)), (1, slice(4, 8), slice(4, 8)))
+    assert gather.fresh == ((slice(0, 4),), (slice(4, 8),))
+    assert gather.needs == (1, 2)
+    assert gather.num_rows == 8
+
+
+def test_documents_are_cut_where_the_columns_begin() -> None:
+    """The window of query 8 begins at key 5, inside the first document."""
+    mask = Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16))
+    (item,) = make_plan(mask, seq_len=16, cp_size=2).gather(1).items
+    assert item.cu_q is not None and item.cu_k is not None
+    assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 4, 8], [0, 7, 11])
+
+
+def test_keys_on_either_side_of_the_last_item_are_early() -> None:
+    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
+    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
+    fetches = tuple(Fetch(1, target, target) for target in targets)
+    gather = Gather(True, fetches, (item,), (4,), (Span(0, 9),))
+    assert [gather.is_early(fetch) for fetch in fetches] == [True, False, False, True]
+
+
+def test_parts_outside_others() -> None:
+    """Others may lie on either side, touch, overlap and hold all."""
+    span = Span(3, 9)
+    assert _without(span, [Span(0, 2), Span(11, 12)]) == [span]
+    assert _without(span, [Span(0, 3), Span(9, 12)]) == [span]
+    assert _without(span, [Span(8, 12), Span(0, 4)]) == [Span(4, 8)]
+    assert _without(span, [Span(4, 5), Span(6, 9)]) == [Span(3, 4), Span(5, 6)]
+    assert _without(span, [Span(3, 9)]) == []
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
@@ -99,6 +199,8 @@ def test_ranks_begin_with_different_peers() -> None:
         for rank in range(4)
     ]
     assert [ranks[0] for ranks in order] == [3, 0, 1, 2]
+    full = make_plan(Mask(), seq_len=64, cp_size=4).gather(1)
+    assert [fetch.rank for fetch in full.fetches] == [1, 0, 3, 2]
 
 
 def test_a_window_fetches_its_halo() -> None:
@@ -123,10 +225,13 @@ def test_memory_grows_with_what_is_seen() -> None:
 @pytest.mark.parametrize("schedule", ["striped", "balanced"])
 def test_what_cannot_be_gathered_says_why(schedule: ScheduleName) -> None:
     """Every reason at once."""
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule=schedule)
-    (reason,) = gather_refusals(plan)
-    assert f"schedule '{schedule}'" in reason
+    reason = {
+        "striped": "schedule 'striped' deals tokens out one by one",
+        "balanced": "schedule 'balanced' moves queries to where the keys are",
+    }[schedule]
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=2, schedule=schedule)
+    assert gather_refusals(plan) == (reason,)
     mask = Mask(predicate=lambda q, k: q >= k)
-    plan = make_plan(mask, seq_len=64, cp_size=4, schedule=schedule)
-    assert len(gather_refusals(plan)) == 2
-    assert "predicate" in gather_refusals(plan)[1]
+    plan = make_plan(mask, seq_len=64, cp_size=2, schedule=schedule)
+    tiles = "a predicate mask is planned in tiles of each rank's own keys"
+    assert gather_refusals(plan) == (reason, tiles)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cases import prefix
 
-from ring_core import Mask
+from ring_core import Layout, Mask, _blocks
+from ring_core._blocks import BlockGeometry
 
 
 def test_every_part_by_hand() -> None:
@@ -116,3 +117,18 @@ def test_parts_are_kept_as_plain_values() -> None:
     mask = Mask(causal=np.True_, window=[np.int64(2), None], chunk_size=np.int64(3))  # type: ignore[arg-type]
     assert (mask.causal, mask.window, mask.chunk_size) == (True, (2, None), 3)
     assert [type(x) for x in (mask.causal, mask.window, mask.chunk_size)] == [bool, tuple, int]
+
+
+def test_as_many_pairs_as_are_classified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit itself is allowed; one token more is refused in words that say what to do."""
+    monkeypatch.setattr(_blocks, "MAX_PAIRS", 48 * 50)
+    mask, queries = Mask(predicate=lambda q, k: q >= k), Layout("contiguous", 48, 1)
+    at_most = BlockGeometry(mask, queries, Layout("contiguous", 50, 1), 2)
+    assert at_most.count(0, 0) == 48 * 49 // 2 + 48 * 2
+    with pytest.raises(
+        ValueError,
+        match=r"^a predicate mask over 48 x 51 tokens has 2448 pairs to classify, more than 2400; use "
+        "causal, window, chunk_size or cu_seqlens, which need no classification, or a shorter "
+        "sequence$",
+    ):
+        BlockGeometry(mask, queries, Layout("contiguous", 51, 1), 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,3 +195,22 @@ def _modes(_: int) -> None:
 def test_modes(four: LocalRanks) -> None:
     """Inference, no gradient, autocast; a second derivative is a clear error."""
     four.run(_modes)
+
+
+def _destroyed(_: int) -> bool:
+    """Whether a group is gone once it is destroyed, though calls with it were kept."""
+    group = dist.new_group([0, 1, 2, 3])
+    assert isinstance(group, dist.ProcessGroup)
+    gone = weakref.ref(group)
+    x = torch.zeros(1, 4, 1, 8, requires_grad=True)
+    out = ring_attention(x, x, x, group=group, causal=True)
+    out.sum().backward()
+    dist.destroy_process_group(group)
+    del group, out
+    gc.collect()
+    return gone() is None
+
+
+def test_a_group_that_is_destroyed_is_gone(four: LocalRanks) -> None:
+    """Its threads with it: what they hold may be Python's, which they must not outlive."""
+    assert four.run(_destroyed) == [True] * 4

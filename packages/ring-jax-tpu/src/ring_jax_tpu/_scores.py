@@ -242,7 +242,8 @@ def add_seen(
     def count(a: Any, b: Any) -> Any:
         return product(jnp.where(a, 1.0, 0.0).astype(x.dtype), b.astype(x.dtype))
 
-    seen, found = count(visible, jnp.where(finite, 0.0, 1.0)), jnp.nan
+    seen = count(visible, jnp.where(finite, 0.0, 1.0))
+    found: Any = jnp.nan
     if tell_infinities:
         signs = jnp.where(value == jnp.inf, 1.0, jnp.where(value == -jnp.inf, -1.0, 0.0))
         net = count(visible & (weights > 0), signs)

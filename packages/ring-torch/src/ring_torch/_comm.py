@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import RankMismatchError
-from ring_torch._verdict import Verdict
+from ring_torch._verdict import Verdict, timeout_of
 
 _HEADER_BYTES = 2048
 _DIGEST_BYTES = 8
@@ -39,11 +39,28 @@ _pasts: WeakKeyDictionary[dist.ProcessGroup, _Past] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank's place among those that hold one sequence; without a group it is alone."""
+    """This rank's place among those that hold one sequence; without a group it is alone.
 
-    group: dist.ProcessGroup | None
+    A ring does not keep its group: calls are cached, and a group that is kept after it is destroyed
+    keeps its threads, which may end with the interpreter in an abort.
+    """
+
+    weak: ref[dist.ProcessGroup] | None
     rank: int
     size: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group.
+
+        Raises:
+            RuntimeError: It was destroyed.
+        """
+        if self.weak is None:
+            return None
+        if (group := self.weak()) is None:
+            raise RuntimeError("the ring's process group was destroyed; give another group")
+        return group
 
     def behind(self, distance: int) -> int:
         """The rank this far behind."""
@@ -130,7 +147,7 @@ def ring_of(group: Any) -> Ring:
         raise ValueError(
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
-    return Ring(group, rank, dist.get_world_size(group))
+    return Ring(ref(group), rank, dist.get_world_size(group))
 
 
 @dataclass(frozen=True)
@@ -201,7 +218,7 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
         return
     received = bytes(theirs.cpu().numpy())
     assert ring.group is not None
-    verdict = Verdict(ring.group, number, facts.words["pass"])
+    verdict = Verdict.of(ring.group, number, facts.words["pass"])
     if received[:_DIGEST_BYTES] != digest:
         difference = _difference(header[_DIGEST_BYTES:], received[_DIGEST_BYTES:].rstrip(b"\0"))
         text = (
@@ -211,7 +228,9 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
         verdict.differ(text)
         raise RankMismatchError(text)
     if not has_agreed(ring, facts):
-        if (note := verdict.wait(facts.digest, ring.size, device)) is not None:
+        if (
+            note := verdict.wait(facts.digest, ring.size, timeout_of(ring.group, device))
+        ) is not None:
             raise RankMismatchError(note)
         _remember(ring, facts, verdict)
 
@@ -243,7 +262,7 @@ def explained(ring: Ring, number: int, facts: Facts) -> Iterator[None]:
     except RuntimeError as error:
         if ring.group is None or ring.size == 1:
             raise
-        if (text := Verdict(ring.group, number, facts.words["pass"]).note()) is not None:
+        if (text := Verdict.of(ring.group, number, facts.words["pass"]).note()) is not None:
             raise RankMismatchError(text) from error
         raise
 

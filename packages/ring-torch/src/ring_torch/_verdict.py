@@ -29,9 +29,14 @@ _PATIENCE = timedelta(seconds=5)  # with a store that answers within millisecond
 class Verdict:
     """Whether all ranks of a group make one call, in a pass of it; known by its number."""
 
-    group: dist.ProcessGroup
+    store: Any  # that the group's members met in
     number: int
     name: str  # of the pass
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, number: int, name: str) -> Verdict:
+        """A group's; it does not keep the group."""
+        return cls(distributed_c10d._world.pg_map[group][1], number, name)  # noqa: SLF001 - no public way
 
     @property
     def _key(self) -> str:
@@ -42,27 +47,26 @@ class Verdict:
     def differ(self, difference: str) -> None:
         """Leave a note for ranks that wait."""
         with suppress(RuntimeError):  # the store may be gone with the rank that kept it
-            _ask(lambda: _store(self.group).set(self._key, difference))
+            _ask(lambda: self.store.set(self._key, difference))
 
     def note(self) -> str | None:
         """The note that another rank left, if there is one."""
         with suppress(RuntimeError):
-            text = _ask(lambda: _read(_store(self.group), self._key))
+            text = _ask(lambda: _read(self.store, self._key))
             return None if text in {None, _SAME} else text.decode(errors="replace")
         return None
 
-    def wait(self, digest: bytes, size: int, device: torch.device) -> str | None:
+    def wait(self, digest: bytes, size: int, timeout: timedelta) -> str | None:
         """Wait until all ranks have found their calls to be the same; else the note of one.
 
         Raises:
-            RuntimeError: A rank did not come within the group's timeout.
+            RuntimeError: A rank did not come within the timeout.
         """
-        store, timeout = _store(self.group), _timeout(self.group, device)
 
         def meet() -> None:
-            if store.add(self._count(digest), 1) == size:
-                store.set(self._key, _SAME)
-            store.wait([self._key], timeout)
+            if self.store.add(self._count(digest), 1) == size:
+                self.store.set(self._key, _SAME)
+            self.store.wait([self._key], timeout)
 
         try:
             _ask(meet, timeout + _PATIENCE)
@@ -77,7 +81,7 @@ class Verdict:
 
         def delete() -> None:
             for key in (self._key, self._count(digest)):
-                _store(self.group).delete_key(key)
+                self.store.delete_key(key)
 
         with suppress(RuntimeError):
             _ask(delete)
@@ -85,11 +89,6 @@ class Verdict:
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""
         return f"{self._key}/{digest.hex()}"
-
-
-def _store(group: dist.ProcessGroup) -> Any:
-    """The store that the group's members met in."""
-    return distributed_c10d._world.pg_map[group][1]  # noqa: SLF001 - no public way
 
 
 def _read(store: Any, key: str) -> bytes | None:
@@ -122,7 +121,7 @@ def _ask[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
         raise RuntimeError(f"the process group's store did not answer within {patience}") from error
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's members wait for each other."""
     options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
     timeout: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
