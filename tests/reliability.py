@@ -46,7 +46,11 @@ PROMISES = (
         "interpreted",
         "so do the kernels for TPUs in the ring, where an interpreter runs them that looks for "
         "races and fills fresh memory with NaN; what they cannot do they refuse by name",
-        (("jax-tpu", "jax_tpu_only/test_table.py --all"),),
+        # In two processes: XLA's compiler crashes after some five hundred programs of one.
+        (
+            ("jax-tpu", "jax_tpu_only/test_table.py --all -kplain"),
+            ("jax-tpu", "jax_tpu_only/test_table.py --all -knot(plain)"),
+        ),
     ),
     Promise(
         "noticed",
@@ -134,7 +138,7 @@ def count(backend: str, paths: str) -> Count:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = paths.split()
-        where = [word if word.startswith("--") else str(ROOT / "tests" / word) for word in words]
+        where = [word if word.startswith("-") else str(ROOT / "tests" / word) for word in words]
         command = ["-m", "pytest", *where, f"--backend={backend}", f"--junit-xml={report}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
         suites = list(ET.parse(report).getroot().iter("testsuite"))

@@ -111,7 +111,7 @@ def promises() -> str:
         counts = [
             sum(run[key] for run in promise["runs"]) for key in ("passed", "failed", "skipped")
         ]
-        backends = ", ".join(run["backend"] for run in promise["runs"])
+        backends = ", ".join(dict.fromkeys(run["backend"] for run in promise["runs"]))
         rows.append((promise["text"], f"`nox -s reliability -- {name}`", backends, *counts))
     return _table(("promise", "command", "backends", "passed", "failed", "skipped"), rows)
 

@@ -40,8 +40,12 @@ def test_by_hand() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match="unknown layout 'ring'; known: contiguous"):
+    with pytest.raises(
+        ValueError, match="unknown layout 'ring'; known: contiguous, zigzag, striped, or a Dealt"
+    ):
         Layout("ring", 8, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be an integer < 2\*\*40"):
+        Layout("contiguous", 1 << 40, 2)
     with pytest.raises(ValueError, match=r"2999 .* multiple of 16.*pad to 3008"):
         Layout("zigzag", 2999, 8)
     with pytest.raises(ValueError, match="pad to 4"):
