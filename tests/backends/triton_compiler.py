@@ -160,7 +160,7 @@ def taken_by(module: Any) -> dict[str, Any]:
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave."""
-    from ring_jax_gpu import _compiled, _launch, _roles, _triton
+    from ring_jax_gpu import _compiled, _roles, _triton
 
     modules: list[Any] = []
 
@@ -173,7 +173,6 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
         patched.setattr(_roles, "_processors", lambda: 132)
         if call.get("merged"):
             patched.setattr(_triton, "_is_one", lambda _: False)
-            patched.setattr(_launch, "MERGES_ON_HOPPER", True)
         for params, types in launches_in(call):
             if not params["launch"].hopper:
                 continue

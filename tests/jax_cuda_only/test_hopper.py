@@ -13,7 +13,7 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask
-from ring_jax_gpu import _launch, _roles, _triton, ring_attention
+from ring_jax_gpu import _roles, _triton, ring_attention
 
 CAUSAL = Mask(causal=True)
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}
@@ -64,7 +64,6 @@ def test_merged_into_what_was_there(
     name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a step of a ring would."""
-    monkeypatch.setattr(_launch, "MERGES_ON_HOPPER", True)
     monkeypatch.setattr(_triton, "_is_one", lambda _: False)
     (case,) = (case for case in ALONE if case.name == name)
     case = replace(case, name=f"merged-{case.name}", seq_len=case.seq_len + 1)
@@ -74,11 +73,8 @@ def test_merged_into_what_was_there(
 
 @pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_in_the_ring(
-    schedule: Any, size: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When these pass, let rings have them."""
-    monkeypatch.setattr(_launch, "MERGES_ON_HOPPER", True)
+def test_in_the_ring(schedule: Any, size: int, calls: list[str]) -> None:
+    """Several items a step, and steps that merge."""
     if jax.device_count() < size:
         pytest.skip(f"this machine has fewer than {size} GPUs")
     usual = {**USUAL, "seq_len": 1024}

@@ -31,9 +31,6 @@ Arrays = dict[str, Array]
 _KEYS_TOGETHER = 16 * 2**20
 _QUERIES_TOGETHER = 64 * 2**20
 _HOPPER_DIMS = (64, 128)
-# The kernels for Hopper compile for several items and for steps that merge, but have run on no GPU
-# that way yet.
-MERGES_ON_HOPPER = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +140,7 @@ class Call:
             numbers["together"] = self._together(goes_by_rows)
             many = down * batch * heads if goes_by_rows else across * batch * kv_heads
             grid = (many, 1, 1)
-        alone = fresh and self.work.items.shape[0] == 1
-        hopper = name in ("attend", "add_to_all") and (alone or MERGES_ON_HOPPER)
-        hopper = hopper and self.suits_hopper
+        hopper = name in ("attend", "add_to_all") and self.suits_hopper
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
             hopper=hopper,
