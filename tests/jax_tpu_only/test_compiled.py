@@ -51,12 +51,14 @@ def test_forward_and_backward(topology: str) -> None:
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
 
 
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_where_the_compiler_is_told_to_drop_barriers(topology: str) -> None:
-    """The order holds, with a kernel for dQ and one for dK/dV; a fused one lets K/V wait."""
+def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool | None) -> None:
+    """The order holds, with the kernels chosen by default and with one for dQ, one for dK/dV."""
     flags: dict[str, Any] = {"xla_tpu_aggressive_opt_barrier_removal": True}
-    two = KernelConfig("pallas", fused_backward=False)
-    program = compiled(topology, "zigzag", backward=True, flags=flags, kernel=two, **CAUSAL)
+    kernel = KernelConfig("pallas", fused_backward=fused)
+    program = compiled(topology, "zigzag", backward=True, flags=flags, kernel=kernel, **CAUSAL)
+    assert letters(program).count("K") == (2 * CP if fused is None else 3 * CP)
     assert exposed(program) == []
     assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]

@@ -124,11 +124,12 @@ class Launch:
         into: T,
         into_specs: Any,
         scratch: tuple[Any, ...],
+        cost: pl.CostEstimate | None = None,
     ) -> T:
         """Run ``kernel(tile, operands, extra, old, new, *scratch)`` at every step of a grid.
 
         ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
-        blocks that are not visited keep their values.
+        blocks that are not visited keep their values. ``cost`` is for XLA's schedule.
         """
         scalars = self.scalars._replace(visits=grid.visits.words.reshape(-1))
         room: tuple[Any, ...] = ()
@@ -175,6 +176,7 @@ class Launch:
                     dimension_semantics=semantics,
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
+                cost_estimate=cost,
                 name=f"ring_{kernel.__name__.strip('_')}",
             )(scalars, operands, extra, into)
             return results[0]

@@ -53,10 +53,9 @@ def after[M](moved: M, results: Any) -> M:
 
     XLA can be told to remove barriers (``xla_tpu_aggressive_opt_barrier_removal``); this tie stays.
     """
-    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
-    if not corners:
+    never = _never(results)
+    if never is None:
         return moved
-    never = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
 
     def tie(x: jax.Array) -> jax.Array:
         if x.size == 0:
@@ -69,6 +68,26 @@ def after[M](moved: M, results: Any) -> M:
         return tied
 
     return cast("M", jax.tree.map(tie, moved))
+
+
+def read_after[A](arrays: A, results: Any) -> A:
+    """The same arrays, all elements of which seem to depend on the results of a kernel.
+
+    For what is read once, later: nothing is written, and no copy of the arrays is kept until then.
+    """
+    never = _never(results)
+    if never is None:
+        return arrays
+    return cast("A", jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
+
+
+def _never(results: Any) -> jax.Array | None:
+    """A condition on results that never holds, though the compiler cannot know that."""
+    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
+    if not corners:
+        return None
+    never: jax.Array = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
+    return never
 
 
 def vary_alike(arrays: Any, axes: frozenset[Any]) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import Stage
-from ring_jax._ring import Ring, after, axes_of, together, vary_alike
+from ring_jax._ring import Ring, after, axes_of, read_after, together, vary_alike
 from ring_jax._sides import Side, step_tables
 from ring_jax._types import (
     Array,
@@ -72,6 +72,9 @@ def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | 
         is_own = static.plan.steps[stage.step].shift == 0
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q, upstream)
+        if is_own and last is not None:  # packed anew, or the forward's is kept until now
+            k, v = read_after((x.k, x.v), rows.dq)
+            own = _own_message(x._replace(k=k, v=v))
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
         rows, dkv = loop.differentiate(stage.step, q, keys, upstream, rows, dkv)
         if returning is not None:
