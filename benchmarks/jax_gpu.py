@@ -1,22 +1,31 @@
-"""Triton kernels beside cuDNN's attention in JAX: ``nox -s bench_jax_gpu``.
+"""Triton kernels beside cuDNN's and others' attention in JAX: ``nox -s bench_jax_gpu``.
 
 Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First the root mean square errors of
-out, dQ, dK and dV at 2,048 tokens against float32 attention: where ours is more than 1.1 times
-cuDNN's on one GPU, no times are printed. A time is the median of five rounds of whole calls, in
-which all take turns. ``--gpus 4`` splits sequences over GPUs, causal, beside two ways written in
-plain JAX; ``eta`` is the rate of a GPU over that of one GPU with the whole sequence.
+out, dQ, dK and dV at 2,048 tokens against float32 attention: what is off by more than 1.1 times
+cuDNN's error gets no time, and where ours is, nothing is timed. A time is the median of five rounds
+of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's attention (Hopper,
+forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what one of them cannot
+do, or failed in, is among the refused, with the reason.
+
+``--gpus 2`` splits sequences over GPUs, causal: the ring, beside ways written in plain JAX with
+cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of one GPU with the whole
+sequence. ``--profile`` traces a few calls of each: how long transfers run beside no attention
+kernel, and which operations take longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +33,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_gpu_methods import AXIS, RIVALS, mesh_of
+from jax_gpu_columns import COLUMNS, Attend, Seen, both, exact, passes, reason_of
+from jax_gpu_methods import AXIS, KERNELS, RIVALS, mesh_of
 from jax_gpu_methods import ours as over_gpus
+from jax_gpu_profile import profiled
 
 import ring_jax_gpu
 from ring_core import Layout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 GATE_LENGTH = 2048
-Attend = Callable[..., Any]
+GATE = 1.1  # times cuDNN's error
+WINDOW = 1024
+SLOW = 0.2  # seconds a call, from which on a round is one call
+CAUSAL, FULL, WINDOWED = Seen(causal=True), Seen(causal=False), Seen(causal=True, window=WINDOW)
+MASKS = {"causal": CAUSAL, "full": FULL, "window": WINDOWED}
+RESULTS = ("out", "dq", "dk", "dv")
+METHODS: dict[str, tuple[Callable[..., Attend], str]] = {"triton": (over_gpus, "triton")} | {
+    f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
+}
 
 
-def ours(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
-    """The kernels of ``ring_jax_gpu`` on one device."""
-    return ring_jax_gpu.ring_attention(q, k, v, axis_name=None, causal=causal, kernel="triton")
+class Report:
+    """What was found so far; written after each row, so that a run cut short leaves some."""
 
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.errors: dict[str, dict[str, list[float]]] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.refused: list[dict[str, Any]] = []
 
-def cudnn(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
-    """What JAX brings."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+    def refuse(self, reason: str, **what: Any) -> None:
+        """Keep why something has no time."""
+        self.refused.append({**what, "reason": reason})
+        print("refused:", *what.values(), "-", reason, flush=True)
+        self.save()
 
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        self.save()
 
-def exact(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
-    """The definition, in float32."""
-    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
-    scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * DIM**-0.5
-    visible = jnp.tril(jnp.ones(scores.shape[2:], bool)) if causal else True
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
-
-
-METHODS: dict[str, Attend] = {"triton": ours, "cudnn": cudnn}
+    def save(self) -> None:
+        """Write all of it."""
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            found = {"environment": environment(), "errors": self.errors, "rows": self.rows}
+            self.path.write_text(json.dumps(found | {"refused": self.refused}, indent=1))
 
 
 def inputs(length: int, seed: int) -> list[Any]:
@@ -68,38 +93,48 @@ def inputs(length: int, seed: int) -> list[Any]:
     ]
 
 
-def both(attend: Attend, q: Any, k: Any, v: Any, dout: Any) -> Any:
-    """``(out, dq, dk, dv)``."""
-    out, pull = jax.vjp(attend, q, k, v)
-    return (out, *pull(dout.astype(out.dtype)))
-
-
-def errors() -> dict[str, list[float]]:
-    """Root mean square errors of out, dq, dk and dv, causal."""
-    *qkv, dout = inputs(GATE_LENGTH, seed=2)
-    wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(both, partial(exact, causal=True)))(*wide, dout)
-    found = {}
-    for name, attend in METHODS.items():
-        results = jax.jit(partial(both, partial(attend, causal=True)))(*qkv, dout)
-        found[name] = [
-            float(np.sqrt(np.mean(np.square(np.asarray(x, np.float32) - np.asarray(y)))))
-            for x, y in zip(results, expected, strict=True)
-        ]
-    return found
-
-
 def environment() -> dict[str, str]:
     """What ran."""
-    names = ("jax", "jaxlib", "triton", "jax-triton")
-    return {"gpu": jax.devices()[0].device_kind, "python": platform.python_version()} | {
-        name: version(name) for name in names
-    }
+    found = {"gpu": jax.devices()[0].device_kind, "python": platform.python_version()}
+    for name in ("jax", "jaxlib", "triton", "jax-triton", "ejkernel"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Median over rounds of calls."""
-    return seconds_each({"": run})[""]
+def check(names: Iterable[str], seen: Seen, report: Report) -> dict[str, set[str]]:
+    """Compare columns with the definition; what may be timed of each."""
+    *qkv, dout = inputs(GATE_LENGTH, seed=2)
+    wide = [x.astype("float32") for x in qkv]
+    expected = jax.jit(partial(both, partial(exact, seen=seen)))(*wide, dout)
+    found, allowed = report.errors.setdefault(str(seen), {}), {}
+    for name in dict.fromkeys(("cudnn", *names)):  # all are compared with cuDNN
+        allowed[name] = set[str]()
+        for kind, run in passes(COLUMNS[name], seen).items():
+            given = [*COLUMNS[name].prepare(*qkv), *([dout] if kind == "both" else [])]
+            try:
+                errors = _errors(run(*given), expected)
+            except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+                report.refuse(reason_of(error), mask=str(seen), column=name, what=kind)
+                continue
+            if len(found.setdefault(name, [])) < len(errors):
+                found[name] = errors
+            limits = [GATE * error for error in found.get("cudnn", [])]
+            if len(limits) >= len(errors) and all(map(le, errors, limits)):
+                allowed[name].add(kind)
+            else:
+                reason = f"errors of {RESULTS[: len(errors)]} are {errors}; at most {limits}"
+                report.refuse(reason, mask=str(seen), column=name, what=kind)
+    return allowed
+
+
+def _errors(results: Any, expected: Any) -> list[float]:
+    """Root mean square errors; of a forward that of its output."""
+    results = results if isinstance(results, tuple) else (results,)
+    pairs = zip(results, expected, strict=False)
+    return [float(jnp.sqrt(jnp.mean(jnp.square(x.astype("float32") - y)))) for x, y in pairs]
 
 
 def seconds_each[Key](
@@ -112,7 +147,8 @@ def seconds_each[Key](
         jax.block_until_ready(run())
         start = time.perf_counter()
         jax.block_until_ready(run())
-        calls[key] = max(2, min(60, int(target / max(time.perf_counter() - start, 1e-5))))
+        once = time.perf_counter() - start
+        calls[key] = 1 if once > SLOW else max(2, min(60, int(target / max(once, 1e-5))))
     for _ in range(rounds):
         for key, run in runs.items():
             start = time.perf_counter()
@@ -121,22 +157,60 @@ def seconds_each[Key](
     return {key: sorted(times)[rounds // 2] for key, times in took.items()}
 
 
-def measure(length: int, *, causal: bool) -> dict[str, dict[str, float]]:
+def that_run[Key](
+    runs: dict[Key, Callable[[], Any]], refuse: Callable[[Key, str], None]
+) -> dict[Key, Callable[[], Any]]:
+    """Those that can be called; of the others the reason is kept."""
+    found = {}
+    for key, run in runs.items():
+        try:
+            jax.block_until_ready(run())
+        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+            refuse(key, reason_of(error))
+        else:
+            found[key] = run
+    return found
+
+
+def measure(
+    allowed: dict[str, set[str]], length: int, seen: Seen, report: Report
+) -> dict[str, dict[str, float]]:
     """TFLOP/s of the forward and of both passes."""
     *qkv, dout = inputs(length, seed=1)
-    flops = 4 * length**2 * HEADS * DIM / (2 if causal else 1) / 1e12
+    flops = 4 * seen.pairs(length) * HEADS * DIM / 1e12
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
-    for name, attend in METHODS.items():
-        forward = partial(attend, causal=causal)
-        runs[name, "forward"] = partial(jax.jit(forward), *qkv)
-        runs[name, "both"] = partial(jax.jit(partial(both, forward)), *qkv, dout)
-    took = seconds_each(runs)
-    return {
-        name: {
-            "forward": flops / took[name, "forward"], "both": 3.5 * flops / took[name, "both"],
-        }
-        for name in METHODS
-    }  # fmt: skip
+    for name, kinds in allowed.items():
+        given = COLUMNS[name].prepare(*qkv) if kinds else ()
+        for kind, run in passes(COLUMNS[name], seen).items():
+            if kind in kinds:
+                runs[name, kind] = partial(run, *given, *([dout] if kind == "both" else []))
+
+    def refuse(key: tuple[str, str], reason: str) -> None:
+        report.refuse(reason, mask=str(seen), length=length, column=key[0], what=key[1])
+
+    rates: dict[str, dict[str, float]] = {}
+    for (name, kind), took in seconds_each(that_run(runs, refuse)).items():
+        rates.setdefault(name, {})[kind] = flops * (3.5 if kind == "both" else 1) / took
+    return rates
+
+
+def one_gpu(names: list[str], seen: Seen, lengths: list[int], report: Report) -> None:
+    """Rows of one GPU, each time beside cuDNN's."""
+    if not lengths:
+        return
+    allowed = {name: kinds for name, kinds in check(names, seen, report).items() if name in names}
+    if "triton" in names and allowed["triton"] != {"forward", "both"}:
+        raise SystemExit("wrong: no times")
+    print(f"{seen}: errors {report.errors[str(seen)]}; forward, both passes: TFLOP/s", flush=True)
+    for length in lengths:
+        rates = measure(allowed, length, seen, report)
+        window = {} if seen.window is None else {"window": seen.window}
+        report.add({"length": length, "causal": seen.causal, **window, **rates})
+        cells = [
+            f"{name} " + " / ".join(f"{rates[name].get(key, 0):.0f}" for key in ("forward", "both"))
+            for name in rates
+        ]
+        print(f"{length:6} {seen!s:12} {'   '.join(cells)}", flush=True)
 
 
 def largest_error(mesh: Mesh, attend: Attend) -> float:
@@ -145,75 +219,120 @@ def largest_error(mesh: Mesh, attend: Attend) -> float:
     layout = Layout("zigzag", GATE_LENGTH, mesh.shape[AXIS])
     order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
     wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(exact, causal=True))(*wide)[:, order]
+    expected = jax.jit(partial(exact, seen=CAUSAL))(*wide)[:, order]
     out = jax.jit(attend)(*(_split(mesh, x[:, order]) for x in qkv))
     return float(jnp.abs(jax.device_get(out).astype("float32") - expected).max())
 
 
-def over(gpus: int, length: int, alone: dict[str, float]) -> list[dict[str, Any]]:
-    """TFLOP/s a GPU of ours and others over several GPUs, causal; of others the forward."""
-    mesh = mesh_of(gpus)
-    *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
-    flops = 2 * length**2 * HEADS * DIM / 1e12 / gpus
-    methods = {"triton": over_gpus(mesh, "triton")}
-    methods |= {f"{name} cudnn": make(mesh, "cudnn") for name, make in RIVALS.items()}
-    rows = []
-    for name, attend in methods.items():
-        error = largest_error(mesh, attend)
-        row: dict[str, Any] = {"gpus": gpus, "length": length, "method": name, "error": error}
-        if not error < 0.1:
-            rows.append(row | {"wrong": True})
+def split_methods(mesh: Mesh, names: list[str], report: Report) -> dict[str, tuple[Attend, float]]:
+    """Ways over several GPUs that are right, each with its largest error."""
+    found = {}
+    for name in names:
+        make, kernel = METHODS[name]
+        try:
+            attend = make(mesh, kernel)
+            error = largest_error(mesh, attend)
+        except Exception as problem:  # noqa: BLE001  # whatever it is, others go on
+            report.refuse(reason_of(problem), gpus=mesh.size, method=name)
             continue
-        row["forward"] = flops / seconds(partial(jax.jit(attend), *qkv))
-        if name == "triton":
-            row["both"] = 3.5 * flops / seconds(partial(jax.jit(partial(both, attend)), *qkv, dout))
-            row |= {f"eta {key}": row[key] / rate for key, rate in alone.items()}
-        rows.append(row)
+        if error < 0.1:
+            found[name] = attend, error
+        else:
+            report.refuse(f"wrong: off by {error}", gpus=mesh.size, method=name)
+    return found
+
+
+def over(
+    mesh: Mesh, methods: dict[str, tuple[Attend, float]], length: int, alone: dict[str, float],
+    report: Report, *, profile: bool,
+) -> None:  # fmt: skip
+    """TFLOP/s a GPU of ours and others over several GPUs, causal; of others the forward."""
+    *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
+    flops = 4 * CAUSAL.pairs(length) * HEADS * DIM / 1e12 / mesh.size
+    what = {"gpus": mesh.size, "length": length}
+    runs: dict[tuple[str, str], Callable[[], Any]] = {
+        (name, "forward"): partial(jax.jit(attend), *qkv) for name, (attend, _) in methods.items()
+    }
+    if "triton" in methods:
+        ring = partial(both, methods["triton"][0])
+        runs["triton", "both"] = partial(jax.jit(ring), *qkv, dout)
+
+    def refuse(key: tuple[str, str], reason: str) -> None:
+        report.refuse(reason, **what, method=key[0], what=key[1])
+
+    runs = that_run(runs, refuse)
+    rows: dict[str, dict[str, Any]] = {}
+    for (name, kind), took in seconds_each(runs).items():
+        row = rows.setdefault(name, {**what, "method": name, "error": methods[name][1]})
+        row[kind] = flops * (3.5 if kind == "both" else 1) / took
+        if name == "triton" and kind in alone:
+            row[f"eta {kind}"] = row[kind] / alone[kind]
+    for row in rows.values():
+        report.add(row)
         print(
             {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True
         )
-    return rows
+    for key, run in runs.items() if profile else ():
+        try:
+            found = profiled(run)
+        except Exception as problem:  # noqa: BLE001  # whatever it is, others go on
+            refuse(key, f"no trace: {reason_of(problem)}")
+            continue
+        rows[key[0]].setdefault("profile", {})[key[1]] = found
+        report.save()
+        shares = ("us", "attention", "transfer", "exposed", "idle")
+        print(*key, {gpu: [round(x[s], 3) for s in shares] for gpu, x in found.items()}, flush=True)
+
+
+def several(
+    gpus: int, lengths: list[int], names: list[str], report: Report, *, profile: bool
+) -> None:
+    """Rows of several GPUs, and those of one to compare with."""
+    allowed = check(["triton"], CAUSAL, report)["triton"]
+    mesh = mesh_of(gpus)
+    methods = split_methods(mesh, names, report)
+    for length in lengths:
+        rates = measure({"triton": allowed}, length, CAUSAL, report)
+        report.add({"length": length, "causal": True, "alone": True, **rates})
+        over(mesh, methods, length, rates.get("triton", {}), report, profile=profile)
 
 
 def _split(mesh: Mesh, x: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, AXIS)))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Errors first, then times."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
-    parser.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    options = parser.parse_args(argv)
-    found = errors()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; errors {found}")
-    if any(a > 1.1 * b for a, b in zip(found["triton"], found["cudnn"], strict=True)):
-        print("wrong: no times", file=sys.stderr)
-        return 1
-    rows = []
-    for causal in (True, False):
-        for length in options.lengths:
-            rates = measure(length, causal=causal)
-            rows.append({"length": length, "causal": causal, **rates})
-            cells = [
-                f"{rates['triton'][key]:5.0f} / {rates['cudnn'][key]:5.0f}"
-                f" = {rates['triton'][key] / rates['cudnn'][key]:.2f}"
-                for key in ("forward", "both")
-            ]
-            print(f"{length:6} {'causal' if causal else 'full':6}  {'   '.join(cells)}", flush=True)
-    for length in options.split_lengths if options.gpus else ():
-        alone = measure(length, causal=True)["triton"]
-        for gpus in options.gpus:
-            rows += over(gpus, length, alone)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"environment": environment(), "errors": found, "rows": rows}, indent=1)
-        )
+    found.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
+    found.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
+    found.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
+    found.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    found.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
+    found.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
+    found.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    found.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
+    found.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
+    found.add_argument("--json", type=Path, help="write the figures here, too")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Errors first, then times."""
+    options = parser().parse_args(argv)
+    if options.xla_flags:
+        ring_jax_gpu.set_xla_flags()
+    report = Report(options.json)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    for name in options.masks:
+        lengths = options.window_lengths if name == "window" else options.lengths
+        one_gpu(options.columns, MASKS[name], lengths, report)
+    for gpus in options.gpus:
+        lengths, methods = options.split_lengths, options.methods
+        several(gpus, lengths, methods, report, profile=options.profile)
+    report.save()
     return 0
 
 

@@ -1,7 +1,9 @@
-"""Ways to attend over a sequence split over GPUs in JAX: ours, and two written in plain JAX.
+"""Ways to attend over a sequence split over GPUs in JAX: ours, and three written in plain JAX.
 
-The plain ones are causal and forward only, over cuDNN's attention: ``all-gather`` fetches all keys
-to every GPU; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that merges parts.
+The plain ones are causal and forward only, with cuDNN's kernels or with ours (``triton``), over
+the zigzag layout. ``all-gather`` fetches all keys to every GPU, then attends; ``two-stage`` fetches
+them while a GPU attends to its own, then attends to the others'; ``zigzag`` is a ring of
+``lax.scan`` and ``lax.ppermute`` that merges parts.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import ring_jax_gpu
 
 AXIS = "cp"
 Attend = Callable[..., Any]
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["xla", "cudnn", "triton", "auto"]  # the last two are ours
 Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
+
+KERNELS: tuple[Implementation, ...] = ("cudnn", "triton")
 
 
 def mesh_of(gpus: int) -> Mesh:
@@ -43,6 +47,23 @@ def all_gather(mesh: Mesh, implementation: Implementation) -> Attend:
         k, v = (_in_order(lax.all_gather(x, AXIS), size) for x in (k, v))
         branches = [partial(_two_chunks, rank, size, implementation) for rank in range(size)]
         return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
+
+    return _over(mesh, local)
+
+
+def two_stage(mesh: Mesh, implementation: Implementation) -> Attend:
+    """Its own keys while all travel, then all the others' at once."""
+    size = mesh.shape[AXIS]
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        # As one message: XLA lets one transfer go at a time.
+        fetched = lax.all_gather(jnp.concatenate([k, v], axis=-1), AXIS)
+        own = _part(q, k, v, implementation, is_causal=True)
+        own, fetched = lax.optimization_barrier((own, fetched))
+        branches = [partial(_elsewhere, rank, size, implementation) for rank in range(size)]
+        others = jnp.split(_in_order(fetched, size), [k.shape[-1]], axis=-1)
+        other = lax.switch(lax.axis_index(AXIS), branches, q, *others)
+        return _merged(own, other)[0].astype(q.dtype)
 
     return _over(mesh, local)
 
@@ -82,6 +103,7 @@ def zigzag(mesh: Mesh, implementation: Implementation) -> Attend:
 
 RIVALS: dict[str, Callable[[Mesh, Implementation], Attend]] = {
     "all-gather": all_gather,
+    "two-stage": two_stage,
     "zigzag": zigzag,
 }
 
@@ -115,11 +137,37 @@ def _two_chunks(
     return jnp.concatenate(outs, axis=1)
 
 
+def _elsewhere(
+    rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
+) -> Part:
+    """Both chunks of a rank's queries with all that they see of other ranks."""
+    half, parts = q.shape[1] // 2, []
+    first, last = rank * half, (2 * size - 1 - rank) * half
+    for n, spans in enumerate(([(0, first)], [(0, first), (first + half, last)])):
+        rows = q[:, n * half : (n + 1) * half]
+        keys, values = (
+            jnp.concatenate([x[:, begin:end] for begin, end in spans], axis=1) for x in (k, v)
+        )
+        if keys.shape[1]:
+            parts.append(_part(rows, keys, values, implementation))
+        else:
+            nothing = jnp.full(rows.shape[:3], -jnp.inf, "float32")
+            parts.append((jnp.zeros(rows.shape, "float32"), nothing))
+    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return out, lse
+
+
 def _part(
     q: Any, k: Any, v: Any, implementation: Implementation, *, is_causal: bool = False
 ) -> Part:
+    if implementation in ("triton", "auto"):
+        out, lse = ring_jax_gpu.ring_attention(
+            q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
+        )
+        return out.astype("float32"), lse.swapaxes(1, 2)
+    its: Literal["xla", "cudnn"] = "xla" if implementation == "xla" else "cudnn"
     out, lse = jax.nn.dot_product_attention(
-        q, k, v, is_causal=is_causal, implementation=implementation, return_residual=True
+        q, k, v, is_causal=is_causal, implementation=its, return_residual=True
     )
     return out.astype("float32"), lse.astype("float32")
 

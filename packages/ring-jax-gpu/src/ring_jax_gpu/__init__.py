@@ -17,6 +17,7 @@ from ring_jax import UnsupportedError as UnsupportedError
 from ring_jax._attention import RingAttention
 from ring_jax._types import Kernel
 from ring_jax._xla import XlaKernel
+from ring_jax_gpu._flags import set_xla_flags as set_xla_flags
 from ring_jax_gpu._triton import TritonKernel as TritonKernel
 
 __version__ = "0.1.0"

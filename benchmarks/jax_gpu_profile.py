@@ -1,0 +1,143 @@
+"""What GPUs do during a call, from a trace of JAX's profiler: kernels, transfers, waiting.
+
+A GPU's time is that from its first operation in the trace to its last. ``exposed`` is the share in
+which a transfer runs and no attention kernel does, ``idle`` that in which nothing runs at all.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+Span = tuple[float, float]  # begin and end, in nanoseconds
+
+_GPU = re.compile(r"/device:GPU:(\d+)")
+_STREAM = "Stream"  # names of other lines do not begin so: they sum up what these hold
+_ATTENTION = re.compile(
+    r"attend|add_fast|add_to_|flash|fmha|sdpa|fprop|bprop|mosaic", re.IGNORECASE
+)
+_TRANSFER = re.compile(r"nccl|p2p|ptop", re.IGNORECASE)
+_TO_DEVICE = re.compile(r"\bdest:(\d+)")
+_TOP = 12
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kernel or a copy that ran on a GPU."""
+
+    name: str
+    span: Span
+    is_transfer: bool
+
+    @property
+    def is_attention(self) -> bool:
+        """It is an attention kernel."""
+        return not self.is_transfer and _ATTENTION.search(self.name) is not None
+
+
+def united(spans: Iterable[Span]) -> list[Span]:
+    """Spans in order, those that touch or overlap as one."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def total(spans: Iterable[Span]) -> float:
+    """How long any of the spans lasts."""
+    return sum(end - begin for begin, end in united(spans))
+
+
+def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
+    """How long some span of ``a`` and some span of ``b`` last at once."""
+    a, b = list(a), list(b)
+    return total(a) + total(b) - total([*a, *b])
+
+
+def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
+    """What one GPU did in so many calls: shares of its time, and times a call in microseconds."""
+    operations = list(operations)
+    spans = {
+        "all": [x.span for x in operations],
+        "attention": [x.span for x in operations if x.is_attention],
+        "transfer": [x.span for x in operations if x.is_transfer],
+    }
+    whole = max(end for _, end in spans["all"]) - min(begin for begin, _ in spans["all"])
+    transfer = total(spans["transfer"])
+    exposed = transfer - overlap(spans["transfer"], spans["attention"])
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for x in operations:
+        by_name[x.name].append(x.span)
+    took = {name: sum(end - begin for begin, end in found) for name, found in by_name.items()}
+    longest = sorted(by_name, key=lambda name: -took[name])[:_TOP]
+    each = calls * 1e3
+    return {
+        "us": whole / each,
+        "attention": total(spans["attention"]) / whole,
+        "transfer": transfer / whole,
+        "exposed": exposed / whole,
+        "idle": 1 - total(spans["all"]) / whole,
+        "operations": [
+            {"name": name, "us": took[name] / each, "times": len(by_name[name]) / calls}
+            for name in longest
+        ],
+    }
+
+
+def operations_of(data: ProfileData) -> dict[str, list[Operation]]:
+    """Operations in a trace by GPU."""
+    found: dict[str, list[Operation]] = {}
+    for plane in data.planes:
+        gpu = _GPU.search(plane.name)
+        if gpu is None:
+            continue
+        # An event must not outlive its line, nor that its plane.
+        for line in plane.lines:
+            if line.name.startswith(_STREAM):
+                found.setdefault(gpu[1], []).extend(_operations(line.events, int(gpu[1])))
+    return {gpu: operations for gpu, operations in found.items() if operations}
+
+
+def _operations(events: Iterable[Any], gpu: int) -> Iterator[Operation]:
+    for event in events:
+        details = dict(event.stats).get("memcpy_details", "")
+        to = _TO_DEVICE.search(str(details))
+        leaves = to is not None and "Memcpy" in event.name and int(to[1]) != gpu
+        leaves = leaves and re.search("H2D|D2H", event.name) is None
+        yield Operation(
+            event.name,
+            (event.start_ns, event.start_ns + event.duration_ns),
+            leaves or _TRANSFER.search(event.name) is not None,
+        )
+
+
+def profiled(run: Callable[[], Any], calls: int = 4) -> dict[str, Any]:
+    """The summary of each GPU over some calls in a row, after one that is not traced.
+
+    Raises:
+        ValueError: The trace holds nothing of GPUs.
+    """
+    jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([run() for _ in range(calls)])
+        paths = list(Path(folder).rglob("*.xplane.pb"))
+        found = {
+            gpu: summary(operations, calls)
+            for path in paths
+            for gpu, operations in operations_of(ProfileData.from_file(str(path))).items()
+        }
+    if not found:
+        raise ValueError(f"the trace holds nothing of GPUs ({len(paths)} files)")
+    return found
