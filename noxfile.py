@@ -34,6 +34,9 @@ BACKENDS = {
 #: What their tests need beside pytest.
 GROUPS = {"torch": ["test", "test-torch"], "jax": ["test", "test-jax"]}
 
+#: What else is tested with what a backend's tests need, in a run of its own.
+ALSO = {"torch": ["torch-triton"]}
+
 #: How many tests of a backend run at once, where not as many as there are cores: those of torch
 #: start processes of their own.
 WORKERS = {"torch": "2"}
@@ -75,8 +78,9 @@ def tests(session: nox.Session, backend: str) -> None:
     """Run one backend's tests; arguments go to pytest."""
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *CONSTRAINED)
     workers = WORKERS.get(backend, "auto")
-    command = ("pytest", "tests", f"--backend={backend}", "-n", workers, "--durations=8")
-    session.run(*command, *session.posargs)
+    for each in (backend, *ALSO.get(backend, [])):
+        command = ("pytest", "tests", f"--backend={each}", "-n", workers, "--durations=8")
+        session.run(*command, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -222,6 +226,13 @@ def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
     session.run("python", "benchmarks/gpu.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def bench_options(session: nox.Session) -> None:
+    """Time masks and options beside FlexAttention on one GPU; arguments go to the benchmark."""
+    install(session, ["ring-core", "ring-torch"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/gpu_options.py", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -20,6 +20,7 @@ FOLDERS = {
     "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
     "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta"},
     "torch-cuda": {"conformance", "torch_cuda_only"},
+    "torch-triton": {"torch_triton_only"},
     "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
     "jax-cuda": {"conformance", "jax_cuda_only"},
     "jax-gpu": {"api", "docs", "jax_gpu_only"},
@@ -80,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         multiprocessing.set_forkserver_preload([*PRELOADED, "ring_torch.hf"])
         forkserver.ensure_running()
+    if config.getoption("--backend") == "torch-triton":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import jax
 import pytest
 
+from backends.cubins import taken_by
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu._call import (
@@ -27,7 +26,7 @@ from ring_jax_gpu._call import (
     arrays_of,
     kernel_of,
     launches_of,
-    stages_that_fit,
+    stages_of,
     triton_launch_p,
 )
 
@@ -115,8 +114,12 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
         for n, (name, value) in enumerate(given.items()):
             if value is None or kernel.params[n].is_constexpr:
                 signature[name], constants[name] = "constexpr", value
-            elif isinstance(value, int):
+            elif isinstance(value, int):  # as Triton does it: 1 is a constant
                 signature[name] = "i32"
+                if value == 1:
+                    signature[name], constants[name] = "constexpr", value
+                elif value % 16 == 0:
+                    attributes[n,] = [["tt.divisibility", 16]]
             elif hasattr(value, "block_shape"):
                 sizes = ",".join(map(str, value.block_shape))
                 signature[name] = f"tensordesc<{_NAMES[value.base.dtype.name]}[{sizes}]>"
@@ -126,7 +129,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
     jax.eval_shape(describe, *types)
     itemsize = types[params["names"].index("q")].dtype.itemsize
-    stages = stages_that_fit(launch, itemsize, arch)
+    stages = stages_of(launch, itemsize, arch)
     result = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
@@ -135,27 +138,6 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
         },
     )  # fmt: skip
     return {"kernel": launch.kernel, "fused": dict(launch.facts)["FUSED"], **taken_by(result)}
-
-
-def taken_by(module: Any) -> dict[str, Any]:
-    """What a compiled kernel takes and uses."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(module.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        report = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    return {
-        "shared": module.metadata.shared, "registers": usage["REG"],
-        "stack": usage["STACK"] + usage["LOCAL"],
-        "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
-        "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
-        "roles": "setmaxnreg" in module.asm["ptx"],
-    }  # fmt: skip
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:

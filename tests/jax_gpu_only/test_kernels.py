@@ -21,7 +21,7 @@ import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core._blocks import BlockGeometry
 from ring_jax_gpu import _roles, ring_attention
-from ring_jax_gpu._call import Launch, arguments_of, stages_that_fit
+from ring_jax_gpu._call import Kernel, Launch, arguments_of, stages_of
 from ring_jax_gpu._compiled import Taken
 
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
@@ -47,6 +47,8 @@ _CASES = [
     Case("no-scale", CAUSAL, softmax_scale=0.0),
     Case("segments", CAUSAL, segments="padded", batch=2, heads=(1, 1)),
     Case("segments-pair", Mask(), segments="pair"),
+    Case("segments-chunks", Mask(chunk_size=100), segments="padded", seq_len=150),
+    Case("segments-documents", Mask(cu_seqlens=(0, 50, 150)), segments="pair", seq_len=150),
     Case("alibi", CAUSAL, alibi=2, batch=2, heads=(1, 1)),
     Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
     Case("bias", CAUSAL, bias="masked", batch=2, heads=(1, 1)),
@@ -195,7 +197,7 @@ def test_refusals_say_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than 64 MiB. Instead: use kernel='xla'" in many_tiles
 
 
-def _launch(kernel: str, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
+def _launch(kernel: Kernel, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
     facts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
     facts |= {"PADDED": dim, "PADDED_V": dim}
     return Launch(kernel, (), tuple(facts.items()), (1, 1, 1), 8, stages)
@@ -203,20 +205,20 @@ def _launch(kernel: str, block_q: int, block_k: int, dim: int, stages: int) -> L
 
 def test_fewer_stages_where_shared_memory_is_small() -> None:
     launch = _launch("attend", 128, 128, 128, 3)
-    assert stages_that_fit(launch, 2, 90) == 3
-    assert stages_that_fit(launch, 2, 80) == 2
-    assert stages_that_fit(launch, 2, 120) == 1
+    assert stages_of(launch, 2, 90) == 3
+    assert stages_of(launch, 2, 80) == 2
+    assert stages_of(launch, 2, 120) == 1
 
 
 def test_blocks_that_have_no_room_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="227 KiB of shared memory"):
-        stages_that_fit(_launch("add_to_keys", 256, 256, 256, 2), 2, 90)
+        stages_of(_launch("add_to_keys", 256, 256, 256, 2), 2, 90)
 
 
 def test_what_a_kernel_does_not_know_is_an_error() -> None:
     """jax-triton would take it for a constant."""
-    from ring_jax_gpu._forward import attend
-    from ring_jax_gpu._scores import Facts
+    from ring_core.triton.forward import attend
+    from ring_core.triton.scores import Facts
 
     facts = {name: 16 for name in Facts._fields if name != "TMA"}
     launch = Launch("attend", (), tuple(facts.items()), (1, 1, 1), 4, 2)

@@ -19,7 +19,7 @@ from tolerances import assert_close
 from ring_torch.kernels import KERNELS
 from ring_torch.local import LocalRankError
 
-NAMES = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "eager")
+NAMES = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
 WAYS = [(kernel, transport) for transport in ("p2p", "pull") for kernel in NAMES]
 RING = [case for case in CASES.values() if case.cp_size > 1 and case.dtype == "float32"]
 
@@ -60,7 +60,7 @@ def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any)
     count["passed"] += 1
 
 
-@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "eager"])
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "triton", "eager"])
 @pytest.mark.parametrize(
     "name", ["causal-zigzag-cp4", "window-both-plain-cp3", "documents-dealt-cp2"]
 )

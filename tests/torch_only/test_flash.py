@@ -164,7 +164,7 @@ def test_any_item_is_its_dense_mask(
     found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
 ) -> None:
     """Whole, as several documents in one launch, or one by one: forward and gradients."""
-    params = Params(Mask(), 0.3, softcap, 0.0, 0, None, None, None, deterministic=False)
+    params = Params(Mask(), 0.3, softcap)
     for item, cells in found:
         rows, columns = cells.shape
         shapes = ((batch, rows, 4, 3), (batch, columns, 2, 3), (batch, columns, 2, 5))
@@ -208,7 +208,7 @@ def _same(got: Tensor, expected: Tensor) -> None:
 
 def test_a_batch_of_documents_is_one_launch() -> None:
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, 0, None, np.array([0, 2, 2, 6]), np.array([0, 2, 2, 6]))
-    params = Params(Mask(), 1.0, None, 0.0, 0, None, None, None, deterministic=False)
+    params = Params(Mask(), 1.0)
     x = torch.zeros(3, 6, 1, 4)
     rows, columns = Rows(x, None, None, None, None, None), Columns(x, x, None, None)
     calls: list[Options] = []
@@ -260,7 +260,7 @@ def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
 
 def test_documents_keep_their_right_side() -> None:
     item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
-    params = Params(Mask(), 1.0, None, 0.0, 0, None, None, None, deterministic=False)
+    params = Params(Mask(), 1.0)
     q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
     rows, columns = Rows(q, None, None, None, None, None), Columns(k, k, None, None)
     a, b = (x.attend(rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))

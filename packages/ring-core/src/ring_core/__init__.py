@@ -8,6 +8,7 @@ from ring_core._blocks import EMPTY as EMPTY
 from ring_core._blocks import FULL as FULL
 from ring_core._blocks import PARTIAL as PARTIAL
 from ring_core._blocks import TILE as TILE
+from ring_core._blocks import BlockGeometry as BlockGeometry
 from ring_core._capabilities import Capabilities as Capabilities
 from ring_core._capabilities import KernelConfig as KernelConfig
 from ring_core._capabilities import RankMismatchError as RankMismatchError

@@ -10,38 +10,35 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ring_core import UnsupportedError
+from ring_core.triton.blocks import HOPPER, Blocks, stages_that_fit
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array
 
 Arrays = dict[str, Array]
+Kernel = Literal["attend", "add_to_queries", "add_to_keys", "add_to_bias"]
 
-_CAREFUL = 32  # queries and keys a block where numbers are not finite
-_HOPPER = 90  # the first compute capability with a copy engine for tiles
 _GLUON = (3, 9)  # of Triton
 
-# Bytes of shared memory that a block may have, by compute capability.
-_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-_SHARED_ELSEWHERE = 99 << 10
-_BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
-
 # Parameters of kernels that are other views of an array: of queries and output gradients for blocks
-# that are done with care, of keys and values for each by itself.
-_VIEWS = {"q_pointer": "q", "dout_pointer": "dout", "k": "kv", "v": "kv"}
+# that are done with care, of keys and values, which lie side by side, for each by itself.
+_VIEWS = {
+    "q_pointer": "q", "dout_pointer": "dout", "k": "kv", "v": "kv", "k_pointer": "kv",
+    "v_pointer": "kv",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Launch:
     """What is known of a launch when it is traced; hashable."""
 
-    kernel: str
+    kernel: Kernel
     numbers: tuple[tuple[str, int], ...]
     facts: tuple[tuple[str, Any], ...]  # of ``_scores.Facts``, but for ``TMA``
     grid: tuple[int, int, int]
@@ -96,7 +93,7 @@ def _call_triton(
     """Call the kernel, or kernels, on the GPU that is compiled for."""
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
     capability = compute_capability()
-    if launch.hopper and capability == _HOPPER and has_roles():
+    if launch.hopper and capability == HOPPER and has_roles():
         from ring_jax_gpu import _roles
 
         found = _roles.run(launch, by_name)
@@ -113,8 +110,8 @@ def _call_one(
     import jax_triton
 
     kernel = kernel_of(launch)
-    stages = stages_that_fit(launch, by_name["q"].dtype.itemsize, capability)
-    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= _HOPPER)
+    stages = stages_of(launch, by_name["q"].dtype.itemsize, capability)
+    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= HOPPER)
     changed = [name for name in may_change if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
     operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
@@ -139,9 +136,9 @@ def _call_one(
 
 def kernel_of(launch: Launch) -> Any:
     """The kernel of plain Triton."""
-    from ring_jax_gpu import _backward, _forward
+    from ring_core.triton import backward, forward
 
-    return getattr(_forward if launch.kernel == "attend" else _backward, launch.kernel)
+    return getattr(forward if launch.kernel == "attend" else backward, launch.kernel)
 
 
 def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
@@ -168,31 +165,16 @@ def compute_capability() -> int:
     return 10 * int(major) + int(minor)
 
 
-def stages_that_fit(launch: Launch, itemsize: int, capability: int) -> int:
-    """How many blocks may be on their way at once: as many as were chosen, or as there is room for.
+def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
+    """How many blocks may be on their way at once.
 
     Raises:
-        UnsupportedError: A GPU has no room for one of this size.
+        UnsupportedError: A GPU has no room for a block.
     """
-    facts = dict(launch.facts)
-    q, k = int(facts["BLOCK_Q"]), int(facts["BLOCK_K"])
-    both = int(facts["PADDED"] + facts["PADDED_V"])
-    if launch.kernel == "add_to_keys":
-        held, fetched = k * both, q * both
-        if facts["FUSED"]:  # what is added to dQ, in float32
-            held += 4 * q * max(k, facts["PADDED"]) // itemsize
-    else:
-        held, fetched = q * (facts["PADDED"] if launch.kernel == "attend" else both), k * both
-    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
-    room = (shared - _BARRIERS) // itemsize - held
-    if room < fetched // 2:  # one stage may fetch one array after the other
-        raise UnsupportedError(
-            f"kernel 'triton': {q} queries and {k} keys a block with head dims {facts['D']} and "
-            f"{facts['DV']} need more than the {shared >> 10} KiB of shared memory of this GPU. "
-            "Instead: leave out block_q and block_k, or choose smaller ones"
-        )
-    most = launch.stages if capability >= _HOPPER else 2  # threads that fetch need registers for it
-    return max(1, min(launch.stages, most, room // fetched))
+    facts: dict[str, Any] = dict(launch.facts)
+    blocks = Blocks(facts["BLOCK_Q"], facts["BLOCK_K"], launch.warps, launch.stages)
+    name = "add_to_all" if facts["FUSED"] else launch.kernel
+    return stages_that_fit(name, blocks, (facts["D"], facts["DV"]), itemsize, capability)
 
 
 def arguments_of(
@@ -202,15 +184,12 @@ def arguments_of(
 
     jax-triton takes a name that it does not know for a constant; here that is an error.
     """
-    from ring_jax_gpu._scores import Facts
+    from ring_core.triton.scores import Facts, as_constants, careful_facts
 
     copied = has_copy_engine and launch.kernel != "add_to_bias" and _can_be_copied(launch, arrays)
     facts = Facts(**dict(launch.facts), TMA=copied)
-    small = {"BLOCK_Q": min(_CAREFUL, facts.BLOCK_Q), "BLOCK_K": min(_CAREFUL, facts.BLOCK_K)}
-    careful = facts._replace(
-        **small, TMA=False, EVEN_Q=False, EVEN_K=False, LISTED=False, ALL_PARTIAL=True
-    )
-    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": facts, "careful": careful}
+    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": as_constants(facts)}
+    known["careful"] = as_constants(careful_facts(facts))
     known |= {name: arrays[of] for name, of in _VIEWS.items() if of in arrays}
     if facts.TMA:
         known |= _descriptors(facts, arrays)

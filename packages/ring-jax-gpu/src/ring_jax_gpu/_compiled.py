@@ -97,7 +97,7 @@ def type_name(parameter: Parameter) -> str:
     if parameter is None:
         return "constexpr"
     if isinstance(parameter, int):
-        return "i32"
+        return "i32" if parameter < 2**31 else "i64"
     dtype = parameter.dtype if isinstance(parameter, Made) else parameter.array.dtype.name
     kind = _TYPES[str(dtype)]
     if isinstance(parameter, Made) or parameter.tiles is None:
@@ -148,7 +148,7 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
         if x is None:
             continue
         if isinstance(x, int):
-            handed.append(gpu_triton.create_scalar_parameter(x, "i32"))
+            handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
         elif isinstance(x, Taken) and x.tiles is not None:
             meta, tiles = next(descriptors), x.tiles
             handed.append(

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, UnsupportedError
+from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
+from ring_core.triton.blocks import (
+    Blocks,
+    Pass,
+    choose_blocks,
+    come_in_eights,
+    heads_together,
+    padded,
+)
 from ring_jax._types import Array, Columns, Result, Rows, Static, Upstream, Work
-from ring_jax_gpu._blocks import Blocks, Pass, choose_blocks, padded
-from ring_jax_gpu._call import Launch, run
+from ring_jax_gpu._call import Kernel, Launch, run
 from ring_jax_gpu._visits import (
     FULL,
     PARTIAL,
@@ -26,10 +34,6 @@ from ring_jax_gpu._visits import (
 
 Arrays = dict[str, Array]
 
-# Heads take turns as long as what they read is no more than this: keys and values of blocks of
-# queries, queries of blocks of keys. Measured on an H200.
-_KEYS_TOGETHER = 16 * 2**20
-_QUERIES_TOGETHER = 64 * 2**20
 _HOPPER_DIMS = (64, 128)
 
 
@@ -57,7 +61,7 @@ class Call:
     def add_to_keys(self, upstream: Upstream, dkv: Array, *, fresh: bool = False) -> Array:
         """Add the gradients of keys and values, or, if ``fresh``, yield them."""
         launch, given = self._plan("add_to_keys", upstream, fresh=fresh)
-        return run(launch, given, {"dkv": dkv})["dkv"]
+        return run(launch, given, {"dk": dkv})["dk"]
 
     def add_to_all(
         self, upstream: Upstream, dq: Array, dkv: Array, *, fresh: bool, only_on_hopper: bool
@@ -68,8 +72,8 @@ class Call:
             queries, _ = self._plan("add_to_queries", upstream)
             keys, _ = self._plan("add_to_keys", upstream, fresh=fresh)
             launch = replace(launch, otherwise=(queries, keys))
-        changed = run(launch, given, {"dq": dq, "dkv": dkv})
-        return changed["dq"], changed["dkv"]
+        changed = run(launch, given, {"dq": dq, "dk": dkv})
+        return changed["dq"], changed["dk"]
 
     def add_to_bias(self, upstream: Upstream, dbias: Array) -> Array:
         """Add the gradient of the bias."""
@@ -101,7 +105,8 @@ class Call:
         dbias: Array | None = None,
     ) -> tuple[Launch, Arrays]:  # fmt: skip
         """The launch of a kernel, and what it reads."""
-        kernel, fused = ("add_to_keys", True) if name == "add_to_all" else (name, False)
+        fused = name == "add_to_all"
+        kernel: Kernel = "add_to_keys" if name == "add_to_all" else name
         blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
         given = {"q": self.rows.q, "kv": self.columns.kv, **self._marks(), **self._options()}
         given |= {} if upstream is None else upstream._asdict()
@@ -111,7 +116,7 @@ class Call:
             sides = (self.rows.cells, self.columns.cells)
             given["cells"] = in_documents(*(sides if goes_by_rows else sides[::-1]))
         is_listed = self.work.kinds is not None or self.rows.ids is not None
-        numbers = self._numbers
+        numbers = self._numbers | self._strides(kernel)
         if kernel != "add_to_bias":
             numbers["visits_batch"] = 0
         if is_listed and kernel != "add_to_bias":
@@ -123,8 +128,7 @@ class Call:
             numbers["visits_batch"] = outer * inner if many > 1 else 0
         facts = {
             "LISTED": is_listed or kernel == "add_to_bias", "FUSED": fused,
-            "FRESH": fresh and kernel != "add_to_queries", "Q_HEADS": 0, "KV_HEADS": 0,
-            **self._facts, **self._sizes(blocks),
+            "FRESH": fresh and kernel != "add_to_queries", **self._facts, **self._sizes(blocks),
         }  # fmt: skip
         batch, heads, q_len = self.rows.q.shape[:3]
         _, kv_heads, k_len, _ = self.columns.kv.shape
@@ -133,11 +137,12 @@ class Call:
             shape = dbias.shape
             numbers |= {
                 "shared_batch": batch // shape[0], "shared_heads": heads // shape[1],
-                "bias_heads": shape[1],
+                "bias_heads": shape[1], "dbias_batch": shape[1] * q_len * k_len,
+                "dbias_head": q_len * k_len, "dbias_row": k_len,
             }  # fmt: skip
             grid = (across, down, shape[0] * shape[1])
         else:
-            numbers["together"] = self._together(goes_by_rows)
+            numbers["together"] = self._together(name)
             many = down * batch * heads if goes_by_rows else across * batch * kv_heads
             grid = (many, 1, 1)
         hopper = name in ("attend", "add_to_all") and self.suits_hopper
@@ -147,19 +152,13 @@ class Call:
         )  # fmt: skip
         return launch, given
 
-    def _together(self, goes_by_rows: bool) -> int:
-        """How many heads take turns; of queries, those that share keys always do."""
+    def _together(self, name: Pass) -> int:
         batch, heads, q_len, head_dim = self.rows.q.shape
         kv_heads, k_len = self.columns.kv.shape[1:3]
-        group = heads // kv_heads
         row = (head_dim + self._v_dim) * self.rows.q.dtype.itemsize
-        if goes_by_rows:
-            wanted = _KEYS_TOGETHER // max(1, k_len * row)
-        else:
-            wanted = _QUERIES_TOGETHER // max(1, q_len * group * row)
-        many = batch * kv_heads
-        together = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
-        return together * group if goes_by_rows else together
+        return heads_together(
+            name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
+        )
 
     @property
     def _v_dim(self) -> int:
@@ -182,15 +181,35 @@ class Call:
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // columns.kv.shape[1],
             "slopes_batch": heads if per_batch else 0,
             "bias_batch": of_bias[1] * q_len * k_len if of_bias[0] > 1 else 0,
-            "bias_head": q_len * k_len if of_bias[1] > 1 else 0,
+            "bias_head": q_len * k_len if of_bias[1] > 1 else 0, "bias_row": k_len,
         }  # fmt: skip
+
+    def _strides(self, kernel: Kernel) -> dict[str, int]:
+        """From batch row to batch row and from head to head of what a kernel touches."""
+        _, heads, q_len, dim = self.rows.q.shape
+        _, kv_heads, k_len, both = self.columns.kv.shape
+        queries, keys = (heads, q_len), (kv_heads, k_len)
+        shapes = {
+            "q": (*queries, dim), "k": (*keys, both), "v": (*keys, both),
+            "out": (*queries, self._v_dim), "lse": (*queries, 1),
+        }  # fmt: skip
+        if kernel in ("add_to_queries", "add_to_keys"):
+            shapes["dq"] = (*queries, dim)
+        if kernel == "add_to_keys":
+            shapes |= {"dk": (*keys, both), "dv": (*keys, both)}
+        found: dict[str, int] = {}
+        for name, (many, length, row) in shapes.items():
+            found |= {f"{name}_batch": many * length * row, f"{name}_head": length * row}
+        return found
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
         """What the kernels are compiled for, but for sizes."""
-        static = self.static
+        static, both = self.static, self.columns.kv.shape[3]
         return {
-            "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
+            "BESIDE": True, "BIAS_BY_POSITION": False, "EIGHTS": _come_in_eights(static.plan), "Q_STEP": static.head_dim, "K_STEP": both,
+            "V_STEP": both, "OUT_STEP": self._v_dim, "DQ_STEP": static.head_dim, "DK_STEP": both,
+            "DV_STEP": both, "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
             "PADDED_V": padded(self._v_dim), "ITEMS": self.work.items.shape[0],
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": static.scale,
             "SOFTCAP": static.softcap,
@@ -247,4 +266,10 @@ class Call:
         which = jnp.asarray(index)[ranks[0], ranks[1]]
         kinds = self.work.kinds
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
-        return {"bits": jnp.asarray(bits), "tiles": which.astype(jnp.int32)}
+        return {"bits": jnp.asarray(bits.view(np.int32)), "tiles": which.astype(jnp.int32)}
+
+
+@lru_cache(maxsize=64)
+def _come_in_eights(plan: Plan) -> bool:
+    """Whether keys of all ranks do."""
+    return all(come_in_eights(plan.k_positions(rank)) for rank in range(plan.cp_size))

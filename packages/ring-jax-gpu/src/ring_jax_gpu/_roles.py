@@ -17,7 +17,7 @@ _HALF = 64  # of a block of queries, what one group of warps takes
 _STAGES = 2
 _UNEVEN = {"EVEN_Q": False, "EVEN_K": False}
 _KEY_HEADS_TOGETHER = 4  # which take turns in the backward, if there are as many
-_CHANGED = {"attend": ("out", "lse"), "add_to_keys": ("dq", "dkv")}
+_CHANGED = {"attend": ("out", "lse"), "add_to_keys": ("dq", "dk")}
 _DEFAULT_PROCESSORS = 132  # of an H100 or H200
 
 
@@ -70,23 +70,23 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
         "mass": _numbers(jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hot.SCALE)), hot.BLOCK),
         "slant": _numbers(-arrays["delta"], hot.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hot.BLOCK), changes=True),
-        "items": Taken(arrays["items"]), "dkv": _result(arrays["dkv"], facts["FRESH"], HEADS_BEHIND),
+        "items": Taken(arrays["items"]), "dkv": _result(arrays["dk"], facts["FRESH"], HEADS_BEHIND),
         "flags": Made((batch * kv_heads, blocks), "int32"),
         **_sizes(q, kv, together=math.gcd(batch * kv_heads, _KEY_HEADS_TOGETHER)),
     }  # fmt: skip
     programs = batch * kv_heads * blocks
     found = call(add_fast, parameters, {"facts": hot}, warps=8, programs=programs)
+    found["dk"] = found.pop("dkv")
     return _rest(launch, arrays | found, programs, blocks, BLOCK_Q=_HALF, BLOCK_K=_KEYS)
 
 
 def _rest(launch: Launch, arrays: Arrays, programs: int, across: int, **sizes: int) -> Arrays:
     """Do the blocks that flags name, in plain Triton; returns what the launch changed."""
     kernel = kernel_of(launch)
-    heads = {"Q_HEADS": arrays["q"].shape[1], "KV_HEADS": arrays["kv"].shape[1]}
-    rest = replace(
-        launch, facts=tuple((dict(launch.facts) | sizes | heads | _UNEVEN).items()),
-        numbers=(*launch.numbers, ("only_across", across)),
-    )  # fmt: skip
+    strides, steps = _heads_behind(launch, arrays)
+    numbers = dict(launch.numbers) | strides | {"only_across": across}
+    facts = dict(launch.facts) | steps | sizes | _UNEVEN
+    rest = replace(launch, facts=tuple(facts.items()), numbers=tuple(numbers.items()))
     arrays = {"only" if name == "flags" else name: x for name, x in arrays.items()}
     known = arguments_of(kernel, rest, arrays, has_copy_engine=False)
     constants = {name: known.pop(name) for name in ("facts", "careful")}
@@ -98,6 +98,23 @@ def _rest(launch: Launch, arrays: Arrays, programs: int, across: int, **sizes: i
         else:
             parameters[name] = x
     return call(kernel, parameters, constants, warps=4, programs=programs)
+
+
+def _heads_behind(launch: Launch, arrays: Arrays) -> tuple[dict[str, int], dict[str, int]]:
+    """Strides and steps of arrays ``[B, H, T, D]`` that lie in memory as ``[B, T, H, D]``."""
+    strides: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    (_, heads, q_len, dim), (_, kv_heads, k_len, both) = arrays["q"].shape, arrays["kv"].shape
+    queries, keys = (q_len, heads), (k_len, kv_heads)
+    shapes = {
+        "q": (*queries, dim), "out": (*queries, both - dim), "dq": (*queries, dim),
+        **dict.fromkeys(("k", "v", "dk", "dv"), (*keys, both)),
+    }  # fmt: skip
+    for name, (length, many, row) in shapes.items():
+        steps[f"{name.upper()}_STEP"] = many * row
+        if f"{name}_batch" in dict(launch.numbers):
+            strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
+    return strides, steps
 
 
 def _sizes(q: Any, kv: Any, *, together: int) -> dict[str, int]:

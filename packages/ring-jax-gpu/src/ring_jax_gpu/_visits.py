@@ -50,13 +50,23 @@ def block_kinds(rows: Rows, columns: Columns, work: Work, block_q: int, block_k:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)
-    if rows.ids is not None and columns.ids is not None:
-        meets, alike = _alike(_extremes(rows.ids, block_q), _extremes(columns.ids, block_k))
+    for mine, theirs in _numbered(rows, columns, work):
+        meets, alike = _alike(_extremes(mine, block_q), _extremes(theirs, block_k))
         live, full = live & meets, full & alike
     if work.kinds is not None:
         some, every = _in_tiles(work.kinds, grid, block_q, block_k)
         live, full = live & some, full & every
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+
+
+def _numbered(rows: Rows, columns: Columns, work: Work) -> list[tuple[Array, Array]]:
+    """Numbers ``[1 or B, T]`` and ``[1 or B, S]`` that have to be equal; tiles hold the cells."""
+    found = []
+    if rows.ids is not None and columns.ids is not None:
+        found.append((rows.ids, columns.ids))
+    if rows.cells is not None and columns.cells is not None and work.kinds is None:
+        found.append((rows.cells[None], columns.cells[None]))
+    return found
 
 
 def by_rows(kinds: Array) -> Visits:

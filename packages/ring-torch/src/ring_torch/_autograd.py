@@ -17,6 +17,8 @@ from ring_torch._gathered import gathered_backward, gathered_forward
 from ring_torch._keys import Keys
 from ring_torch.kernels._api import Upstream
 
+_DELTA_ROWS = 4096
+
 
 class RingAttention(torch.autograd.Function):
     """``(out, lse)`` of a call.
@@ -79,7 +81,7 @@ def backward_pass(
     ):
         delta = None
         if call.kernel.needs_delta or inputs.sinks is not None:
-            delta = (dout.to(call.wide) * out.to(call.wide)).sum(dim=-1).transpose(1, 2)
+            delta = _delta(dout, out, call.wide)
             delta = delta if dlse is None else delta - dlse
         found = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
         dsinks = None
@@ -118,6 +120,17 @@ def _carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Carrier:
         return pulls(call, keys, groups, facts)
     agree(call.ring, call.number, facts, header_device(call))
     return Messages(call, keys, groups)
+
+
+def _delta(dout: Tensor, out: Tensor, wide: torch.dtype) -> Tensor:
+    """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
+    batch, length, heads, _ = out.shape
+    delta = torch.empty(batch, heads, length, dtype=wide, device=out.device)
+    for start in range(0, length, _DELTA_ROWS):
+        rows = slice(start, start + _DELTA_ROWS)
+        product = dout[:, rows].to(wide) * out[:, rows].to(wide)
+        delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
+    return delta
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

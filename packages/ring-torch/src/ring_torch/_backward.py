@@ -179,11 +179,9 @@ def _help(
 
 def zero_row_grads(call: Call, rows: Rows) -> RowGrads:
     dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
-    dbias = (
-        None
-        if rows.bias is None
-        else torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
-    )
+    dbias = None
+    if rows.bias is not None and call.params.bias_grad:
+        dbias = torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
     return RowGrads(dq, dbias)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask, Plan, Request, Schedule, checks, make_plan
+from ring_core.triton.blocks import come_in_eights
 from ring_torch._comm import Facts, Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
@@ -81,7 +82,8 @@ class Call:
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> Columns:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
-        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments)
+        eights = self.needs_index and _come_in_eights(self.plan, rank)
+        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights)
 
 
 def keys_of(inputs: Inputs) -> list[Tensor]:
@@ -150,13 +152,16 @@ def check_call(
         grad = torch.is_grad_enabled() and any(
             isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
         )
+        bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
+    else:
+        bias_grad = grad and bias is not None
     if isinstance(options.cu_seqlens, list):
         options = options._replace(cu_seqlens=tuple(options.cu_seqlens))
     facts = tuple(
         None if x is None and name not in ("q", "k", "v") else _fact(x, name)
         for x, name in zip(inputs, names, strict=True)
     )
-    given = (ring, schedule, facts, options, _types(options), grad, number > 0)
+    given = (ring, schedule, facts, options, _types(options), (grad, bias_grad), number > 0)
     try:
         hash(given)
     except TypeError:
@@ -192,11 +197,12 @@ def _prepare(
     facts: tuple[Fact | None, ...],
     options: Options,
     types: tuple[type, ...],
-    grad: bool,
+    grads: tuple[bool, bool],
     probe: bool,
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
     del types  # it only tells calls apart
+    grad, bias_grad = grads  # of anything, and of the bias
     q, *rest = (None if fact is None else fact.described() for fact in facts)
     k, v, q_ids, k_ids, sinks, bias, slopes = rest
     assert q is not None and k is not None and v is not None and facts[0] is not None
@@ -237,7 +243,8 @@ def _prepare(
     transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
     params = Params(
         plan.mask, scale, cap, float(options.dropout_p), options.dropout_seed or 0, config.block_q,
-        config.block_k, _boundaries(plan, device), options.deterministic,
+        config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
+        options.deterministic, bias_grad,
     )  # fmt: skip
     shapes = zip(
         ("q", "k", "v", "sinks", "bias", "alibi_slopes"),
@@ -249,7 +256,7 @@ def _prepare(
         "softmax_scale": scale, "softcap": cap,
         "dropout": [float(options.dropout_p), options.dropout_seed],
         "deterministic": options.deterministic, "return_lse": options.return_lse,
-        "segment_ids": q_ids is not None, "needs_grad": grad,
+        "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
         "kernel": choice.kernel.capabilities.name, "transport": transport,
         **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
     }  # fmt: skip
@@ -287,6 +294,11 @@ def _config(kernel: str | KernelConfig) -> KernelConfig:
         raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
     return config
+
+
+@lru_cache(maxsize=256)
+def _come_in_eights(plan: Plan, rank: int) -> bool:
+    return come_in_eights(plan.k_positions(rank))
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Fetch, Gather, WorkItem
+from ring_core.triton.blocks import come_in_eights
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier, Returning
@@ -258,7 +259,7 @@ def _dq(call: Call, gather: Gather, rows: Rows) -> Tensor:
 
 
 def _dbias(call: Call, rows: Rows) -> Tensor | None:
-    if rows.bias is None:
+    if rows.bias is None or not call.params.bias_grad:
         return None
     return torch.zeros_like(rows.bias, dtype=call.wide)
 
@@ -314,10 +315,12 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
 
 def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:
     """The keys of the buffer and all that belongs to them."""
-    position = None
+    position, eights = None, False
     if call.needs_index:
         position = torch.as_tensor(gather.positions, device=call.device)
-    return Columns(*keys.split(tensors[0]), position, tensors[1] if keys.segments else None)
+        eights = come_in_eights(gather.positions)
+    segments = tensors[1] if keys.segments else None
+    return Columns(*keys.split(tensors[0]), position, segments, eights)
 
 
 def _unseen(call: Call, gather: Gather, inputs: Inputs) -> Result:

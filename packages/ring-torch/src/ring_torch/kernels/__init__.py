@@ -22,9 +22,12 @@ from ring_torch.kernels.fa2 import FA2
 from ring_torch.kernels.fa3 import FA3
 from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
+from ring_torch.kernels.triton import TritonKernel
 
 #: As fast as they are on Hopper and Blackwell.
-KERNELS: tuple[Kernel, ...] = (FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), EagerKernel())
+KERNELS: tuple[Kernel, ...] = (
+    FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), TritonKernel(), EagerKernel(),
+)  # fmt: skip
 KERNEL_NAMES: tuple[str, ...] = (
     "auto",
     *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS),
@@ -60,10 +63,11 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
         fused_backward=config.fused_backward is not None,
     )
     if config.name != "auto":
-        return Choice(_named(config.name, request, plan), ())
+        return Choice(_named(config, request, plan), ())
     passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in in_order(request.device):
         reasons = refusals(kernel.capabilities, request, plan) or _absence(kernel, request)
+        reasons = reasons or _misfits(kernel, config, request, plan)
         if not reasons:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel.capabilities, reasons))
@@ -78,8 +82,9 @@ def in_order(device: str) -> tuple[Kernel, ...]:
     return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))
 
 
-def _named(name: str, request: Request, plan: Plan) -> Kernel:
+def _named(config: KernelConfig, request: Request, plan: Plan) -> Kernel:
     """The kernel of a name; it never falls back."""
+    name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
     fitting = [kernel for kernel in named if request.device in kernel.capabilities.devices]
     kernel = (fitting or named)[0]
@@ -87,7 +92,14 @@ def _named(name: str, request: Request, plan: Plan) -> Kernel:
     require(kernel.capabilities, request, plan, others=here)
     if absent := _absence(kernel, request):
         raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
+    if misfits := _misfits(kernel, config, request, plan):
+        raise UnsupportedError(f"kernel {name!r}: {'; '.join(misfits)}. Instead: use kernel='auto'")
     return kernel
+
+
+def _misfits(kernel: Kernel, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+    """What a call's settings ask of a kernel that it cannot do on this machine."""
+    return kernel.misfits(config, request, plan) if isinstance(kernel, TritonKernel) else ()
 
 
 def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, Mask, Plan, WorkItem
+from ring_core import BlockGeometry, Capabilities, Mask, Plan, WorkItem
 
 _MERGED_ROWS = 512
 
@@ -25,13 +25,16 @@ class Params:
 
     mask: Mask
     scale: float
-    softcap: float | None
-    dropout_p: float
-    dropout_seed: int
-    block_q: int | None
-    block_k: int | None
-    boundaries: Tensor | None  # document and chunk borders, for predicates
-    deterministic: bool
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    block_q: int | None = None
+    block_k: int | None = None
+    fused_backward: bool = False
+    boundaries: Tensor | None = None  # document and chunk borders, for predicates
+    blocks: BlockGeometry | None = None  # a predicate's tiles
+    deterministic: bool = False
+    bias_grad: bool = False  # the bias wants its gradient
 
 
 class Rows(NamedTuple):
@@ -70,11 +73,13 @@ class Columns(NamedTuple):
     v: Tensor
     position: Tensor | None  # [m] global index of each key, where an option needs it
     segments: Tensor | None  # [B, m] int32
+    eights: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
 
     def take(self, part: slice) -> Columns:
         """The same for a slice of the keys."""
         segments = None if self.segments is None else self.segments[:, part]
-        return Columns(self.k[:, part], self.v[:, part], _part(self.position, part), segments)
+        position, eights = _part(self.position, part), self.eights and part.start % 8 == 0
+        return Columns(self.k[:, part], self.v[:, part], position, segments, eights)
 
     def share(self, n: int, groups: int) -> Columns:
         """The same for the ``n``-th of so many groups of heads."""
@@ -263,7 +268,9 @@ def added_up(
     """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
     dtype = wide(rows.q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-    dbias = None if rows.bias is None else torch.zeros_like(rows.bias, dtype=dtype)
+    dbias = None
+    if rows.bias is not None and params.bias_grad:
+        dbias = torch.zeros_like(rows.bias, dtype=dtype)
     kernel.backward(rows, columns, upstream, item, params, RowGrads(dq, dbias), ColumnGrads(dk, dv))
     return ItemGrads(dq, dk, dv, dbias)
 

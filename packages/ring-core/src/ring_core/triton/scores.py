@@ -1,13 +1,13 @@
 """One block of scores on the chip: which part of it shows, and the options that change it.
 
-Plain Triton: nothing here knows of JAX. A kernel keeps a block of one side in registers, its outer
+A kernel keeps a block of one side in registers, its outer
 side, and walks along the other, its inner side: queries and keys in the forward and for dQ, keys
 and queries for dK and dV. Rows and columns come as index tensors that broadcast against each other,
 ``[q, 1]`` and ``[1, k]`` or ``[1, q]`` and ``[k, 1]``, so that the same functions serve both ways.
 """
 
 # What a kernel works on has no type in Python.
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from ring_core.triton.blocks import CAREFUL
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -41,9 +43,12 @@ class Facts(NamedTuple):
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
         EVEN_Q, EVEN_K: Lengths are multiples of the blocks.
         FUSED: The kernel for dK and dV adds to dQ as well.
-        FRESH: Results hold nothing yet and are not read: the output, or dK and dV.
-        Q_HEADS, KV_HEADS: 0, or how many heads lie beside each other, tokens first: ``[B, T, H,
-            D]`` where ``[B, H, T, D]`` is written. ``lse`` and delta are ``[B, H, T]`` ever.
+        FRESH: Results hold nothing yet and are not read; but for dQ where ``FUSED`` adds to it.
+        BESIDE: Values lie behind their keys, in the same rows, and so do their gradients.
+        BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
+        EIGHTS: Positions of keys come in eights: ``k_at[8 n]`` is a multiple of 8, seven follow.
+        Q_STEP, K_STEP, V_STEP, OUT_STEP, DQ_STEP, DK_STEP, DV_STEP: From a token of a head to the
+            next, in numbers; ``OUT_STEP`` is of the output or of its gradient.
     """
 
     D: tl.constexpr
@@ -63,8 +68,54 @@ class Facts(NamedTuple):
     EVEN_K: tl.constexpr
     FUSED: tl.constexpr
     FRESH: tl.constexpr
-    Q_HEADS: tl.constexpr
-    KV_HEADS: tl.constexpr
+    BESIDE: tl.constexpr
+    BIAS_BY_POSITION: tl.constexpr
+    EIGHTS: tl.constexpr
+    Q_STEP: tl.constexpr
+    K_STEP: tl.constexpr
+    V_STEP: tl.constexpr
+    OUT_STEP: tl.constexpr
+    DQ_STEP: tl.constexpr
+    DK_STEP: tl.constexpr
+    DV_STEP: tl.constexpr
+
+
+def careful_facts(facts: Facts) -> Facts:
+    """Facts of the blocks that are done again, where numbers are not finite."""
+    return facts._replace(
+        BLOCK_Q=min(CAREFUL, facts.BLOCK_Q), BLOCK_K=min(CAREFUL, facts.BLOCK_K), TMA=False,
+        EVEN_Q=False, EVEN_K=False, LISTED=False, ALL_PARTIAL=True,
+    )  # fmt: skip
+
+
+def as_constants(facts: Facts) -> Facts:
+    """Facts as Triton 3.6 and 3.7 take them, whose functions want constants of its own kind."""
+    return Facts(*(x if x is None else tl.constexpr(x) for x in facts))
+
+
+class Strides(NamedTuple):
+    """From a batch row to the next and from a head to the next, in numbers.
+
+    ``out`` stands for the output or its gradient, ``lse`` for ``lse`` and delta. A kernel has
+    ``None`` for what it does not touch.
+    """
+
+    q_batch: Any
+    q_head: Any
+    k_batch: Any
+    k_head: Any
+    v_batch: Any
+    v_head: Any
+    out_batch: Any
+    out_head: Any
+    lse_batch: Any
+    lse_head: Any
+    dq_batch: Any = None
+    dq_head: Any = None
+    dk_batch: Any = None
+    dk_head: Any = None
+    dv_batch: Any = None
+    dv_head: Any = None
 
 
 class Options(NamedTuple):
@@ -80,8 +131,9 @@ class Options(NamedTuple):
         q_index: int32 ``[T]``, indices among the queries.
         tiles: int32 ``[ceil(T / 128), ceil(S / 128)]``, which tile of ``bits``; -1 shows all, -2
             nothing.
-        bits: uint8 ``[n, 128, 16]``, tiles of a predicate, the first column in the lowest bit.
-        bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch`` and ``bias_head``.
+        bits: int32 ``[n, 128, 4]``, tiles of a predicate, the first column in the lowest bit.
+        bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch``, ``bias_head`` and
+            ``bias_row``; with ``Facts.BIAS_BY_POSITION`` its columns are positions.
         slopes: float32 ``[B or 1, H]`` with the stride ``slopes_batch``.
         dropout: int32 ``[4]``: the seed's low and high words, the first batch row and head.
     """
@@ -98,6 +150,7 @@ class Options(NamedTuple):
     bias: Any
     bias_batch: Any
     bias_head: Any
+    bias_row: Any
     slopes: Any
     slopes_batch: Any
     dropout: Any
@@ -118,32 +171,29 @@ def turn_and_head(blocks, together):
 
 
 @triton.jit
-def place_of(head, tokens, length, HEADS: tl.constexpr):
-    """Where tokens of a head lie in ``[heads, length]``, or in ``[B, length, HEADS]``."""
-    if HEADS == 0:
-        place = head.to(tl.int64) * length + tokens
-    else:
-        place = ((head // HEADS).to(tl.int64) * length + tokens) * HEADS + head % HEADS
-    return place
+def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
+    """Where a head begins; a descriptor knows them all."""
+    if not TMA:
+        x += batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return x
 
 
 @triton.jit
 def load_tile(
-    x, head, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    HEADS: tl.constexpr,
+    x, flat, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tokens ``start`` and on of one head of ``[heads, length, STRIDE]``, dims ``AT`` and on.
+    """Tokens ``start`` and on of one head, dims ``AT`` and on.
 
-    What lies beyond the length, or beyond ``DIM``, is zero. ``x`` is a descriptor, whose blocks
-    the copy engine fetches, or a pointer.
+    What lies beyond the length, or beyond ``DIM``, is zero. ``x`` points at the head, or is a
+    descriptor of ``[B * heads, length, dims]``, whose blocks the copy engine fetches.
     """
     if TMA:
-        tile = x.load([head, start, AT]).reshape(BLOCK, PADDED)
+        tile = x.load([flat, start, AT]).reshape(BLOCK, PADDED)
     else:
         token, dim = tl.arange(0, BLOCK), tl.arange(0, PADDED)
-        first = x + place_of(head, start, length, HEADS) * STRIDE + AT
-        at = first + token[:, None] * (STRIDE * max(HEADS, 1)) + dim[None, :]
+        first = x + tl.cast(start, tl.int64) * STEP + AT
+        at = first + token[:, None] * STEP + dim[None, :]
         if EVEN and DIM == PADDED:
             tile = tl.load(at)
         else:
@@ -153,38 +203,38 @@ def load_tile(
 
 
 @triton.jit
-def load_keys(k, head, start, length, facts):
+def load_keys(k, flat, start, length, facts):
     """A block of keys ``[BLOCK_K, PADDED]``."""
     return load_tile(
-        k, head, start, length, facts.D, facts.PADDED, 0, facts.D + facts.DV, facts.BLOCK_K,
-        facts.TMA, facts.EVEN_K, facts.KV_HEADS,
+        k, flat, start, length, facts.D, facts.PADDED, 0, facts.K_STEP, facts.BLOCK_K, facts.TMA,
+        facts.EVEN_K,
     )  # fmt: skip
 
 
 @triton.jit
-def load_values(v, head, start, length, facts):
-    """A block of values ``[BLOCK_K, PADDED_V]``, which lie beside their keys."""
+def load_values(v, flat, start, length, facts):
+    """A block of values ``[BLOCK_K, PADDED_V]``."""
     return load_tile(
-        v, head, start, length, facts.DV, facts.PADDED_V, facts.D, facts.D + facts.DV,
-        facts.BLOCK_K, facts.TMA, facts.EVEN_K, facts.KV_HEADS,
+        v, flat, start, length, facts.DV, facts.PADDED_V, facts.D if facts.BESIDE else 0,
+        facts.V_STEP, facts.BLOCK_K, facts.TMA, facts.EVEN_K,
     )  # fmt: skip
 
 
 @triton.jit
-def load_queries(q, head, start, length, facts):
+def load_queries(q, flat, start, length, facts):
     """A block of queries ``[BLOCK_Q, PADDED]``."""
     return load_tile(
-        q, head, start, length, facts.D, facts.PADDED, 0, facts.D, facts.BLOCK_Q, facts.TMA,
-        facts.EVEN_Q, facts.Q_HEADS,
+        q, flat, start, length, facts.D, facts.PADDED, 0, facts.Q_STEP, facts.BLOCK_Q, facts.TMA,
+        facts.EVEN_Q,
     )  # fmt: skip
 
 
 @triton.jit
-def load_gradient(dout, head, start, length, facts):
+def load_gradient(dout, flat, start, length, facts):
     """A block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
     return load_tile(
-        dout, head, start, length, facts.DV, facts.PADDED_V, 0, facts.DV, facts.BLOCK_Q, facts.TMA,
-        facts.EVEN_Q, facts.Q_HEADS,
+        dout, flat, start, length, facts.DV, facts.PADDED_V, 0, facts.OUT_STEP, facts.BLOCK_Q,
+        facts.TMA, facts.EVEN_Q,
     )  # fmt: skip
 
 
@@ -243,11 +293,13 @@ def listed_blocks(visits, counts, visits_batch, batch, block, across):
 
 @triton.jit
 def visible_cells(
-    x, facts, batch, head, rows, cols, outer, inner, first, stop, ROWS: tl.constexpr
+    x, facts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, shift,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """What a block shows; ``outer`` and ``inner`` are its tokens as they broadcast.
 
     ``first`` and ``stop`` are the intervals of one item; a block of a list shows what any does.
+    ``shift`` is its bias, if there is one.
     """
     if facts.LISTED:
         visible = (outer < 0) & (inner < 0)
@@ -262,38 +314,57 @@ def visible_cells(
         theirs = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
         visible &= (mine == theirs) & (mine >= 0)
     if x.bias is not None:
-        shift = load_bias(x, batch, head, rows, cols)
         if x.bits is not None:  # a number says both: Triton 3.9 cannot move single bits about
-            shift += tl.log2(in_tiles(x, rows, cols).to(tl.float32))
+            shift += tl.log2(in_tiles(x, facts, row_start, col_start, rows, cols).to(tl.float32))
         visible &= shift > -_INF
     elif x.bits is not None:
-        visible &= in_tiles(x, rows, cols) > 0
+        visible &= in_tiles(x, facts, row_start, col_start, rows, cols) > 0
     return visible
 
 
 @triton.jit
-def in_tiles(x, rows, cols):
-    """What a predicate shows: 1, else 0."""
-    real = (rows < x.q_len) & (cols < x.k_len)
+def in_tiles(x, facts, row_start, col_start, rows, cols):
+    """What a predicate shows: 1, else 0; beyond the lengths it may be either."""
     across = (x.k_len + TILE - 1) // TILE
-    which = tl.load(x.tiles + (rows // TILE) * across + cols // TILE, mask=real, other=-2)
-    place = which * (TILE * TILE // 8) + (rows % TILE) * (TILE // 8) + (cols % TILE) // 8
-    word = tl.load(x.bits + place, mask=which >= 0, other=0).to(tl.int32)
-    return (tl.where(which == -1, 255, word) >> (cols % 8)) & 1
+    if facts.BLOCK_Q <= TILE and facts.BLOCK_K <= TILE:  # the block lies in one tile
+        which = tl.load(x.tiles + (row_start // TILE) * across + col_start // TILE)
+    else:
+        real = (rows < x.q_len) & (cols < x.k_len)
+        at = (rows // TILE) * across + cols // TILE
+        which = tl.load(x.tiles + at, mask=real, other=-2)
+    place = which * (TILE * TILE // 32) + (rows % TILE) * (TILE // 32) + (cols % TILE) // 32
+    word = tl.load(x.bits + place, mask=place >= 0, other=0)  # no tile has a negative place
+    return (tl.where(which == -1, -1, word) >> (cols % 32)) & 1
 
 
 @triton.jit
-def load_bias(x, batch, head, rows, cols):
+def load_bias(x, facts, batch, head, rows, cols):
     """The bias of a block, float32; ``-inf`` beyond the lengths."""
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
-    place = rows.to(tl.int64) * x.k_len + cols
     real = (rows < x.q_len) & (cols < x.k_len)
+    place = rows.to(tl.int64) * x.bias_row + bias_columns(x, facts, cols)
     return tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
 
 
 @triton.jit
-def bent(x, facts, products, batch, head, rows, cols):
-    """Scores in base 2, from products of queries and keys, and the slope of the soft cap."""
+def bias_columns(x, facts, cols):
+    """Which columns of the bias belong to keys."""
+    if facts.BIAS_BY_POSITION:
+        cols = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
+        if facts.EIGHTS:  # so that a thread may load eight at once
+            if cols.shape[0] == 1:
+                cols = tl.max_contiguous(tl.multiple_of(cols, (1, 8)), (1, 8))
+            else:
+                cols = tl.max_contiguous(tl.multiple_of(cols, (8, 1)), (8, 1))
+    return cols
+
+
+@triton.jit
+def bent(x, facts, products, shift, batch, head, rows, cols):
+    """Scores in base 2, from products of queries and keys, and the slope of the soft cap.
+
+    ``shift`` is the bias of the block, if there is one.
+    """
     if facts.SOFTCAP is not None:
         # 1 - 2 / (exp(2 x) + 1): overflows to 1, where (e - 1) / (e + 1) would be NaN
         grown = tl.exp2(products * (2 * LOG2E * facts.SCALE / facts.SOFTCAP))
@@ -305,9 +376,10 @@ def bent(x, facts, products, batch, head, rows, cols):
         squashed = tl.where(y < 0.0625, small * series, squashed)
         scores, slope = squashed * (facts.SOFTCAP * LOG2E), 1.0 - squashed * squashed
     else:
-        scores, slope = products * (facts.SCALE * LOG2E), None
+        scores = products * (facts.SCALE * LOG2E)
+        slope = scores  # it is not read; Triton 3.6 cannot return None
     if x.bias is not None:
-        scores += load_bias(x, batch, head, rows, cols) * LOG2E
+        scores += shift * LOG2E
     if x.slopes is not None:
         slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * LOG2E
         q_at = tl.load(x.q_at + rows, mask=rows < x.q_len, other=0)
@@ -317,25 +389,42 @@ def bent(x, facts, products, batch, head, rows, cols):
 
 
 @triton.jit
-def kept(x, facts, batch, head, rows, cols):
+def kept(x, facts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
     """Dropout's factor for each score: Philox-4x32-10, keyed by global indices.
 
-    Words below ``DROPPED`` drop; it is 2**32 times the probability.
+    Words below ``DROPPED`` drop; it is 2**32 times the probability. Four keys beside each other
+    share what is drawn, if they lie so.
     """
     low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
-    i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
-    j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
-    nothing = (rows + cols) * 0
+    seed = low | (high << 32)
     b, h = tl.load(x.dropout + 2) + batch, tl.load(x.dropout + 3) + head
-    zero, one, two, three = tl.philox(
-        low | (high << 32), (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
-    )
-    lane = j & 3
-    word = tl.where(lane < 2, tl.where(lane == 0, zero, one), tl.where(lane == 2, two, three))
-    return tl.where(
+    if facts.EIGHTS:
+        rows = row_start + tl.arange(0, facts.BLOCK_Q)[:, None]
+        cols = col_start + 4 * tl.arange(0, facts.BLOCK_K // 4)[None, :]
+        i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
+        j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
+        nothing = (rows + cols) * 0
+        zero, one, two, three = tl.philox(
+            seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
+        )
+        word = tl.join(tl.join(zero, two), tl.join(one, three))
+        word = tl.reshape(word, (facts.BLOCK_Q, facts.BLOCK_K))
+    else:
+        i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
+        j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
+        nothing = (rows + cols) * 0
+        zero, one, two, three = tl.philox(
+            seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
+        )
+        lane = j & 3
+        word = tl.where(lane < 2, tl.where(lane == 0, zero, one), tl.where(lane == 2, two, three))
+    factor = tl.where(
         word.to(tl.uint64) >= facts.DROPPED, 1.0 / (1.0 - facts.DROPPED / 4294967296.0), 0.0
     )
+    if facts.EIGHTS and not ROWS:
+        factor = tl.trans(factor)
+    return factor
 
 
 @triton.jit

@@ -1,0 +1,180 @@
+"""Which blocks of scores the Triton kernels compute, where bands alone do not say.
+
+A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
+the item which blocks to visit; where segment ids or a predicate decide, the blocks that are not
+empty are listed, for each block of the outer side: partial ones first, then full ones.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
+
+Kinds = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
+
+
+class Grid(NamedTuple):
+    """Blocks of an item's rectangle: queries and keys a block, and on which device lists lie."""
+
+    block_q: int
+    block_k: int
+    all_partial: bool  # every block needs its mask
+    by_columns: bool  # the outer side is the keys
+    device: torch.device
+    geometry: BlockGeometry | None  # of a predicate
+
+
+class Visits(NamedTuple):
+    """Which inner blocks each outer block visits, int32.
+
+    Attributes:
+        blocks: Their numbers, ``[1 or B, outer, inner]``.
+        counts: How many of them are partial and how many full, ``[1 or B, outer, 2]``.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+
+
+def visits(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -> Visits:
+    """The blocks of an item, with segment ids ``[B, n]`` of its rows and ``[B, m]`` columns."""
+    if segments is None:
+        return _without_segments(item, grid)
+    kinds = _kinds_on(item, grid)
+    q_min, q_max = (x[:, :, None] for x in _extremes(segments[0], grid.block_q))
+    k_min, k_max = (x[:, None, :] for x in _extremes(segments[1], grid.block_k))
+    meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
+    alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
+    return _listed(
+        torch.where(meets, torch.where(alike, kinds, kinds.clamp(max=PARTIAL)), EMPTY), grid
+    )
+
+
+@lru_cache(maxsize=256)
+def _without_segments(item: WorkItem, grid: Grid) -> Visits:
+    return _listed(_kinds_on(item, grid), grid)
+
+
+@lru_cache(maxsize=256)
+def _kinds_on(item: WorkItem, grid: Grid) -> Tensor:
+    """The kinds of an item's blocks but for segment ids, int32 ``[1, I, J]``."""
+    kinds = _in_band(item, grid.block_q, grid.block_k)
+    if item.cu_q is not None and item.cu_k is not None:
+        kinds = np.minimum(kinds, _in_documents(item.cu_q, item.cu_k, grid))
+    if item.tiles is not None:
+        kinds = np.minimum(kinds, _in_tiles(item, kinds.shape, grid))
+    return torch.as_tensor(kinds[None], device=grid.device)
+
+
+def _listed(kinds: Tensor, grid: Grid) -> Visits:
+    if grid.all_partial:
+        kinds = kinds.clamp(max=PARTIAL)
+    if grid.by_columns:
+        kinds = kinds.transpose(1, 2).contiguous()
+    order = torch.where(kinds == EMPTY, FULL + 1, kinds).to(torch.uint8)
+    blocks = torch.argsort(order, dim=2, stable=True).to(torch.int32)
+    counts = torch.stack([(kinds == kind).sum(dim=2) for kind in (PARTIAL, FULL)], dim=2)
+    return Visits(blocks, counts.to(torch.int32))
+
+
+def _kinds(live: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Kinds:
+    return np.where(live, np.where(full, FULL, PARTIAL), EMPTY).astype(np.int32)
+
+
+def _edges(length: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first token of each block, and the last."""
+    first = np.arange(0, length, block)
+    return first, np.minimum(first + block, length) - 1
+
+
+def _in_band(item: WorkItem, block_q: int, block_k: int) -> Kinds:
+    """The kinds of blocks, as the band says, ``[I, J]``; what reaches beyond is not full."""
+    q_len, k_len = item.q_stop - item.q_start, item.k_stop - item.k_start
+    top, bottom = (x[:, None] for x in _edges(q_len, block_q))
+    left, right = _edges(k_len, block_k)
+    lo, hi = (-FAR if item.lo is None else item.lo), (FAR if item.hi is None else item.hi)
+    live = (bottom - left >= lo) & (top - right <= hi)
+    inside = (top + block_q <= q_len) & (left + block_k <= k_len)
+    return _kinds(live, inside & (top - right >= lo) & (bottom - left <= hi))
+
+
+def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid: Grid) -> Kinds:
+    """The kinds of blocks, as documents say, ``[I, J]``."""
+    top, bottom = (
+        np.searchsorted(cu_q, x, side="right")[:, None] for x in _edges(int(cu_q[-1]), grid.block_q)
+    )
+    left, right = (
+        np.searchsorted(cu_k, x, side="right") for x in _edges(int(cu_k[-1]), grid.block_k)
+    )
+    live = (top <= right) & (left <= bottom)
+    return _kinds(live, (top == bottom) & (left == right) & (top == left))
+
+
+def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int32]:
+    """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
+    assert geometry.tiles is not None and item.tiles is not None
+    index = geometry.tiles[1][item.q_rank, item.kv_rank]
+    down, across = item.q_start // TILE, item.k_start // TILE
+    shape = item.tiles.shape
+    which = index[down : down + shape[0], across : across + shape[1]]
+    which = np.where(item.tiles == PARTIAL, which, np.where(item.tiles == FULL, -1, -2))
+    return which.astype(np.int32)
+
+
+def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
+    """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
+    assert grid.geometry is not None
+    sizes = min(TILE, grid.block_q), min(TILE, grid.block_k)
+    which = tile_numbers(item, grid.geometry)
+    some, every = (
+        x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
+        for x in _parts(grid.geometry, *sizes)
+    )
+    for axis, block in enumerate((grid.block_q, grid.block_k)):
+        some = _in_blocks(some, axis, shape[axis], block, beyond=False).any(axis=axis + 1)
+        every = _in_blocks(every, axis, shape[axis], block, beyond=True).all(axis=axis + 1)
+    return _kinds(some, every)
+
+
+def _in_blocks(flags: Flags, axis: int, blocks: int, size: int, *, beyond: bool) -> Flags:
+    """Flags of parts as ``blocks`` groups along an axis, the parts of a block along the next."""
+    each = max(1, size // TILE)
+    more = max(0, blocks * each - flags.shape[axis])
+    edges = [(0, more if n == axis else 0) for n in range(2)]
+    flags = np.pad(flags, edges, constant_values=beyond)
+    flags = flags.take(range(blocks * each), axis=axis)
+    return flags.reshape(*flags.shape[:axis], blocks, each, *flags.shape[axis + 1 :])
+
+
+@lru_cache(maxsize=32)
+def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Flags]:
+    """Whether parts of tiles show something, and all; ``[tiles + 2, 128 / rows, 128 / columns]``.
+
+    The last two are the tiles that show nothing and all: number -2 and -1.
+    """
+    assert geometry.tiles is not None
+    shape = TILE // rows, TILE // columns
+    some, every = (np.zeros((len(geometry.tiles[0]) + 2, *shape), bool) for _ in range(2))
+    for n, bits in enumerate(geometry.tiles[0]):
+        seen = np.unpackbits(bits, axis=1, bitorder="little").reshape(shape[0], rows, -1, columns)
+        some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    some[-1], every[-1] = True, True
+    return some, every
+
+
+def _extremes(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest id of each block of ``[B, n]``, ``[B, blocks]``."""
+    more = -ids.shape[1] % size
+    if more:
+        ids = torch.cat([ids, ids[:, -1:].expand(-1, more)], dim=1)
+    parts = ids.unflatten(1, (-1, size))
+    return parts.amin(dim=2), parts.amax(dim=2)

@@ -1,0 +1,123 @@
+"""Launches of the Triton kernels by ring_torch, compiled for GPUs that are not there.
+
+Run as a program, as a process that interprets kernels cannot compile them: it reads names of calls
+and writes what each kernel of each call takes, a line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ring_core import KernelConfig, Mask
+from ring_torch import _call, ring_attention
+from ring_torch.kernels import Choice, _launch
+from ring_torch.kernels.triton import TritonKernel
+
+_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+    torch.uint8: "u8",
+}  # fmt: skip
+_HERE = Path(__file__).resolve()
+_HEADS = 4
+
+#: Head dims and options of calls of 1,024 tokens.
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "causal": (128, {"causal": True}),
+    "fused": (128, {"causal": True, "kernel": KernelConfig("triton", fused_backward=True)}),
+    "wide": (256, {"causal": True}),
+    "odd": (80, {"window": (100, 3), "softcap": 5.0}),
+    "documents": (128, {"causal": True, "cu_seqlens": (0, 100, 500, 1024)}),
+    "predicate": (128, {"mask": Mask(predicate=lambda q, k: (q // 100 + k // 100) % 2 == 0)}),
+    "segments": (128, {"causal": True, "segment_ids": torch.zeros(1, 1024, dtype=torch.int32)}),
+    "dropout": (128, {"causal": True, "dropout_p": 0.1, "dropout_seed": 3}),
+    "alibi": (128, {"causal": True, "alibi_slopes": torch.ones(_HEADS)}),
+    "bias": (128, {"bias": torch.zeros(1, 1, 1024, 1024, requires_grad=True)}),
+}
+
+
+def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
+    """Compile the kernels of calls, in another process, for a compute capability."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, str(_HERE), str(arch), *names],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
+    """The launches of a call, forward and backward: what their kernels would be given."""
+    kept: list[dict[str, Any]] = []
+
+    def keep(kernel: Any, programs: Any, arguments: Mapping[str, Any], **options: int) -> None:
+        del programs
+        kept.append({"kernel": kernel, "arguments": arguments, **options})
+
+    dim, options = CALLS[name]
+    q, k, v = (
+        torch.zeros(1, 1024, heads, dim, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (_HEADS, 2, 2)
+    )
+    with (
+        patch.object(_launch, "_start", keep),
+        patch.object(_launch, "_capability", lambda _: arch),
+        patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())),
+    ):
+        _call._prepare.cache_clear()
+        ring_attention(q, k, v, **options).sum().backward()
+    yield from kept
+
+
+def described(
+    kernel: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
+    """The signature, the constants and what is known of alignment, as a launch finds them."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for n, (name, value) in enumerate(arguments.items()):
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{_NAMES[value.dtype]}"
+        elif isinstance(value, int) and value != 1 and not kernel.params[n].is_constexpr:
+            signature[name] = "i32"
+        else:
+            signature[name], constants[name] = "constexpr", value
+        if signature[name] != "constexpr" and (signature[name] != "i32" or value % 16 == 0):
+            aligned[n,] = [["tt.divisibility", 16]]
+    return signature, constants, aligned
+
+
+def compile_one(arch: int, kernel: Any, arguments: Mapping[str, Any], **options: int) -> Any:
+    """A compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, *described(kernel, arguments))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def main() -> None:
+    """Compile the calls that arguments name."""
+    from backends.cubins import taken_by
+
+    arch = int(sys.argv[1])
+    for name in sys.argv[2:]:
+        for launch in launches(name, arch):
+            facts = taken_by(compile_one(arch, **launch))
+            kernel = launch["kernel"].fn.__name__
+            sys.stdout.write(json.dumps({"call": name, "kernel": kernel, **facts}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What ring_torch launches compiles for GPUs that are not there, and fits on them."""
+
+from __future__ import annotations
+
+import pytest
+from backends.torch_compiler import compiled
+
+#: Bytes of shared memory that a block may have.
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+BACKWARD = ["add_to_queries", "add_to_keys"]
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_causal(arch: int) -> None:
+    kernels = compiled(["causal"], arch)
+    assert [x["kernel"] for x in kernels] == ["attend", *BACKWARD]
+    assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
+    if arch == 90:
+        assert all(x["ptx"] == "wgmma" for x in kernels)
+        assert all(x["stack"] <= 256 for x in kernels), kernels  # bytes: addresses, no tile
+
+
+@pytest.mark.parametrize("name", ["fused", "wide", "odd", "predicate", "segments", "dropout"])
+def test_options(name: str) -> None:
+    kernels = compiled([name], 90)
+    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+    assert len(kernels) == (2 if name == "fused" else 3)
+
+
+def test_bias() -> None:
+    kernels = compiled(["bias"], 90)
+    assert [x["kernel"] for x in kernels] == ["attend", *BACKWARD, "add_to_bias"]
+    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels

@@ -1,0 +1,105 @@
+"""The Triton kernels on torch's tensors, in Triton's interpreter: whole calls on CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy.typing as npt
+import pytest
+from backends.torch_ranks import gather, run_rank
+from cases import CASES, Case, diagonals, prefix
+from tolerances import assert_close
+
+from ring_core import KernelConfig, Mask
+from ring_torch import _call
+from ring_torch.kernels import Choice
+from ring_torch.kernels.triton import TritonKernel
+from ring_torch.local import LocalRanks
+
+Arrays = dict[str, npt.NDArray[Any]]
+CAUSAL = Mask(causal=True)
+SMALL = KernelConfig("triton", block_q=32, block_k=32)
+
+#: Several blocks on one device; lengths that are no multiple of a block.
+ALONE = [
+    Case("causal", CAUSAL, seq_len=80),
+    Case("window", Mask(window=(50, 33)), seq_len=80, lse_grad=True),
+    Case("documents", Mask(cu_seqlens=(0, 1, 40, 42, 70, 80)), seq_len=80, batch=2),
+    Case("predicate", Mask(causal=True, predicate=diagonals), seq_len=150),
+    Case("predicate-documents", Mask(predicate=prefix, cu_seqlens=(0, 43, 80)), seq_len=80),
+    Case("keys", CAUSAL, seq_len=80, kv_seq_len=150),
+    Case("gqa", CAUSAL, seq_len=80, heads=(4, 2), dims=(24, 8), batch=2),
+    Case("float16", Mask(), seq_len=80, dtype="float16", dims=(16, 32)),
+    Case("segments-chunks", Mask(chunk_size=100), seq_len=150, segments="padded"),
+    Case("segments-documents", Mask(cu_seqlens=(0, 50, 150)), seq_len=150, segments="pair"),
+    Case("dropout", CAUSAL, seq_len=80, dropout_p=0.3, batch=2),
+    Case("bias-shared", CAUSAL, seq_len=80, bias="shared", batch=2),
+    Case("poison-k", CAUSAL, seq_len=80, poison="k"),
+    Case("v-inf", CAUSAL, seq_len=80, poison="v-inf"),
+    Case(
+        "everything", CAUSAL, seq_len=80, softcap=2.0, sinks=0, bias="masked", alibi=1,
+        dropout_p=0.1, segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6),
+        lse_grad=True,
+    ),
+]  # fmt: skip
+#: Cases of the shared table and how keys come.
+RING = [
+    ("causal-zigzag-cp2", "p2p"), ("window-small-striped-cp2", "p2p"), ("everything-zigzag", "p2p"),
+    ("everything-plain", "gather"), ("documents-window-zigzag-cp4", "gather"),
+    ("predicate-zigzag-cp2", "p2p"), ("predicate-balanced-cp4", "p2p"),
+    ("bias-masked-balanced", "p2p"), ("alibi-batch-striped", "p2p"), ("mqa-zigzag", "gather"),
+    ("causal-balanced-cp4", "p2p"), ("options-random-cp2", "p2p"), ("batch-0-plain", "p2p"),
+    ("keys64-predicate-plain", "p2p"), ("shortest-zigzag-cp2", "p2p"), ("poison-v-plain", "p2p"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """Ranks by number."""
+    made: dict[int, LocalRanks] = {}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def run(
+    pools: dict[int, LocalRanks], case: Case, config: KernelConfig, transport: str = "p2p"
+) -> Arrays:
+    """A case's results."""
+    if case.cp_size not in pools:
+        pools[case.cp_size] = LocalRanks(case.cp_size)
+    parts = pools[case.cp_size].run(_on_a_rank, replace(case), config, transport)
+    return gather(case, case.plan, parts)
+
+
+def _on_a_rank(rank: int, case: Case, config: KernelConfig, transport: str) -> Arrays:
+    _call._prepare.cache_clear()
+    kernel: Any = config
+    with patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())):
+        return run_rank(rank, case, (kernel, transport), None, cuda=False)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_several_blocks(case: Case, pools: dict[int, LocalRanks]) -> None:
+    assert_close(case, run(pools, case, SMALL))
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "poison-k", "everything"])
+def test_fused_backward(name: str, pools: dict[int, LocalRanks]) -> None:
+    (case,) = (case for case in ALONE if case.name == name)
+    assert_close(case, run(pools, case, replace(SMALL, fused_backward=True)))
+
+
+@pytest.mark.parametrize("sizes", [(64, 16), (16, 256)])
+@pytest.mark.parametrize("name", ["window", "predicate", "segments-documents"])
+def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, LocalRanks]) -> None:
+    (case,) = (case for case in ALONE if case.name == name)
+    assert_close(case, run(pools, case, KernelConfig("triton", *sizes)))
+
+
+@pytest.mark.parametrize(("name", "transport"), RING, ids=[f"{n}-{t}" for n, t in RING])
+def test_in_the_ring(name: str, transport: str, pools: dict[int, LocalRanks]) -> None:
+    assert_close(CASES[name], run(pools, CASES[name], KernelConfig("triton"), transport))
