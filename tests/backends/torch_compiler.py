@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
     found = subprocess.run(
         [sys.executable, str(_HERE), str(arch), *names],
         env=environment, capture_output=True, text=True, check=False,

@@ -41,6 +41,7 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
     ``tokens``, ``dims``, ``dtype`` and ``arrays`` (name to dtype and shape).
     """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
     environment["JAX_PLATFORMS"] = "cpu"
     found = subprocess.run(
         [sys.executable, str(_HERE), str(arch)],

@@ -164,7 +164,7 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(small, "COLUMNS", {**columns, "ejkernel": Column(broken)})
     ways = {"triton": (small.RIVALS["zigzag"], "xla")}
     ways |= {f"{name} {kernel}": (small.RIVALS[name], kernel)
-             for name in small.RIVALS for kernel in ("xla", "triton")}  # fmt: skip
+             for name in small.RIVALS for kernel in ("xla", "cudnn")}  # fmt: skip
     monkeypatch.setattr(small, "METHODS", ways)
     path = tmp_path / "found" / "figures.json"
     given = ["--lengths", "128", "--window-lengths", "256", "--gpus", "2", "--split-lengths", "256"]
@@ -184,5 +184,5 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert sum("errors of ('out',)" in reason for reason in reasons) == 3
     assert sum("no trace" in reason for reason in reasons) == 5
     refused = {row["method"] for row in report["refused"] if row.get("gpus") == 2}
-    assert {"all-gather triton", "two-stage triton", "zigzag triton"} <= refused
+    assert {"all-gather cudnn", "two-stage cudnn", "zigzag cudnn"} <= refused
     assert {COLUMNS["triton"].attend, COLUMNS["cudnn"].attend} == {ours, cudnn}

@@ -59,7 +59,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
     "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
-    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, eager"),
+    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, triton, eager"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p, gather, pull"),
     "group": ({"group": 3}, "group must be a process group"),

@@ -18,6 +18,7 @@ from ring_torch._call import _prepare
 from ring_torch._comm import Ring
 from ring_torch._transport import choose_transport
 from ring_torch.kernels import cudnn, fa2, fa3, fa4
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -180,8 +181,9 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("gpu")
 def test_auto_says_why_not_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "version", _absent)
+    monkeypatch.setattr(TritonKernel, "missing", lambda _: None)
     choice = kernels.choose(KernelConfig(), replace(BFLOAT16, softcap=True, bias=True), plan())
-    assert choice.kernel.capabilities.name == "eager"
+    assert choice.kernel.capabilities.name == "triton"
     passed_over = {can.name: why for can, why in choice.passed_over}
     assert {"has no bias"} <= set(passed_over["fa4"])
     assert {"has no softcap", "has no bias"} <= set(passed_over["cudnn"])
@@ -191,10 +193,10 @@ def test_auto_says_why_not_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_order_of_kernels(gpu: Any) -> None:
     names = [kernel.capabilities.name for kernel in kernels.in_order("cuda")]
-    assert names == ["fa4", "fa3", "cudnn", "fa2", "sdpa", "sdpa", "eager"]
+    assert names == ["fa4", "fa3", "cudnn", "fa2", "sdpa", "sdpa", "triton", "eager"]
     gpu(8, 0)
     names = [kernel.capabilities.name for kernel in kernels.in_order("cuda")]
-    assert names == ["fa2", "fa4", "fa3", "cudnn", "sdpa", "sdpa", "eager"]
+    assert names == ["fa2", "fa4", "fa3", "cudnn", "sdpa", "sdpa", "triton", "eager"]
 
 
 def test_equal_calls_are_prepared_once() -> None:

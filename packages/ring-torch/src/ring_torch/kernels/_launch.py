@@ -120,8 +120,9 @@ class Launch:
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
         for role, x in tensors.items():
-            if f"{_ROLES.get(role, role).upper()}_STEP" in steps:
-                steps[f"{_ROLES.get(role, role).upper()}_STEP"] = x.stride(1)
+            step = f"{_ROLES.get(role, role).upper()}_STEP"
+            if step in steps:
+                steps[step] = x.stride(1)
         dropped = dropout_threshold(params.dropout_p) if params.dropout_p > 0 else None
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),

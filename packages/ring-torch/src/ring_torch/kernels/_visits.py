@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 
-Kinds = npt.NDArray[np.int32]
+Kinds = npt.NDArray[np.int8]
 Flags = npt.NDArray[np.bool_]
 FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
@@ -59,14 +59,14 @@ def visits(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of a long sequence each takes megabytes
 def _without_segments(item: WorkItem, grid: Grid) -> Visits:
     return _listed(_kinds_on(item, grid), grid)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _kinds_on(item: WorkItem, grid: Grid) -> Tensor:
-    """The kinds of an item's blocks but for segment ids, int32 ``[1, I, J]``."""
+    """The kinds of an item's blocks but for segment ids, int8 ``[1, I, J]``."""
     kinds = _in_band(item, grid.block_q, grid.block_k)
     if item.cu_q is not None and item.cu_k is not None:
         kinds = np.minimum(kinds, _in_documents(item.cu_q, item.cu_k, grid))
@@ -80,14 +80,14 @@ def _listed(kinds: Tensor, grid: Grid) -> Visits:
         kinds = kinds.clamp(max=PARTIAL)
     if grid.by_columns:
         kinds = kinds.transpose(1, 2).contiguous()
-    order = torch.where(kinds == EMPTY, FULL + 1, kinds).to(torch.uint8)
+    order = torch.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = torch.argsort(order, dim=2, stable=True).to(torch.int32)
     counts = torch.stack([(kinds == kind).sum(dim=2) for kind in (PARTIAL, FULL)], dim=2)
     return Visits(blocks, counts.to(torch.int32))
 
 
 def _kinds(live: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Kinds:
-    return np.where(live, np.where(full, FULL, PARTIAL), EMPTY).astype(np.int32)
+    return np.where(live, np.where(full, FULL, PARTIAL), EMPTY).astype(np.int8)
 
 
 def _edges(length: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
