@@ -25,6 +25,7 @@ from ring_jax_gpu._call import Kernel, Launch, run
 from ring_jax_gpu._visits import (
     FULL,
     PARTIAL,
+    Tiles,
     block_kinds,
     by_columns,
     by_rows,
@@ -120,7 +121,8 @@ class Call:
         if kernel != "add_to_bias":
             numbers["visits_batch"] = 0
         if is_listed and kernel != "add_to_bias":
-            kinds = block_kinds(self.rows, self.columns, self.work, blocks.q, blocks.k)
+            tiles = self._tiles_of_predicate
+            kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
             given["visits"], given["counts"] = (by_rows if goes_by_rows else by_columns)(kinds)
@@ -248,13 +250,22 @@ class Call:
         return options | (self._tiles() if self.work.kinds is not None else {})
 
     def _tiles(self) -> Arrays:
-        """The tiles of a predicate, each once, and which of them lies where.
+        """The tiles of a predicate, each once, and which of them lies where."""
+        tiles = self._tiles_of_predicate
+        assert tiles is not None
+        return {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+
+    @cached_property
+    def _tiles_of_predicate(self) -> Tiles | None:
+        """``None`` without a predicate.
 
         Raises:
             UnsupportedError: They take more memory than they may.
         """
-        geometry = self.static.plan.blocks
-        assert geometry is not None and self.work.kinds is not None
+        geometry, kinds = self.static.plan.blocks, self.work.kinds
+        if kinds is None:
+            return None
+        assert geometry is not None
         if geometry.tiles is None:
             raise UnsupportedError(
                 "kernel 'triton': the partial tiles of this predicate take more than 64 MiB. "
@@ -264,9 +275,8 @@ class Call:
         # Rows of the table that hold nothing come last: the first one says whose tiles these are.
         ranks = [self.work.items[0, TABLE_COLUMNS.index(name)] for name in ("q_rank", "kv_rank")]
         which = jnp.asarray(index)[ranks[0], ranks[1]]
-        kinds = self.work.kinds
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
-        return {"bits": jnp.asarray(bits.view(np.int32)), "tiles": which.astype(jnp.int32)}
+        return Tiles(bits, which.astype(jnp.int32))
 
 
 @lru_cache(maxsize=64)

@@ -10,8 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from ring_core import TABLE_COLUMNS, TILE
+from ring_core.triton.blocks import parts_of_tiles
 from ring_jax._types import Array, Columns, Rows, Work
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -46,15 +49,29 @@ def in_documents(outer: Array, inner: Array) -> Array:
     return jnp.stack(sides).astype(jnp.int32)
 
 
-def block_kinds(rows: Rows, columns: Columns, work: Work, block_q: int, block_k: int) -> Array:
+class Tiles(NamedTuple):
+    """A predicate's.
+
+    Attributes:
+        bits: The partial ones, each once, uint8 ``[n, 128, 16]``.
+        which: Which of them lies where, int32; -1 shows all, -2 nothing.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    which: Array
+
+
+def block_kinds(
+    rows: Rows, columns: Columns, work: Work, tiles: Tiles | None, block_q: int, block_k: int
+) -> Array:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)
     for mine, theirs in _numbered(rows, columns, work):
         meets, alike = _alike(_extremes(mine, block_q), _extremes(theirs, block_k))
         live, full = live & meets, full & alike
-    if work.kinds is not None:
-        some, every = _in_tiles(work.kinds, grid, block_q, block_k)
+    if tiles is not None:
+        some, every = _in_tiles(tiles, grid, block_q, block_k)
         live, full = live & some, full & every
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
@@ -118,24 +135,29 @@ def _alike(mine: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Arra
 
 
 def _in_tiles(
-    kinds: Array, grid: tuple[int, int], block_q: int, block_k: int
+    tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int
 ) -> tuple[Array, Array]:
-    """Whether some tile of a block is live, and whether all are full; ``[1, I, J]``."""
-    some, every = kinds > EMPTY, kinds == FULL
+    """Whether a predicate shows some of a block, and whether all; ``[1, I, J]``.
+
+    Finer than its tiles where blocks are.
+    """
+    down = tiles.which.shape[0] * (TILE // min(TILE, block_q))
+    some, every = (
+        jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(down, -1)
+        for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
+    )
     for axis, size in enumerate((block_q, block_k)):
         some, every = (_regrouped(x, axis, grid[axis], size) for x in (some, every))
         some, every = some.any(axis=axis + 1), every.all(axis=axis + 1)
     return some[None], every[None]
 
 
-def _regrouped(tiles: Array, axis: int, blocks: int, size: int) -> Array:
-    """Flags of tiles as ``blocks`` groups along an axis, the tiles of a group along the next."""
-    if size < TILE:
-        tiles = jnp.repeat(tiles, TILE // size, axis=axis)
+def _regrouped(parts: Array, axis: int, blocks: int, size: int) -> Array:
+    """Flags of parts as ``blocks`` groups along an axis, the parts of a group along the next."""
     each = max(1, size // TILE)
-    have, want = tiles.shape[axis], blocks * each
+    have, want = parts.shape[axis], blocks * each
     edges = [(0, max(0, want - have) if n == axis else 0) for n in range(2)]
-    tiles = jnp.pad(tiles, edges)
-    tiles = tiles[:want] if axis == 0 else tiles[:, :want]
-    shape = (*tiles.shape[:axis], blocks, each, *tiles.shape[axis + 1 :])
-    return tiles.reshape(shape)
+    parts = jnp.pad(parts, edges)
+    parts = parts[:want] if axis == 0 else parts[:, :want]
+    shape = (*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :])
+    return parts.reshape(shape)

@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import KernelConfig, UnsupportedError
+from ring_core import TILE, KernelConfig, UnsupportedError
 
+Flags = npt.NDArray[np.bool_]
 Pass = Literal["attend", "add_to_queries", "add_to_keys", "add_to_all", "add_to_bias"]
 
 LARGEST = 256
@@ -128,6 +129,26 @@ def come_in_eights(positions: npt.NDArray[np.int64]) -> bool:
     first = positions[::8]
     followed = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
     return bool((first % 8 == 0).all() and (positions == followed).all())
+
+
+def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
+    """Whether parts of a predicate's tiles show something, and all of themselves.
+
+    Args:
+        bits: The partial tiles of :attr:`ring_core.BlockGeometry.tiles`.
+        rows, columns: Of a part; they divide a tile.
+
+    Returns:
+        Twice bool ``[tiles + 2, 128 / rows, 128 / columns]``; the last two, number -2 and -1, are
+        the tiles that show nothing and all.
+    """
+    down, across = TILE // rows, TILE // columns
+    some, every = (np.zeros((len(bits) + 2, down, across), bool) for _ in range(2))
+    for n, tile in enumerate(bits):
+        seen = np.unpackbits(tile, axis=1, bitorder="little").reshape(down, rows, across, columns)
+        some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    some[-1], every[-1] = True, True
+    return some, every
 
 
 def stages_that_fit(

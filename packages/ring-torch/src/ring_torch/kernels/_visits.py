@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
+from ring_core.triton.blocks import Flags, parts_of_tiles
 
 Kinds = npt.NDArray[np.int8]
-Flags = npt.NDArray[np.bool_]
 FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
 
@@ -157,18 +157,8 @@ def _in_blocks(flags: Flags, axis: int, blocks: int, size: int, *, beyond: bool)
 
 @lru_cache(maxsize=32)
 def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Flags]:
-    """Whether parts of tiles show something, and all; ``[tiles + 2, 128 / rows, 128 / columns]``.
-
-    The last two are the tiles that show nothing and all: number -2 and -1.
-    """
     assert geometry.tiles is not None
-    shape = TILE // rows, TILE // columns
-    some, every = (np.zeros((len(geometry.tiles[0]) + 2, *shape), bool) for _ in range(2))
-    for n, bits in enumerate(geometry.tiles[0]):
-        seen = np.unpackbits(bits, axis=1, bitorder="little").reshape(shape[0], rows, -1, columns)
-        some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
-    some[-1], every[-1] = True, True
-    return some, every
+    return parts_of_tiles(geometry.tiles[0], rows, columns)
 
 
 def _extremes(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
