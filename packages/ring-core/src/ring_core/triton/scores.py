@@ -110,12 +110,12 @@ class Strides(NamedTuple):
     out_head: Any
     lse_batch: Any
     lse_head: Any
-    dq_batch: Any = None
-    dq_head: Any = None
-    dk_batch: Any = None
-    dk_head: Any = None
-    dv_batch: Any = None
-    dv_head: Any = None
+    dq_batch: Any
+    dq_head: Any
+    dk_batch: Any
+    dk_head: Any
+    dv_batch: Any
+    dv_head: Any
 
 
 class Options(NamedTuple):
