@@ -38,6 +38,7 @@ def test_every_visible_pair_once(plan: Plan) -> None:
                 cover[np.ix_(queries, plan.k_positions(item.kv_rank)[item.k_slice])] += cells
                 pairs += int(cells.sum())
             assert pairs == plan.work()[step, rank]
+    assert plan.work().dtype == np.int64
     everything = plan.mask.dense(
         np.arange(plan.seq_len) + plan.q_offset, np.arange(plan.kv_seq_len)
     )
@@ -153,6 +154,23 @@ def test_causal_balance_of_eight_ranks(schedule: Any, steps: int, balance: float
     assert plan.num_steps == steps
     assert plan.balance <= balance + 0.005
     assert plan.critical == pytest.approx(plan.balance, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mask", "cp_size", "helps"),
+    [
+        (Mask(causal=True), 4, ["none", "mirror", "half"]),
+        (Mask(window=(2, 2)), 2, ["none", "none"]),  # sharing would give one rank more to do
+    ],
+)
+def test_what_ranks_share_is_what_the_plan_counts(
+    mask: Mask, cp_size: int, helps: list[str]
+) -> None:
+    plan = make_plan(mask, seq_len=2 * cp_size, cp_size=cp_size, schedule="balanced")
+    assert [step.helps for step in plan.steps] == helps
+    for step, rank in np.ndindex(plan.num_steps, cp_size):
+        pairs = sum(int(shown(plan, item).sum()) for item in plan.items(rank, step))
+        assert pairs == plan.work()[step, rank]
 
 
 @pytest.mark.parametrize("schedule", ["plain", "zigzag", "balanced"])
@@ -277,6 +295,7 @@ def test_tiles_are_counted(schedule: Any, q_len: int, k_len: int) -> None:
     )  # fmt: skip
     blocks = plan.blocks
     assert blocks is not None
+    assert blocks.pairs.dtype == np.int32 and blocks.kinds.dtype == np.uint8
     cuts = np.arange(-3000 if q_len > k_len else 0, k_len + 1000, 1000)
     np.testing.assert_array_equal(blocks.boundaries, cuts)
     for q_rank, kv_rank in np.ndindex(2, 2):
@@ -304,6 +323,25 @@ def test_tiles_are_counted(schedule: Any, q_len: int, k_len: int) -> None:
 def in_tiles(dense: Any) -> Any:
     rows, columns = (np.arange(0, size, TILE) for size in dense.shape)
     return np.add.reduceat(np.add.reduceat(dense.astype(int), rows), columns, axis=1)
+
+
+def test_tiles_are_halved_where_they_are_even() -> None:
+    mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
+    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, schedule="balanced").blocks
+    assert blocks is not None
+    for half, start in ((0, 0), (1, TILE)):
+        rect = blocks.rows(0, 1, half).rect
+        assert (rect.q_start.item(), rect.q_stop.item()) == (start, start + TILE)
+
+
+def test_predicates_are_asked_of_tokens_that_there_are() -> None:
+    def inside(q_pos: Any, k_pos: Any) -> Any:
+        assert (q_pos >= 8).all() and (q_pos < 16).all()
+        assert (k_pos >= 0).all() and (k_pos < 16).all()
+        return q_pos >= k_pos
+
+    plan = make_plan(Mask(predicate=inside), seq_len=8, kv_seq_len=16, cp_size=2)
+    assert plan.work().sum() == sum(range(9, 17))
 
 
 def test_predicate_tiles() -> None:
@@ -336,7 +374,7 @@ def test_plans_are_cached_and_refused() -> None:
     with pytest.raises(ValueError, match="plain, zigzag, striped, balanced"):
         make_plan(mask, seq_len=64, cp_size=4, schedule="zigzak")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
-        make_plan(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4)
+        make_plan(Mask(cu_seqlens=(0, 20, 60)), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="segment_ids"):
         make_plan(Mask(cu_seqlens=(0, 64)), seq_len=64, cp_size=4, kv_seq_len=128)
     with pytest.raises(ValueError, match="pairs to classify"):

@@ -30,16 +30,16 @@ SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
 MODULES = (
-    "_band", "_block", "_blocks", "_deal", "_gather", "_geometry", "_item", "_layout", "_mask",
+    "_band", "_block", "_blocks", "_deal", "_gather", "_geometry", "_in_place", "_item", "_layout", "_mask",
     "_merge", "_program", "_schedule", "_seen", "_simulator", "philox",
 )  # fmt: skip
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
 TESTS = (
     "core/test_bad_input.py::test_wrong_values_are_refused_by_name", "core/test_layout.py",
-    "core/test_deal.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
+    "core/test_band.py", "core/test_deal.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
     "core/test_gather.py", "core/test_plan.py", "core/test_reference.py",
-    "core/test_table_executor.py", "conformance/test_table.py",
+    "core/test_simulator.py", "core/test_table_executor.py", "conformance/test_table.py",
 )  # fmt: skip
 
 SETTINGS = """\

@@ -94,14 +94,9 @@ def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:
 
 def _at_least(q_len: IntLike, k_len: IntLike, lo: IntLike) -> Ints:
     """Cells with ``i - j >= lo``: a triangle, less what sticks out of the rectangle."""
-    # Outside [-k_len, q_len] nothing changes, and squares of UNBOUNDED would overflow.
-    lo = np.clip(lo, -np.asarray(k_len, dtype=np.int64), q_len)
-    return (
-        _triangle(q_len - lo)
-        - _triangle(q_len - lo - k_len)
-        - _triangle(-lo)
-        + _triangle(-lo - k_len)
-    )
+    # Below -k_len nothing changes, and squares of UNBOUNDED would overflow.
+    lo = np.maximum(lo, -k_len)
+    return _triangle(q_len - lo) - _triangle(q_len - lo - k_len) - _triangle(-lo)
 
 
 def _triangle(n: Ints) -> Ints:

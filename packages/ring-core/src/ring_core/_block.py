@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
     indices: Ints  # global index of each token
     position: Ints  # where it stands in the mask's coordinates
-    segments: npt.NDArray[np.int32] | None  # [B, n]
+    segments: Ints | None  # [B, n]
 
     def take(self, part: slice) -> Side:
         """The same for a slice of the tokens."""
@@ -67,19 +67,18 @@ class Logits(NamedTuple):
 
     x: Floats
     visible: Bools
-    slope: Floats
+    slope: Floats | float  # derivative of the soft cap
 
 
 def round_to(x: Floats, precision: Precision) -> Floats:
     """Round to the nearest number of a precision (ties to even), kept in numpy's dtype for it."""
     if precision == "float64":
-        return np.asarray(x, dtype=np.float64)
+        return x
     single = np.ascontiguousarray(x, dtype=np.float32)
     if precision == "float32":
         return single
     if precision == "float16":
-        with np.errstate(over="ignore"):
-            return single.astype(np.float16).astype(np.float32)
+        return single.astype(np.float16).astype(np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), single, rounded.view(np.float32))
@@ -90,13 +89,12 @@ def forward(
 ) -> tuple[Floats, Floats]:
     """``(out, lse)`` of one item."""
     logits = _logits(q, k, rows, columns, item, params)
-    top = logits.x.max(axis=-1, initial=-np.inf)
-    safe = np.where(np.isneginf(top), 0, top).astype(top.dtype)
+    top = logits.x.max(axis=-1)
+    safe = np.where(np.isneginf(top), 0, top)
     weights = np.exp(logits.x - safe[..., None])
     total = weights.sum(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lse = safe + np.log(total)
-        probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
+    lse = safe + np.log(total)
+    probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
     kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
     out = seen_matmul(kept, logits.visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), lse
@@ -110,15 +108,14 @@ def backward(
     """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
     logits = _logits(q, k, rows, columns, item, params)
     visible = logits.visible
-    safe = np.where(np.isneginf(lse), 0, lse).astype(lse.dtype)
+    safe = np.where(np.isneginf(lse), 0, lse)
     do, qh = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     kh, vh = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _keep(rows, columns, q, params)
-    with np.errstate(invalid="ignore", over="ignore"):
-        probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0).astype(lse.dtype)
-        dprobs = (do @ vh.swapaxes(-1, -2)) * keep
-        dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0).astype(probs.dtype)
-        dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
+    probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0)
+    dprobs = (do @ vh.swapaxes(-1, -2)) * keep
+    dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
+    dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
     kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
     dq = seen_matmul(dx, visible, kh)
     dk = _grouped(seen_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
@@ -130,22 +127,19 @@ def _logits(
     q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
 ) -> Logits:
     visible = _visible(rows.side, columns, item, params.mask)
-    with np.errstate(invalid="ignore", over="ignore"):
-        x: Floats = np.asarray(params.scale, q.dtype) * (
-            q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2)
-        )
-        slope: Floats = np.ones((), q.dtype)
-        if params.softcap is not None:
-            squashed = np.tanh(x / np.asarray(params.softcap, q.dtype))
-            x, slope = np.asarray(params.softcap, q.dtype) * squashed, 1 - squashed**2
-        if rows.bias is not None:
-            bias = rows.bias[..., columns.indices]
-            x, visible = x + bias, visible & ~np.isneginf(bias)
-        if rows.slopes is not None:
-            distance = np.abs(rows.side.position[:, None] - columns.position)
-            x = x - rows.slopes[:, :, None, None] * distance.astype(q.dtype)
+    x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
+    slope: Floats | float = 1.0
+    if params.softcap is not None:
+        squashed = np.tanh(x / params.softcap)
+        x, slope = params.softcap * squashed, 1 - squashed**2
+    if rows.bias is not None:
+        bias = rows.bias[..., columns.indices]
+        x, visible = x + bias, visible & ~np.isneginf(bias)
+    if rows.slopes is not None:
+        distance = np.abs(rows.side.position[:, None] - columns.position)
+        x = x - rows.slopes[:, :, None, None] * distance.astype(q.dtype)
     visible = np.broadcast_to(visible, x.shape)
-    return Logits(np.where(visible, x, -np.inf).astype(q.dtype), visible, slope)
+    return Logits(np.where(visible, x, -np.inf), visible, slope)
 
 
 def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
@@ -161,8 +155,8 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
         q_doc = np.searchsorted(item.cu_q, np.arange(n), side="right")
         k_doc = np.searchsorted(item.cu_k, np.arange(m), side="right")
         visible &= q_doc[:, None] == k_doc
-    if item.tiles is not None:
-        visible &= mask.dense(rows.position, columns.position)
+    if item.tiles is not None:  # they have no band and no documents
+        visible = mask.dense(rows.position, columns.position)
     if rows.segments is None or columns.segments is None:
         return visible[None, None]
     same = rows.segments[:, :, None] == columns.segments[:, None, :]
@@ -170,16 +164,16 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     return both[:, None]
 
 
-def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats:
+def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats | float:
     """Dropout's factor: 0 or ``1 / (1 - p)``."""
-    if params.dropout_p == 0 or params.dropout_seed is None:
-        return np.ones((), q.dtype)
+    if params.dropout_seed is None:
+        return 1.0
     kept = dropout_keep(
         params.dropout_p, params.dropout_seed, batch=np.arange(q.shape[0]),
         heads=np.arange(q.shape[2]),
         queries=rows.side.indices, keys=columns.indices,
     )  # fmt: skip
-    return kept.astype(q.dtype) / np.asarray(1 - params.dropout_p, q.dtype)
+    return kept.astype(q.dtype) / (1 - params.dropout_p)
 
 
 def _heads(x: Floats, heads: int) -> Floats:

@@ -222,7 +222,7 @@ class BandGeometry:
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
         q_start, q_stop = below, above
-        while bool((above - below > 1).any()):
+        for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
             upper = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
             enough = 2 * upper >= total

@@ -157,9 +157,17 @@ def run(
     if dout is not None:
         upstream = given.upstream(dout, dlse)
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
-    params = Params(
-        plan.mask, scale, checks.check_softcap(softcap), dropout_p, dropout_seed, precision
-    )
+    cap = checks.check_softcap(softcap)
+    params = Params(plan.mask, scale, cap, float(dropout_p), dropout_seed, precision)
+    # What overflows or is not finite shows in the results, as in those of the oracle.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return _results(plan, given, params, upstream)
+
+
+def _results(
+    plan: Plan, given: Inputs, params: Params, upstream: tuple[Floats, Floats | None] | None
+) -> Simulation:
+    precision = params.precision
     ranks = _deal(plan, given, precision)
     folded = None if given.sinks is None else _block.round_to(given.sinks, precision)
 
@@ -176,7 +184,11 @@ def run(
     dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
     dk = _gather_keys(plan, [grad.dk for grad in home])
     dv = _gather_keys(plan, [grad.dv for grad in home])
-    dbias = None if bias is None else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
+    dbias = (
+        None
+        if given.bias is None
+        else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
+    )
     dq, dk, dv = (_block.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
@@ -219,7 +231,7 @@ def _backward(plan: Plan, ranks: list[Rank], params: Params, held: list[Message]
                 assert grad.owner == earlier.owner
                 grad.dk[:] += earlier.dk
                 grad.dv[:] += earlier.dv
-        arrived = None if own_block else _rotate(step_grads, stage.grad_hop)
+        arrived = _rotate(step_grads, stage.grad_hop)
         held = arriving
     return home
 
@@ -256,7 +268,7 @@ def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
     bias_rows, slopes = (
         None if x is None else _block.round_to(x, precision) for x in (given.bias, given.slopes)
     )
-    q_ids, k_ids = (None if x is None else x.astype(np.int32) for x in (given.q_ids, given.k_ids))
+    q_ids, k_ids = given.q_ids, given.k_ids
     ranks = []
     for r in range(plan.cp_size):
         q_at, k_at = plan.positions(r), plan.k_positions(r)
