@@ -3,7 +3,8 @@
 Every method first has to agree with float32 attention on a short sequence; one that does not prints
 no speed. Times are CUDA events, the median of up to 20 runs, of the slowest rank. TFLOP/s are a
 GPU's: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. ``eta`` is a
-method's rate over that of one GPU on the same sequence.
+method's rate over that of one GPU on the same sequence. ``alone`` is a method's launches over keys
+that are there already; ``exposed`` is the share of the time that the rest takes: communication.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ SETTINGS = (
     Setting(128 * K, mask="documents"),
 )
 METHODS = (
-    "one", "zigzag/fa4/pull", "zigzag/fa4/pull/graph", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses",
-    "all-gather", "ring-flash-attn", "torch-cp",
+    "one", "zigzag/fa4/pull", "zigzag/fa4/pull/alone", "zigzag/fa4/pull/graph",
+    "zigzag/fa4/pull/alone/graph", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses", "all-gather",
+    "ring-flash-attn", "torch-cp",
 )  # fmt: skip
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
+ALONE = "/alone"  # in a method's name: without its communication
 
 
 def mask_of(name: str, seq_len: int) -> Mask:
@@ -92,9 +95,12 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 
 
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
-    """Largest and root mean square error of a method on a short sequence, over all ranks."""
+    """Largest and root mean square error of a method on a short sequence, over all ranks.
+
+    Without communication there is no result: then of the same with it.
+    """
     mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(name.removesuffix(GRAPH), mask, GATE_LENGTH)
+    way = method(name.removesuffix(GRAPH).removesuffix(ALONE), mask, GATE_LENGTH)
     q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
     with _as_long(setting):
         return _errors(way, mask, (q, k, v, dout), captured=name.endswith(GRAPH))
@@ -295,15 +301,18 @@ def _line(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """TFLOP/s a GPU, and that over one GPU's on the same sequence, forward and both passes.
 
-    What one GPU was not asked to do alone is compared with its rate at 128k tokens.
+    What one GPU was not asked to do alone is compared with its rate at 128k tokens. Where a method
+    was timed without its communication, too, the share of that follows, of either.
     """
-    lines = ["| GPUs | mask, length, heads | method | forward | eta | both passes | eta | GiB |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    head = "| GPUs | mask, length, heads | method | forward | eta | both passes | eta | GiB |"
+    exposed = _exposed(rows)
+    lines = [head + " exposed |" * bool(exposed)]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
     alone = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
     for row in rows:
         head = f"| {row['gpus']} | {row['setting']} | `{row['method']}` |"
         if "forward" not in row:
-            lines.append(f"{head} refused or wrong | | | | |")
+            lines.append(f"{head} refused or wrong |" + " |" * (lines[0].count("|") - 5))
             continue
         mask, _, heads = row["setting"].split()
         shorter = alone.get((row["gpus"], f"{mask} 128k {heads}"))
@@ -313,8 +322,27 @@ def table(rows: list[dict[str, Any]]) -> str:
             rate = row[key]["tflops"]
             over = f"{rate / base[key]['tflops']:.2f}" if base and "forward" in base else ""
             cells.append(f"{rate:.0f} | {over}")
-        lines.append(f"{head} {' | '.join(cells)} | {row['both']['peak_gib']:.2f} |")
+        line = f"{head} {' | '.join(cells)} | {row['both']['peak_gib']:.2f} |"
+        if exposed:
+            line += f" {exposed.get(_key(row), '')} |"
+        lines.append(line)
     return "\n".join(lines)
+
+
+def _key(row: dict[str, Any]) -> tuple[int, str, str]:
+    return row["gpus"], row["setting"], row["method"]
+
+
+def _exposed(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], str]:
+    """Shares of the forward's and of both passes' time, of rows that were timed ``alone``, too."""
+    timed = {_key(row): row for row in rows if "forward" in row}
+    found = {}
+    for (gpus, setting, name), without in timed.items():
+        key = (gpus, setting, name.replace(ALONE, ""))
+        if ALONE in name and key in timed:
+            shares = (1 - without[x]["ms"] / timed[key][x]["ms"] for x in ("forward", "both"))
+            found[key] = " / ".join(f"{share:.2f}" for share in shares)
+    return found
 
 
 def summary(rows: list[dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_alone import alone
 from torch import Tensor
 
 import ring_core
@@ -46,19 +47,21 @@ class Method:
 def method(name: str, mask: Mask, seq_len: int) -> Method:
     """The method of a name, for example ``zigzag/fa4/pull``, ``ulysses`` or ``one``.
 
-    ``dealt/fa4/pull`` deals chunks for the mask and the length.
+    ``dealt/fa4/pull`` deals chunks for the mask and the length; ``zigzag/fa4/pull/alone`` does
+    without communication, and its results mean nothing.
 
     Raises:
         ValueError: It cannot show this mask.
     """
     if "/" in name:
-        schedule, kernel, transport = name.split("/")
+        schedule, kernel, transport, *without = name.split("/")
         cp = ContextParallel(schedule=_schedule(schedule, mask, seq_len))
         return Method(
             cp.shard,
             lambda q, k, v: cp.attention(
                 q, k, v, kernel=kernel, transport=transport, **mask.options
             ),
+            alone if without == ["alone"] else nullcontext,
         )
     others = {
         "one": _one_gpu,

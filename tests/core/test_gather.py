@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +31,9 @@ def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
     count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
     for item in gather.items:
         columns = gather.positions[item.k_slice]
+        count[item.q_start : item.q_stop, columns] += shown(plan, item)
+    for item in gather.in_place:
+        columns = plan.k_positions(item.kv_rank)[item.k_slice]
         count[item.q_start : item.q_stop, columns] += shown(plan, item)
     return count
 
@@ -77,8 +81,9 @@ def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> No
     gather = plan.gather(rank, own=own)
     assert gather.own is own
     assert all(a.stop < b.start for a, b in pairwise(gather.spans))
-    assert gather.num_rows == sum(item.q_stop - item.q_start for item in gather.items)
-    for item in gather.items:
+    items = [*gather.items, *gather.in_place]
+    assert gather.num_rows == sum(item.q_stop - item.q_start for item in items)
+    for item in items:
         assert (item.q_rank, item.kv_rank, item.out_rank) == (rank, rank, rank)
         sizes = item.q_stop - item.q_start, item.k_stop - item.k_start
         for cu, size in zip((item.cu_q, item.cu_k), sizes, strict=True):
@@ -128,14 +133,66 @@ def test_a_band_is_not_continued() -> None:
 
 
 def test_touching_spans_are_one() -> None:
-    """Each chunk of tokens sees itself, and they follow each other."""
-    plan = make_plan(Mask(chunk_size=4), seq_len=16, cp_size=2, schedule=NEXT)
-    gather = plan.gather(1)
-    assert gather.spans == ((8, 16),)
-    assert gather.fetches == ((1, slice(0, 4), slice(0, 4)), (1, slice(4, 8), slice(4, 8)))
-    assert gather.fresh == ((slice(0, 4),), (slice(4, 8),))
-    assert gather.needs == (1, 2)
+    """Of two pairs of chunks of tokens each rank has one, and sees both."""
+    schedule = Dealt(((0, 2), (1, 3)))
+    gather = make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, schedule=schedule).gather(1)
+    assert gather.spans == ((0, 16),)
+    assert gather.fetches == (
+        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
+        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
+    )  # fmt: skip
+    assert gather.fresh == ((slice(0, 8),), (slice(8, 16),))
+    assert gather.needs == (2, 4)
     assert gather.num_rows == 8
+    assert gather.in_place == ()
+
+
+def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
+    """Rows, columns and band of each."""
+    return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
+
+
+def test_rows_that_see_own_keys_only_are_in_place() -> None:
+    """Of a chunk of 4 tokens a row sees one before it: one row of each needs the rank before."""
+    plan = make_plan(Mask(causal=True, window=(1, 0)), seq_len=16, cp_size=2, schedule="zigzag")
+    gather = plan.gather(0)
+    assert sides(gather.items) == [(4, 5, 0, 2, None, None)]
+    assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)]
+    assert gather.spans == ((11, 13),)
+    assert gather.num_rows == 8
+    # The other one's chunks are neighbours: of the second no row needs another rank.
+    gather = plan.gather(1)
+    assert sides(gather.items) == [(0, 1, 0, 2, None, None)]
+    assert sides(gather.in_place) == [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)]
+
+
+def test_rows_on_either_side_of_those_in_place() -> None:
+    """They are cut where a tile begins that is none of the first or the last two."""
+    plan = make_plan(Mask(window=(200, 3)), seq_len=6144, cp_size=3)
+    gather = plan.gather(1)
+    assert sides(gather.in_place) == [(256, 1792, 56, 1795, -203, 0)]
+    assert [(i.q_slice, i.k_stop - i.k_start) for i in gather.items] == [
+        (slice(0, 256), 200 + 259), (slice(1792, 2048), 200 + 259),
+    ]  # fmt: skip
+    assert sides(plan.gather(0).in_place) == [(0, 1792, 0, 1795, -3, 200)]
+
+
+def test_documents_are_not_cut_for_rows_in_place() -> None:
+    """A document of 4 tokens begins on the rank before; the others are seen where they lie."""
+    plan = make_plan(Mask(cu_seqlens=(0, 14, 18, 24, 32)), seq_len=32, cp_size=2)
+    gather = plan.gather(1)
+    assert sides(gather.items) == [(0, 2, 0, 4, None, None)]
+    (item,) = gather.in_place
+    assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
+    assert item.cu_q.tolist() == [0, 6, 14]
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(causal=True), Mask(causal=True, window=(9, 0)), Mask(cu_seqlens=(0, 15, 25, 32))]
+)
+def test_nothing_is_in_place_where_most_own_keys_are_needed_beside_others(mask: Mask) -> None:
+    plan = make_plan(mask, seq_len=32, cp_size=2)
+    assert plan.gather(1).in_place == ()
 
 
 def test_documents_are_cut_where_the_columns_begin() -> None:
@@ -207,7 +264,7 @@ def test_a_window_fetches_its_halo() -> None:
     plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, schedule="plain")
     remote = plan.gather(2, own=False)
     assert [(fetch.rank, fetch.source) for fetch in remote.fetches] == [(1, slice(11, 16))]
-    assert plan.gather(2).length == 16 + 5
+    assert plan.gather(2).length == 5 + 5
 
 
 def test_memory_grows_with_what_is_seen() -> None:

@@ -22,7 +22,8 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
     rank = draw(st.integers(0, plan.cp_size - 1))
     found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
     if not gather_refusals(plan):
-        found += plan.gather(rank, own=draw(st.booleans())).items
+        gather = plan.gather(rank, own=draw(st.booleans()))
+        found += [*gather.items, *gather.in_place]
     return plan, [item for item in found if item.tiles is None]
 
 
@@ -70,7 +71,7 @@ def test_a_window_for_all_documents(found: tuple[Plan, list[WorkItem]]) -> None:
 
 def test_documents_that_end_alike_share_a_window() -> None:
     """Where one launch is possible it is found: the window is not given up for caution's sake."""
-    mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 20, 32))
+    mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 14, 30, 32))
     (item,) = make_plan(mask, seq_len=32, cp_size=1).items(0, 0)
     assert item.documents_window == (5, 0)
     (second,) = make_plan(mask, seq_len=32, cp_size=2).gather(1).items

@@ -76,6 +76,28 @@ def test_heads_in_groups(name: str, kernel: str, backend: Any) -> None:
     assert_close(case, results)
 
 
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "triton"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full-plain-cp2", "causal-zigzag-cp2", "window-small-plain-cp2", "window-both-zigzag-cp2",
+        "window-right-zigzag-cp2", "chunks-zigzag-cp2", "documents-window-zigzag-cp2",
+        "documents-dealt-cp2", "mha-zigzag", "v-dim-plain", "segments-pair-zigzag",
+        "sinks-many-zigzag", "bias-masked-zigzag", "window-both-plain-cp3", "causal-zigzag-cp4",
+    ],
+)  # fmt: skip
+def test_keys_that_come_one_by_one(name: str, kernel: str, backend: Any) -> None:
+    """By copy engines, as many keys do: or refused by name."""
+    case = as_kernels_take_it(name)
+    try:
+        results = backend.run(case, mutant="by-copies", kernel=kernel, transport="pull")
+    except LocalRankError as error:
+        if not _is_refusal(str(error), kernel, "pull"):
+            raise
+        return
+    assert_close(case, results)
+
+
 def exact_nan(kernel: str) -> bool:
     """Whether a NaN reaches only what sees it."""
     return all(k.capabilities.exact_nan for k in KERNELS if k.capabilities.name == kernel)

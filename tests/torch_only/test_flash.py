@@ -152,7 +152,7 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     rank = draw(st.integers(0, plan.cp_size - 1))
     found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
     if not gather_refusals(plan):
-        found += plan.gather(rank).items
+        found += [*plan.gather(rank).items, *plan.gather(rank).in_place]
     return [(item, shown(plan, item)) for item in found if item.tiles is None]
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ring_core._band import UNBOUNDED
 from ring_core._geometry import BandGeometry
+from ring_core._in_place import some_in_place
 from ring_core._item import WorkItem
 from ring_core._layout import Layout, Run
 
@@ -58,6 +59,8 @@ class Gather:
             the rank itself.
         needs: For each item, how many of the fetches it waits for.
         spans: The positions of the keys in the buffer, ascending.
+        in_place: Work over the rank's own keys where they lie, which waits for nothing:
+            ``k_start`` and ``k_stop`` count local indices.
     """
 
     own: bool
@@ -65,6 +68,7 @@ class Gather:
     items: tuple[WorkItem, ...]
     needs: tuple[int, ...]
     spans: tuple[Span, ...] = field(repr=False)
+    in_place: tuple[WorkItem, ...] = ()
 
     @cached_property
     def length(self) -> int:
@@ -79,7 +83,7 @@ class Gather:
     @property
     def is_disjoint(self) -> bool:
         """Whether no two items share a query row, so that nothing has to be merged."""
-        rows = sorted((item.q_start, item.q_stop) for item in self.items)
+        rows = sorted((item.q_start, item.q_stop) for item in (*self.items, *self.in_place))
         return all(a[1] <= b[0] for a, b in pairwise(rows))
 
     def is_early(self, fetch: Fetch) -> bool:
@@ -107,7 +111,7 @@ class Gather:
     @cached_property
     def num_rows(self) -> int:
         """Query rows of all items."""
-        return sum(item.q_stop - item.q_start for item in self.items)
+        return sum(item.q_stop - item.q_start for item in (*self.items, *self.in_place))
 
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
@@ -149,6 +153,9 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
     everything = Span(0, plan.kv_seq_len)
     mine = [] if own else [Span(*_ends(run)) for run in plan.k_layout.runs(rank)]
     by_position = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
+    in_place: list[WorkItem] = []
+    if own:
+        by_position, in_place = some_in_place(plan, rank, by_position)
     spans = _union(Span(item.k_start, item.k_stop) for item in by_position)
     items = _joined([_moved(item, spans) for item in by_position])
     held = ((run, rank) for rank in range(plan.cp_size) for run in plan.k_layout.runs(rank))
@@ -165,7 +172,7 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = _union([*done, columns])
         needs.append(len(fetches))
-    return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans))
+    return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place))
 
 
 def _items(plan: Plan, rank: int, span: Span) -> Iterator[WorkItem]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import RankMismatchError
+from ring_torch._held import is_capturing
 from ring_torch._verdict import Verdict, timeout_of
 
 _HEADER_BYTES = 2048
@@ -169,10 +170,14 @@ class Facts:
         mixed = (int.from_bytes(self.digest, "little") + number) % (1 << 8 * _DIGEST_BYTES)
         return mixed.to_bytes(_DIGEST_BYTES, "little")
 
+    def signed(self, number: int) -> int:
+        """The same as a number, int64."""
+        return int.from_bytes(self.numbered(number), "little", signed=True)
+
     def header(self, number: int) -> bytes:
-        """The digest and as much as fits of the facts in words."""
+        """The digest and as much as fits of the facts in words, padded with zeros."""
         text = json.dumps({"call": number, **self.words}, sort_keys=True).encode()
-        return (self.numbered(number) + text)[:_HEADER_BYTES]
+        return (self.numbered(number) + text)[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0")
 
 
 def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
@@ -194,33 +199,31 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
         RankMismatchError: The rank behind is making another call, or another rank has found that
             one does.
         RuntimeError: A rank did not come within the group's timeout.
+        ValueError: The first such call is being captured into a CUDA graph.
     """
     if ring.size == 1:
         return
-    on_stream = device.type != "cpu" and has_agreed(ring, facts)
-    digest = facts.numbered(number)
-    header = digest if on_stream else facts.header(number)
-    mine = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-    if device.type != "cpu":
-        mine = mine.pin_memory().to(device, non_blocking=True)
-    theirs = torch.empty_like(mine)
-    try:
-        ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {ring.rank} of the group waited in vain for its neighbours, ranks "
-            f"{ring.behind(1)} and {ring.ahead(1)}, to make call {number} ({facts.words['pass']}): "
-            f"{error}"
-        ) from error
-    if on_stream:
-        same = (mine[:_DIGEST_BYTES] == theirs[:_DIGEST_BYTES]).all()
+    if device.type != "cpu" and has_agreed(ring, facts):
+        mine = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+        mine.view(torch.int64).fill_(facts.signed(number))
+        theirs = _from_behind(ring, mine, number, facts)
+        same = mine.view(torch.int64)[0] == theirs.view(torch.int64)[0]
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
         return
-    received = bytes(theirs.cpu().numpy())
+    if is_capturing():
+        raise ValueError(
+            "a call is captured into a CUDA graph before the ranks have compared it: make it once "
+            "outside of a graph, forward and backward, then capture it"
+        )
+    header = facts.header(number)
+    mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+    received = bytes(_from_behind(ring, mine, number, facts).cpu().numpy())
     assert ring.group is not None
     verdict = Verdict.of(ring.group, number, facts.words["pass"])
-    if received[:_DIGEST_BYTES] != digest:
-        difference = _difference(header[_DIGEST_BYTES:], received[_DIGEST_BYTES:].rstrip(b"\0"))
+    if received[:_DIGEST_BYTES] != header[:_DIGEST_BYTES]:
+        difference = _difference(
+            header[_DIGEST_BYTES:].rstrip(b"\0"), received[_DIGEST_BYTES:].rstrip(b"\0")
+        )
         text = (
             f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: {difference}. All ranks must make "
             f"the same calls in the same order with equal local shapes, dtypes and options"
@@ -233,6 +236,20 @@ def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
         ) is not None:
             raise RankMismatchError(note)
         _remember(ring, facts, verdict)
+
+
+def _from_behind(ring: Ring, mine: Tensor, number: int, facts: Facts) -> Tensor:
+    """Send a header ahead; returns that of the rank behind."""
+    theirs = torch.empty_like(mine)
+    try:
+        ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {ring.rank} of the group waited in vain for its neighbours, ranks "
+            f"{ring.behind(1)} and {ring.ahead(1)}, to make call {number} ({facts.words['pass']}): "
+            f"{error}"
+        ) from error
+    return theirs
 
 
 def _remember(ring: Ring, facts: Facts, verdict: Verdict) -> None:

@@ -6,7 +6,7 @@ peers' memory (``_window``), which take no multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -165,6 +165,17 @@ def asked_of(call: Call, *, own: bool, early: bool | None = None) -> list[tuple[
         for one in some_fetches(call.plan.gather(peer, own=own), early)
         if one.rank == call.ring.rank
     ]
+
+
+def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
+    """What is fetched of a rank's keys: as few spans as there are, ascending."""
+    spans: list[slice] = []
+    for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
+        if spans and start <= spans[-1].stop:
+            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
+        else:
+            spans.append(slice(start, stop))
+    return spans
 
 
 def some_fetches(gather: Gather, early: bool | None) -> list[Fetch]:

@@ -1,8 +1,9 @@
 """The loops over gathered keys: fetch all a rank needs, call a kernel for each run of queries.
 
 Every row sees its keys in one launch, as on one device, and what the first launch needs is fetched
-first; so a result has one device's rounding. Kernels that know no band take two stages: the own
-block, and full rectangles of the others' keys.
+first; so a result has one device's rounding. Rows that see own keys only, where they are most, need
+none of that: they come first, and in the backward last. Kernels that know no band take two stages:
+the own block, and full rectangles of the others' keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ring_core import Fetch, Gather, WorkItem
 from ring_core.triton.blocks import come_in_eights
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
-from ring_torch._gather import Arriving, Carrier, Returning
+from ring_torch._gather import Arriving, Carrier, Returning, add_landed
 from ring_torch._groups import KEPT_BYTES, Groups
 from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import (
@@ -51,7 +52,8 @@ def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Resu
     for n, arriving in enumerate(carrier.fetch(gather, inputs)):
         gathered += arriving.tensors
         columns = _columns(call, gather, carrier.keys, arriving.tensors)
-        part = rows.share(n, carrier.groups), columns
+        in_place = _in_place(call, gather, inputs, n, carrier.groups)
+        part = rows.share(n, carrier.groups), columns, in_place
         results.append(
             _in_one_launch(call, *part, gather, arriving, whole.share(n, carrier.groups))
         )
@@ -72,17 +74,21 @@ def keeps_gathered(call: Call, keys: Keys) -> bool:
 
 
 def _in_one_launch(
-    call: Call, rows: Rows, columns: Columns, gather: Gather, arriving: Arriving, whole: Result
-) -> Result:
+    call: Call, rows: Rows, columns: Columns, in_place: Sequence[tuple[Columns, WorkItem]],
+    gather: Gather, arriving: Arriving, whole: Result,
+) -> Result:  # fmt: skip
     """Every row sees all its keys in one launch: nothing to merge.
 
     The result is in ``whole``, unless a kernel's is wider, to be rounded at the end.
     """
-    for item, needs in zip(gather.items, gather.needs, strict=True):
-        arriving.wait(needs)
+    work = [(*each, 0) for each in in_place]
+    work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
+    for keys, item, needs in work:
+        if needs > 0:
+            arriving.wait(needs)
         if rows.q.shape[0] == 0:
             break
-        part = rows.take(item.q_slice), columns.take(item.k_slice)
+        part = rows.take(item.q_slice), keys.take(item.k_slice)
         place = whole.take(item.q_slice)
         result = call.kernel.attend(*part, item, call.params, place)
         if result.out.dtype != whole.out.dtype:
@@ -127,7 +133,8 @@ def _back_in_one_launch(
     """The launches of the forward in reverse, the longest first, for each group of heads.
 
     The gradients of a group's keys travel home beside the next group's launches, and of the last
-    group those that the last launch leaves alone beside that one.
+    group those that the last launch leaves alone beside that one. Launches over own keys in place
+    come after, and add up gradients of their own.
     """
     rank, groups = call.ring.rank, carrier.groups
     gather, rows, sums = call.plan.gather(rank), call.rows(inputs), _sums(call, inputs, carrier)
@@ -140,20 +147,23 @@ def _back_in_one_launch(
         for x in (inputs.k, inputs.v)
     )
     travelling: list[list[Returning]] = [[] for _ in range(groups)]
+    home: list[Tensor | None] = []
 
     def finish(n: int) -> None:
         places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
-        _come_home(call, gather, sums, room[n], travelling[n], places)
+        _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
 
     for n, columns in enumerate(_keys_by_group(call, gather, inputs, carrier, kept)):
         if sums.by_head or len(items) == 0:
             room[n].zero_()
-        part = rows.share(n, groups), columns, upstream.share(n, groups)
-        into = row_grads.share(n, groups)
+        part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
         for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
-            _differentiate(call, gather, some, *part, sums, room[n], into)
+            work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
+            _differentiate(call, work, *part, sums, room[n], gather.length)
             sent = carrier.send_home(gather, sums, room[n], n, early=early, beside=beside)
             travelling[n].append(sent)
+        in_place = _in_place(call, gather, inputs, n, groups)
+        home.append(_back_in_place(call, in_place, *part, sums))
         if n > 0:
             finish(n - 1)
     finish(groups - 1)
@@ -167,21 +177,38 @@ def _launches(items: range, groups: Groups, *, last: bool) -> list[tuple[range, 
     return [(items, None, not last)]
 
 
+def _back_in_place(
+    call: Call, in_place: Sequence[tuple[Columns, WorkItem]], rows: Rows, upstream: Upstream,
+    row_grads: RowGrads, sums: Sums,
+) -> Tensor | None:  # fmt: skip
+    """The sums of all own keys, of launches over them in place; ``None`` if there are none."""
+    if not in_place:
+        return None
+    length = sums.keys.length
+    home = torch.zeros(sums.numel(length), dtype=call.wide, device=call.device)
+    if rows.q.shape[0] > 0:
+        work = [(*each, ()) for each in reversed(in_place)]
+        _differentiate(call, work, rows, upstream, row_grads, sums, home, length)
+    return home
+
+
 def _differentiate(
-    call: Call, gather: Gather, items: range, rows: Rows, columns: Columns,
-    upstream: Upstream, sums: Sums, grads: Tensor, row_grads: RowGrads,
+    call: Call, work: Sequence[tuple[Columns, WorkItem, Sequence[slice]]], rows: Rows,
+    upstream: Upstream, row_grads: RowGrads, sums: Sums, grads: Tensor, length: int,
 ) -> None:  # fmt: skip
-    """The backward of some items: into ``row_grads``, and added to the sums in ``grads``."""
-    for n in reversed(items):
-        item = gather.items[n]
+    """The backward of items: into ``row_grads``, and added to the sums of so many tokens.
+
+    Each over its columns, with those of which there are no sums yet.
+    """
+    for columns, item, fresh in work:
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        into = row_grads.take(item.q_slice), sums.of(grads, gather.length, item.k_slice)
+        into = row_grads.take(item.q_slice), sums.of(grads, length, item.k_slice)
         if sums.by_head and call.kernel.parts is not None:
             call.kernel.parts.add_sums(*part, item, call.params, into[0].dq, into[1])
         else:
             result = call.kernel.gradients(*part, item, call.params, into[0].dq)
             _put_rows(result, into[0])
-            _put_columns(result, into[1], item, gather.fresh[n])
+            _put_columns(result, into[1], item, fresh)
 
 
 def _keys_by_group(
@@ -202,15 +229,24 @@ def _keys_by_group(
 
 
 def _come_home(
-    call: Call, gather: Gather, sums: Sums, grads: Tensor, travelling: Sequence[Returning],
-    places: tuple[Tensor, Tensor],
+    call: Call, gather: Gather, sums: Sums, found: tuple[Tensor, Tensor | None],
+    travelling: Sequence[Returning], places: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Add what comes home to the own sums where they lie, and round them into dK and dV."""
+    """Add what comes home to the own sums, and round them into dK and dV.
+
+    ``found`` are the sums over the buffer, and those over the own keys in place. With the latter
+    all come together; else where they lie in the buffer, if all of the own keys are there.
+    """
     keys, length = sums.keys, gather.length
     own = [one for one in gather.fetches if one.rank == call.ring.rank]
-    if sum(one.source.stop - one.source.start for one in own) < keys.length:
-        # Some of the own keys only others see: make room for all.
-        grads, own, length = _room(call, sums, grads, own, length), [_all(keys)], keys.length
+    grads, home = found
+    if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
+        home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
+    if home is not None:
+        for one in own:
+            places_at_home = sums.parts(home, keys.length, one.source)
+            add_landed(places_at_home, [sums.parts(grads, length, one.target)])
+        grads, own, length = home, [_all(keys)], keys.length
 
     def where(source: slice) -> slice:
         one = next(x for x in own if x.source.start <= source.start < x.source.stop)
@@ -227,16 +263,6 @@ def _come_home(
         else:
             for place, x in zip(into, mine, strict=True):
                 place.copy_(x)
-
-
-def _room(call: Call, sums: Sums, grads: Tensor, own: Sequence[Fetch], length: int) -> Tensor:
-    """The sums of all of this rank's keys, so far as they are its own work."""
-    home = torch.zeros(sums.numel(sums.keys.length), dtype=call.wide, device=call.device)
-    for one in own:
-        places = sums.parts(home, sums.keys.length, one.source)
-        for place, part in zip(places, sums.parts(grads, length, one.target), strict=True):
-            place.copy_(part)
-    return home
 
 
 def _all(keys: Keys) -> Fetch:
@@ -311,6 +337,16 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
         differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
     returning.add_to(home, keys.length, lambda source: source)
     return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
+
+
+def _in_place(
+    call: Call, gather: Gather, inputs: Inputs, n: int, groups: int
+) -> list[tuple[Columns, WorkItem]]:
+    """The launches over a group's own keys, where they lie, with these."""
+    if not gather.in_place:
+        return []
+    own = call.columns(call.ring.rank, keys_of(inputs.share(n, groups)))
+    return [(own, item) for item in gather.in_place]
 
 
 def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:

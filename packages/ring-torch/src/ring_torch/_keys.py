@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from ring_torch._call import Inputs
 from ring_torch._comm import Packing
 from ring_torch.kernels._api import has_triton
+
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,19 @@ class Keys:
         k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
-    def write(self, message: list[Tensor], inputs: Inputs) -> None:
-        """Put a rank's own into a message."""
-        if message[0].is_cuda and has_triton() and _are_rows(inputs.k) and _are_rows(inputs.v):
+    def write(self, message: Sequence[Tensor], inputs: Inputs, span: slice = ALL) -> None:
+        """Put a rank's own, or a span of its tokens, into a message of that length."""
+        own_k, own_v = inputs.k[:, span], inputs.v[:, span]
+        if message[0].is_cuda and has_triton() and _are_rows(own_k) and _are_rows(own_v):
             from ring_torch.kernels._triton import pack_on_gpu
 
-            pack_on_gpu(inputs.k, inputs.v, message[0])
+            pack_on_gpu(own_k, own_v, message[0])
         else:
             k, v = self.split(message[0])
-            k.copy_(inputs.k)
-            v.copy_(inputs.v)
+            k.copy_(own_k)
+            v.copy_(own_v)
         if inputs.k_ids is not None:
-            message[1].copy_(inputs.k_ids)
+            message[1].copy_(inputs.k_ids[:, span])
 
 
 @dataclass(frozen=True)

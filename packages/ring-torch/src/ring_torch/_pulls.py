@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,7 +14,15 @@ from ring_core import Gather, Plan
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, Packing, agree, has_agreed
 from ring_torch._copies import copy
-from ring_torch._gather import Arriving, Returning, Where, add_landed, asked_of, landing
+from ring_torch._gather import (
+    Arriving,
+    Returning,
+    Where,
+    add_landed,
+    asked_of,
+    landing,
+    spans_of,
+)
 from ring_torch._keys import Keys, Sums
 from ring_torch._window import Window, restored, window_of
 from ring_torch.kernels._api import has_triton
@@ -41,10 +50,17 @@ class Pulls:
     digest: int  # what tells this pass of this call from any other
 
     def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
-        """Put the own keys into the window, and copy those of all ranks, fetch by fetch."""
-        window, message = self.window, self.keys.message
-        every = range(self.groups)
-        own = [window.views(self.call.ring.rank, n * message.size, message) for n in every]
+        """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
+
+        Only those go into the window that are fetched from it. The own ones are not, unless one
+        kernel fetches all, or there are kernels of other groups, which a copy does not hold up.
+        """
+        window, message, rank = self.window, self.keys.message, self.call.ring.rank
+        every, at_once = range(self.groups), self._is_small(gather)
+        in_window = at_once or self.groups > 1
+        asked = [one for _, one in asked_of(self.call, own=gather.own)]
+        spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
+        own = [window.views(rank, n * message.size, message) for n in every]
         tensors = [
             [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
         ]
@@ -53,53 +69,74 @@ class Pulls:
         with restored(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
-            for n in every:
-                self.keys.write(own[n], inputs.share(n, self.groups))
+            window.wait_free()
+            for n, span in product(every, spans):
+                places = [x[:, span] for x in own[n]]
+                self.keys.write(places, inputs.share(n, self.groups), span)
             met = window.meet_as(self.digest)
             same = window.stream.record_event()
-        asked: list[Arriving] = []
+        begun: list[Arriving] = []
         copied: list[Done] = []
         for n in every:
             with restored(main):
-                done = self._pull(gather, n, tensors[n], met)
+                if at_once:
+                    done = self._pull_at_once(gather, tensors[n], met)
+                else:
+                    here = None if in_window else (inputs, ready)
+                    done = self._pull(gather, n, tensors[n], met, here)
                 copied += done
                 if n + 1 == self.groups:
                     window.leave(_last(copied))
-            asked.append(Arriving(tensors[n], partial(_wait, main, same, done)))
+            begun.append(Arriving(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
-                yield asked[n - 1]
-        yield asked[-1]
+                yield begun[n - 1]
+        yield begun[-1]
         window.join(main)
 
-    def _pull(self, gather: Gather, group: int, tensors: list[Tensor], met: Event) -> list[Done]:
-        """Copy a group's keys, fetch by fetch, or all at once."""
-        window, message = self.window, self.keys.message
-        if self.groups == 1 and self._is_small(gather):
-            from ring_torch.kernels._triton import fetch_on_gpu
+    def _pull_at_once(self, gather: Gather, tensors: list[Tensor], met: Event) -> list[Done]:
+        """Copy all keys by one kernel."""
+        from ring_torch.kernels._triton import fetch_on_gpu
 
-            stream = window.copying(-1, after=met)
-            fetch_on_gpu(*window.table(gather, message), tensors[0])
-            return [(stream, stream.record_event())] * len(gather.fetches)
+        stream = self.window.copying(-1, after=met)
+        fetch_on_gpu(*self.window.table(gather, self.keys.message), tensors[0])
+        return [(stream, stream.record_event())] * len(gather.fetches)
+
+    def _pull(
+        self, gather: Gather, group: int, tensors: list[Tensor], met: Event,
+        here: tuple[Inputs, Event] | None,
+    ) -> list[Done]:  # fmt: skip
+        """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
+        window, message = self.window, self.keys.message
         done = []
         for one in gather.fetches:
-            stream = window.copying(one.rank, after=met)
-            theirs = window.views(one.rank, group * message.size, message)
-            for x, source in zip(tensors, theirs, strict=True):
-                copy(x[:, one.target], source[:, one.source])
+            places = [x[:, one.target] for x in tensors]
+            if here is not None and one.rank == self.call.ring.rank:
+                inputs, ready = here
+                stream = window.copying(one.rank, after=ready)
+                self.keys.write(places, inputs, one.source)
+            else:
+                stream = window.copying(one.rank, after=met)
+                theirs = window.views(one.rank, group * message.size, message)
+                for place, source in zip(places, theirs, strict=True):
+                    copy(place, source[:, one.source])
             done.append((stream, stream.record_event()))
         return done
 
     def _is_small(self, gather: Gather) -> bool:
-        """Whether one kernel may fetch all, in words of 16 bytes."""
+        """Whether one kernel may fetch all, in words of 16 bytes, and no other runs meanwhile."""
         keys = self.keys
+        if self.groups > 1 or gather.in_place:
+            return False
         aligned = keys.width * keys.dtype.itemsize % 16 == 0 and not keys.segments
         return aligned and has_triton() and keys.size(gather.length) <= _SMALL
 
     def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
-        rank = self.call.ring.rank
-        return [self._grads_of(rank, n, sums, gather.length) for n in range(self.groups)]
+        rank, every = self.call.ring.rank, range(self.groups)
+        if gather.length == 0:  # nobody fetches any
+            return [torch.empty(0, dtype=self.call.wide, device=self.call.device) for _ in every]
+        return [self._grads_of(rank, n, sums, gather.length) for n in every]
 
     def send_home(
         self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
@@ -166,14 +203,14 @@ def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Pulls:
 
     Raises:
         RankMismatchError: A peer is making another call.
+        ValueError: It is being captured into a CUDA graph, and is the first such call.
     """
     window = window_of(call.ring)
     if not has_agreed(call.ring, facts):
         agree(call.ring, call.number, facts, call.device)
     room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
     window.reserve(groups * (keys.message.size + room))
-    digest = int.from_bytes(facts.numbered(call.number), "little", signed=True)
-    return Pulls(call, window, keys, groups, room, digest)
+    return Pulls(call, window, keys, groups, room, facts.signed(call.number))
 
 
 @lru_cache(maxsize=256)

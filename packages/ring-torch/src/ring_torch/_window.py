@@ -4,6 +4,10 @@ Every rank keeps a buffer that its peers can read (PyTorch's symmetric memory). 
 there, all meet at a barrier on a stream of their own, and then each copies what it needs. Copy
 engines do that: no multiprocessor is taken from the kernels that run meanwhile. A second barrier
 says that all are done, so that the next call may write.
+
+A CUDA graph cannot wait for events of passes outside of it, and these run on streams that it does
+not follow. So a captured pass begins with a barrier of its own kind, which all reach when what was
+started before is done, and ends when all are done.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from torch import Tensor
 
 from ring_core import Gather
 from ring_torch._comm import Packing, Ring
+from ring_torch._held import is_capturing
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
-_CHANNEL = 0
+_CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each other
 _MOST_VIEWS = 1024
 
 # The window of each group: a fact about the group, which is not ours to extend.
@@ -56,6 +61,9 @@ class Window:
     _memory: Tensor | None = None
     _patience: int = 0  # milliseconds
     _free: torch.cuda.Event | None = None  # peers have read all that was put here
+    _left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
+    _in_graphs: bool = False  # whether CUDA graphs hold addresses of this memory
+    _kept: list[object] = field(default_factory=list)  # what they hold that no call needs any more
     _views: dict[tuple[int, int, Packing], list[Tensor]] = field(default_factory=dict)
     _tables: dict[tuple[Gather, Packing], tuple[Tensor, int]] = field(default_factory=dict)
     _headers: list[Tensor] = field(default_factory=list)
@@ -86,10 +94,12 @@ class Window:
             return
         torch.cuda.synchronize()  # peers may still be reading the old one
         dist.barrier(group=self.ring.group)
+        if self._in_graphs:
+            self._kept.append((self._memory, self._handle))
         self._views.clear()
         self._tables.clear()
         self._headers.clear()
-        self._memory = self._handle = None
+        self._memory, self._handle, self._in_graphs = None, None, False
         self._memory = symm_mem.empty(
             _HEADER + size,
             dtype=torch.uint8,
@@ -130,6 +140,8 @@ class Window:
                     rows.append([part.data_ptr(), offset, part.shape[0] * token])
             found = torch.tensor(rows, dtype=torch.int64).to(torch.device("cuda", self.device))
             self._tables[key] = found, max((row[2] for row in rows), default=0)
+        if is_capturing():
+            self._kept.append(self._tables[key])
         return self._tables[key]
 
     def meet_as(self, digest: int) -> torch.cuda.Event:
@@ -165,19 +177,26 @@ class Window:
         for event in after:
             self.stream.wait_event(event)
         self._barrier()
-        self._free = self.stream.record_event()
+        if is_capturing():
+            self._left = self.stream.record_event()
+        else:
+            self._free = self.stream.record_event()
 
     def _barrier(self) -> None:
-        self._handle.barrier(channel=_CHANNEL, timeout_ms=self._patience)
+        channel = _CAPTURED if is_capturing() else _CHANNEL
+        self._handle.barrier(channel=channel, timeout_ms=self._patience)
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """While a CUDA graph is captured, a stream has to wait for all that it set off."""
-        if self._free is not None and torch.cuda.is_current_stream_capturing():
-            stream.wait_event(self._free)
+        if self._left is not None and is_capturing():
+            stream.wait_event(self._left)
 
     def wait_free(self) -> None:
-        """Let the current stream wait until all have read."""
-        if self._free is not None:
+        """Let the current stream wait until all have read what the passes before put here."""
+        if is_capturing():
+            self._barrier()
+            self._left, self._in_graphs = None, True
+        elif self._free is not None:
             torch.cuda.current_stream(self.device).wait_event(self._free)
 
 

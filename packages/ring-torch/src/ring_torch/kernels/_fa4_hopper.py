@@ -84,7 +84,8 @@ class HopperParts:
 @lru_cache(maxsize=64)
 def _is_tiled(plan: Plan) -> bool:
     """Whether all items begin and end at tiles of keys, on all ranks."""
-    items = [item for rank in range(plan.cp_size) for item in plan.gather(rank).items]
+    gathers = [plan.gather(rank) for rank in range(plan.cp_size)]
+    items = [item for gather in gathers for item in (*gather.items, *gather.in_place)]
     return plan.k_layout.run_length % KEYS == 0 and all(
         item.cu_q is None
         and item.k_start % KEYS == item.k_stop % KEYS == 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
+from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
@@ -236,7 +236,7 @@ def _options(
     return Options(params.scale, params.softcap, sides, documents, params.deterministic)
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """The documents of an item, once for each sequence of a batch."""
     assert item.cu_q is not None and item.cu_k is not None

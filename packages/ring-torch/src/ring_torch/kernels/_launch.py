@@ -22,6 +22,7 @@ from ring_core.triton.blocks import (
     padded,
     stages_that_fit,
 )
+from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import Columns, Params, Result, Rows, Upstream
 from ring_torch.kernels._visits import FAR, Grid, tile_numbers, visits
 
@@ -261,14 +262,14 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return found
 
 
-@lru_cache(maxsize=1024)
+@cached_tensors(maxsize=1024)
 def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
     """What an item shows, int32 ``[1, 6]``: rows, columns, and the band from their corner."""
     band = [-FAR if lo is None else lo, FAR if hi is None else hi]
     return torch.tensor([[0, q_len, 0, k_len, *band]], dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
     """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
     assert item.cu_q is not None and item.cu_k is not None
@@ -277,14 +278,14 @@ def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
     return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
 
 
-@lru_cache(maxsize=32)
+@cached_tensors(maxsize=32)
 def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
     assert geometry.tiles is not None
     return torch.tensor(geometry.tiles[0].view(np.int32), device=device)
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
     """Which of them lies where in an item."""
     return torch.as_tensor(tile_numbers(item, geometry), device=device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 from ring_core.triton.blocks import Flags, parts_of_tiles
+from ring_torch._held import cached_tensors
 
 Kinds = npt.NDArray[np.int8]
 FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
@@ -59,12 +60,12 @@ def visits(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -
     )
 
 
-@lru_cache(maxsize=32)  # of a long sequence each takes megabytes
+@cached_tensors(maxsize=32)  # of a long sequence each takes megabytes
 def _without_segments(item: WorkItem, grid: Grid) -> Visits:
     return _listed(_kinds_on(item, grid), grid)
 
 
-@lru_cache(maxsize=32)
+@cached_tensors(maxsize=32)
 def _kinds_on(item: WorkItem, grid: Grid) -> Tensor:
     """The kinds of an item's blocks but for segment ids, int8 ``[1, I, J]``."""
     kinds = _in_band(item, grid.block_q, grid.block_k)

@@ -1,0 +1,68 @@
+"""A pass without its communication: the same launches, over keys that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ring_core import Gather
+from ring_torch import _autograd
+from ring_torch._call import Call, Inputs
+from ring_torch._comm import Facts
+from ring_torch._gather import Arriving, Returning
+from ring_torch._keys import Keys, Sums
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A :class:`ring_torch._gather.Carrier` that moves nothing: any keys do for a time."""
+
+    call: Call
+    keys: Keys
+    groups: int
+    made: dict[tuple[object, ...], list[Tensor]]
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Random keys, made once and on no time."""
+        del inputs
+        for n in range(self.groups):
+            place = (gather, self.keys, n)
+            if place not in self.made:
+                shape = (self.keys.batch, gather.length, self.keys.width)
+                self.made[place] = [
+                    torch.randn(shape, dtype=self.keys.dtype, device=self.call.device)
+                ]
+            yield Arriving(self.made[place], lambda _: None)
+
+    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+        """New ones."""
+        size, call = sums.numel(gather.length), self.call
+        return [torch.empty(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """Nothing goes, nothing comes."""
+        del gather, sums, grads, group, beside, early
+        return Returning(lambda _total, _length, _where: None)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let gathered passes in here do without communication: their results mean nothing."""
+    made: dict[tuple[object, ...], list[Tensor]] = {}
+
+    def carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Alone:
+        del facts
+        if call.transport == "p2p":
+            raise ValueError("only passes that gather their keys run without communication")
+        return Alone(call, Keys.of(inputs, groups), groups, made)
+
+    with patch.object(_autograd, "_carrier", carrier):
+        yield

@@ -1,0 +1,108 @@
+"""Calls in CUDA graphs: the same results as without, whatever runs before, between and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, transport: str) -> Tensor:
+    cp = ContextParallel(schedule="zigzag")
+    whole = q.shape[1] * dist.get_world_size()
+    documents = (0, whole // 3, whole)
+    packed = cp.attention(q, k, v, cu_seqlens=documents, causal=True, transport=transport)
+    return cp.attention(packed, k, v, causal=True, transport=transport)
+
+
+def _shards(seed: int, length: int = LENGTH) -> list[Tensor]:
+    """q, k, v and dout of this rank."""
+    torch.manual_seed(seed + dist.get_rank())
+    shape = (1, length // dist.get_world_size())
+    heads = (*HEADS, HEADS[0])
+    made = [torch.randn(*shape, h, DIM, device="cuda", dtype=torch.bfloat16) for h in heads]
+    return [x.requires_grad_(n < len(HEADS)) for n, x in enumerate(made)]
+
+
+def _both(attend: Attend, tensors: Sequence[Tensor]) -> list[Tensor]:
+    *qkv, dout = tensors
+    out = attend(*qkv)
+    return [x.detach() for x in (out, *torch.autograd.grad(out, qkv, dout))]
+
+
+def _differences(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest, over the largest number wanted."""
+    pairs = zip(found, wanted, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def in_one_graph(_: int, transport: str) -> list[float]:
+    """Both passes captured together and replayed with new numbers, calls as usual in between."""
+    attend, held = partial(_attend, transport=transport), _shards(0)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            _both(attend, held)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = _both(attend, held)
+    found = []
+    for seed in range(10, 16):
+        fresh = _shards(seed)
+        wanted = _both(attend, fresh)
+        with torch.no_grad():
+            for place, x in zip(held, fresh, strict=True):
+                place.copy_(x)
+        graph.replay()
+        found.append(_differences(results, wanted))
+        if seed == 12:  # a longer call moves the memory that peers read
+            _both(attend, _shards(seed, 4 * LENGTH))
+    return found
+
+
+def as_graphed_callable(_: int, transport: str) -> list[float]:
+    """A graph for each pass, as ``torch.cuda.make_graphed_callables`` makes them."""
+    attend = partial(_attend, transport=transport)
+    given = tuple(_shards(0)[:3])
+    graphed: Any = torch.cuda.make_graphed_callables(attend, given)
+    found = []
+    for seed in range(20, 26):
+        fresh = _shards(seed)
+        results = [x.clone() for x in _both(graphed, fresh)]
+        found.append(_differences(results, _both(attend, fresh)))
+    return found
+
+
+def too_early(_: int, transport: str) -> str:
+    """What a capture says of a call that was not made before."""
+    q, k, v, _dout = _shards(0, LENGTH // 2)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            _attend(q, k, v, transport)
+    except ValueError as error:
+        return str(error)
+    return "captured"
+
+
+@pytest.mark.parametrize("transport", ["pull", "p2p"])
+def test_results_are_those_of_calls_as_usual(transport: str) -> None:
+    with LocalRanks(2, cuda=True) as ranks:
+        for differences in (
+            *ranks.run(in_one_graph, transport),
+            *ranks.run(as_graphed_callable, transport),
+        ):
+            assert max(differences) < 1e-2, differences
+        assert all("once outside of a graph" in text for text in ranks.run(too_early, transport))
