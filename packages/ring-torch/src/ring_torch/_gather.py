@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, Gather
+from ring_core import Fetch, Gather, Plan
 from ring_torch._call import Call, Inputs
 from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import has_triton
@@ -156,15 +157,22 @@ class Messages:
         return Returning(add_to)
 
 
-def asked_of(call: Call, *, own: bool, early: bool | None = None) -> list[tuple[int, Fetch]]:
+def asked_of(call: Call, *, own: bool, early: bool | None = None) -> tuple[tuple[int, Fetch], ...]:
     """What other ranks fetch from this one, by rank, in their order."""
-    return [
+    return _asked_of(call.plan, call.ring.rank, own=own, early=early)
+
+
+@lru_cache(maxsize=256)
+def _asked_of(
+    plan: Plan, rank: int, *, own: bool, early: bool | None
+) -> tuple[tuple[int, Fetch], ...]:
+    return tuple(
         (peer, one)
-        for peer in range(call.plan.cp_size)
-        if peer != call.ring.rank
-        for one in some_fetches(call.plan.gather(peer, own=own), early)
-        if one.rank == call.ring.rank
-    ]
+        for peer in range(plan.cp_size)
+        if peer != rank
+        for one in some_fetches(plan.gather(peer, own=own), early)
+        if one.rank == rank
+    )
 
 
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
