@@ -9,8 +9,9 @@ do, or failed in, is among the refused, with the reason.
 
 ``--gpus 2`` splits sequences over GPUs, causal: the ring, beside ways written in plain JAX with
 cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of one GPU with the whole
-sequence. ``--profile`` traces a few calls of each: how long transfers run beside no attention
-kernel, and which operations take longest.
+sequence. With ``--layers`` a call, of one GPU too, is a program of so many layers, which pays once
+for its start; rates are those of its layers. ``--profile`` traces a few calls of each: how long
+transfers run beside no attention kernel, and which operations take longest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_gpu_columns import COLUMNS, Attend, Seen, both, exact, passes, reason_of
+from jax_gpu_columns import COLUMNS, Attend, Seen, both, exact, layered, passes, reason_of
 from jax_gpu_methods import AXIS, KERNELS, RIVALS, mesh_of
 from jax_gpu_methods import ours as over_gpus
 from jax_gpu_profile import profiled
@@ -173,15 +174,15 @@ def that_run[Key](
 
 
 def measure(
-    allowed: dict[str, set[str]], length: int, seen: Seen, report: Report
+    allowed: dict[str, set[str]], length: int, seen: Seen, report: Report, layers: int = 1
 ) -> dict[str, dict[str, float]]:
     """TFLOP/s of the forward and of both passes."""
     *qkv, dout = inputs(length, seed=1)
-    flops = 4 * seen.pairs(length) * HEADS * DIM / 1e12
+    flops = 4 * seen.pairs(length) * HEADS * DIM * layers / 1e12
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, kinds in allowed.items():
         given = COLUMNS[name].prepare(*qkv) if kinds else ()
-        for kind, run in passes(COLUMNS[name], seen).items():
+        for kind, run in passes(COLUMNS[name], seen, layers).items():
             if kind in kinds:
                 runs[name, kind] = partial(run, *given, *([dout] if kind == "both" else []))
 
@@ -244,17 +245,18 @@ def split_methods(mesh: Mesh, names: list[str], report: Report) -> dict[str, tup
 
 def over(
     mesh: Mesh, methods: dict[str, tuple[Attend, float]], length: int, alone: dict[str, float],
-    report: Report, *, profile: bool,
+    report: Report, *, layers: int, profile: bool,
 ) -> None:  # fmt: skip
     """TFLOP/s a GPU of ours and others over several GPUs, causal; of others the forward."""
     *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
-    flops = 4 * CAUSAL.pairs(length) * HEADS * DIM / 1e12 / mesh.size
-    what = {"gpus": mesh.size, "length": length}
+    flops = 4 * CAUSAL.pairs(length) * HEADS * DIM * layers / 1e12 / mesh.size
+    what = {"gpus": mesh.size, "length": length, "layers": layers}
     runs: dict[tuple[str, str], Callable[[], Any]] = {
-        (name, "forward"): partial(jax.jit(attend), *qkv) for name, (attend, _) in methods.items()
+        (name, "forward"): partial(jax.jit(layered(attend, layers)), *qkv)
+        for name, (attend, _) in methods.items()
     }
     if "triton" in methods:
-        ring = partial(both, methods["triton"][0])
+        ring = partial(both, layered(methods["triton"][0], layers))
         runs["triton", "both"] = partial(jax.jit(ring), *qkv, dout)
 
     def refuse(key: tuple[str, str], reason: str) -> None:
@@ -285,16 +287,17 @@ def over(
 
 
 def several(
-    gpus: int, lengths: list[int], names: list[str], report: Report, *, profile: bool
+    gpus: int, lengths: list[int], names: list[str], report: Report, *, layers: int, profile: bool
 ) -> None:
     """Rows of several GPUs, and those of one to compare with."""
     allowed = check(["triton"], CAUSAL, report)["triton"]
     mesh = mesh_of(gpus)
     methods = split_methods(mesh, names, report)
     for length in lengths:
-        rates = measure({"triton": allowed}, length, CAUSAL, report)
-        report.add({"length": length, "causal": True, "alone": True, **rates})
-        over(mesh, methods, length, rates.get("triton", {}), report, profile=profile)
+        rates = measure({"triton": allowed}, length, CAUSAL, report, layers)
+        report.add({"length": length, "causal": True, "alone": True, "layers": layers, **rates})
+        alone = rates.get("triton", {})
+        over(mesh, methods, length, alone, report, layers=layers, profile=profile)
 
 
 def _split(mesh: Mesh, x: Any) -> Any:
@@ -313,6 +316,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
     found.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
     found.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    found.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
     found.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
     found.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
     found.add_argument("--json", type=Path, help="write the figures here, too")
@@ -331,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
         one_gpu(options.columns, MASKS[name], lengths, report)
     for gpus in options.gpus:
         lengths, methods = options.split_lengths, options.methods
-        several(gpus, lengths, methods, report, profile=options.profile)
+        several(gpus, lengths, methods, report, layers=options.layers, profile=options.profile)
     report.save()
     return 0
 

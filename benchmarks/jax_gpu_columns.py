@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import ring_jax_gpu
 
@@ -132,12 +133,28 @@ def both(attend: Attend, q: Any, k: Any, v: Any, dout: Any) -> Any:
     return (out, *pull(dout.astype(out.dtype)))
 
 
-def passes(column: Column, seen: Seen) -> dict[str, Attend]:
+def layered(attend: Attend, layers: int) -> Attend:
+    """So many layers one behind the other: what one yields is the ``q`` of the next.
+
+    Each begins when the one before has ended, as in a model: nothing of it can be done or sent
+    earlier, or once for several.
+    """
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        out = attend(q, k, v)
+        for _ in range(layers - 1):
+            out = attend(*lax.optimization_barrier((out, k, v)))
+        return out
+
+    return run
+
+
+def passes(column: Column, seen: Seen, layers: int = 1) -> dict[str, Attend]:
     """What a column can compute, by name, as functions that are compiled when called.
 
     ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` behind it.
     """
-    way = partial(column.attend, seen=seen)
+    way = layered(partial(column.attend, seen=seen), layers)
     found: dict[str, Attend] = {"forward": jax.jit(way)}
     return found | ({"both": jax.jit(partial(both, way))} if column.backward else {})
 

@@ -142,7 +142,11 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the kernels take that are for Hopper alone, and those that do what they leave."""
+    """What the kernels take that are for Hopper alone, and those that do what they leave.
+
+    ``step`` says for which step of a ring: the ``only`` one, the ``first`` or a ``later`` one.
+    """
+    from ring_jax import _spmd
     from ring_jax_gpu import _compiled, _roles, _triton
 
     modules: list[Any] = []
@@ -154,11 +158,15 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_compiled, "_launch", keep)
         patched.setattr(_roles, "_processors", lambda: 132)
-        if call.get("merged"):
+        step = call.get("step", "only")
+        if step != "only":
             patched.setattr(_triton, "_is_one", lambda _: False)
+        if step == "later":
+            patched.setattr(_spmd, "replace", lambda static, **_: static)  # nothing is fresh
         for params, types in launches_in(call):
             if not params["launch"].hopper:
                 continue
+            assert dict(params["launch"].facts)["FRESH"] == (step != "later")
             names = params["names"]
             jax.eval_shape(
                 lambda *x, names=names, launch=params["launch"]: _roles.run(

@@ -13,6 +13,7 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask
+from ring_jax import _spmd
 from ring_jax_gpu import _roles, _triton, ring_attention
 
 CAUSAL = Mask(causal=True)
@@ -59,14 +60,18 @@ def test_one_step(case: Case, calls: list[str]) -> None:
     assert set(calls) == {"attend", "add_to_keys"}
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["causal", "window-both", "odd-length", "narrow", "poison-v"])
-def test_merged_into_what_was_there(
-    name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_step_of_several(
+    name: str, is_first: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a step of a ring would."""
+    """Results are wide, and but in the first step merged into what was there."""
     monkeypatch.setattr(_triton, "_is_one", lambda _: False)
+    if not is_first:
+        monkeypatch.setattr(_spmd, "replace", lambda static, **_: static)  # nothing is fresh
     (case,) = (case for case in ALONE if case.name == name)
-    case = replace(case, name=f"merged-{case.name}", seq_len=case.seq_len + 1)
+    length = case.seq_len + (1 if is_first else 2)  # else the other's program would be taken
+    case = replace(case, name=f"{length}-{case.name}", seq_len=length)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert set(calls) == {"attend", "add_to_keys"}
 

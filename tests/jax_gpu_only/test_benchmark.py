@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,25 @@ def test_ways_in_plain_jax(name: str, implementation: Any, size: int, small: Any
     assert small.largest_error(mesh, RIVALS[name](mesh, implementation)) < 0.02
 
 
+@pytest.mark.parametrize("name", ["ring", "all-gather", "zigzag"])
+def test_layers(name: str, small: Any) -> None:
+    """Each does all of its work, though all have the same keys."""
+    from jax_gpu_columns import layered
+    from jax_gpu_methods import RIVALS, mesh_of, ours
+
+    make: Any = ours if name == "ring" else RIVALS[name]
+    attend = make(mesh_of(2), "xla")
+    q, k, v, _ = (small._split(mesh_of(2), x) for x in small.inputs(128, seed=0))
+    once, thrice = (jax.jit(layered(attend, n)).lower(q, k, v).compile() for n in (1, 3))
+    expected = once(once(once(q, k, v), k, v), k, v)
+    np.testing.assert_array_equal(np.asarray(thrice(q, k, v)), np.asarray(expected))
+    sent = [
+        len(re.findall(r"(?:permute|gather)(?:-start)?\(", str(x.as_text())))
+        for x in (once, thrice)
+    ]
+    assert sent[1] == 3 * sent[0] > 0
+
+
 def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On host devices, with kernels of XLA in place of cuDNN's and ours."""
     from jax_gpu_columns import COLUMNS, Column, cudnn, exact, ours
@@ -168,7 +188,7 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(small, "METHODS", ways)
     path = tmp_path / "found" / "figures.json"
     given = ["--lengths", "128", "--window-lengths", "256", "--gpus", "2", "--split-lengths", "256"]
-    assert small.main([*given, "--profile", "--json", str(path)]) == 0
+    assert small.main([*given, "--layers", "2", "--profile", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert set(report["errors"]) == {"causal", "full", "window 32"}
     causal, full, window, alone, *split = report["rows"]
@@ -178,6 +198,7 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (full["causal"], window["window"], alone["alone"]) == (False, 32, True)
     names = ["triton", "all-gather xla", "two-stage xla", "zigzag xla"]
     assert [row["method"] for row in split] == names
+    assert [row.get("layers") for row in (causal, alone, *split)] == [None, *[2] * 5]
     assert {"forward", "both", "eta forward", "eta both"} <= set(split[0])
     reasons = [row["reason"] for row in report["refused"]]
     assert reasons.count("ValueError: no causal") == 2

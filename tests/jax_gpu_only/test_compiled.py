@@ -48,10 +48,10 @@ def test_options(name: str) -> None:
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("step", ["only", "first", "later"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_roles_on_hopper(dim: int, merged: bool) -> None:
-    call = {"options": {"causal": True}, "dims": [dim, dim], "hopper": True, "merged": merged}
+def test_roles_on_hopper(dim: int, step: str) -> None:
+    call = {"options": {"causal": True}, "dims": [dim, dim], "hopper": True, "step": step}
     kernels = compiled([call], 90)
     found = {x["kernel"]: x for x in kernels}
     assert list(found) == ["attend_fast", "attend", "add_fast", "add_to_keys"]

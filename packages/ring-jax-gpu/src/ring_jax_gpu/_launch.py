@@ -47,10 +47,10 @@ class Call:
     columns: Columns
     work: Work
 
-    def attend(self, into: Result, *, fresh: bool = False) -> Result:
-        """Merge what the queries see into a result, or, if ``fresh``, yield one of its types."""
+    def attend(self, into: Result) -> Result:
+        """Merge what the queries see into a result."""
         changed = {"out": into.out, "lse": into.lse}
-        launch, given = self._plan("attend", fresh=fresh)
+        launch, given = self._plan("attend")
         changed = run(launch, given, changed)
         return Result(changed["out"], changed["lse"])
 
@@ -59,19 +59,19 @@ class Call:
         launch, given = self._plan("add_to_queries", upstream)
         return run(launch, given, {"dq": dq})["dq"]
 
-    def add_to_keys(self, upstream: Upstream, dkv: Array, *, fresh: bool = False) -> Array:
-        """Add the gradients of keys and values, or, if ``fresh``, yield them."""
-        launch, given = self._plan("add_to_keys", upstream, fresh=fresh)
+    def add_to_keys(self, upstream: Upstream, dkv: Array) -> Array:
+        """Add the gradients of keys and values."""
+        launch, given = self._plan("add_to_keys", upstream)
         return run(launch, given, {"dk": dkv})["dk"]
 
     def add_to_all(
-        self, upstream: Upstream, dq: Array, dkv: Array, *, fresh: bool, only_on_hopper: bool
+        self, upstream: Upstream, dq: Array, dkv: Array, *, only_on_hopper: bool
     ) -> tuple[Array, Array]:
         """Both, in one kernel or, where that is slower, in two."""
-        launch, given = self._plan("add_to_all", upstream, fresh=fresh)
+        launch, given = self._plan("add_to_all", upstream)
         if only_on_hopper:
             queries, _ = self._plan("add_to_queries", upstream)
-            keys, _ = self._plan("add_to_keys", upstream, fresh=fresh)
+            keys, _ = self._plan("add_to_keys", upstream)
             launch = replace(launch, otherwise=(queries, keys))
         changed = run(launch, given, {"dq": dq, "dk": dkv})
         return changed["dq"], changed["dk"]
@@ -102,9 +102,8 @@ class Call:
         )
 
     def _plan(
-        self, name: Pass, upstream: Upstream | None = None, *, fresh: bool = False,
-        dbias: Array | None = None,
-    ) -> tuple[Launch, Arrays]:  # fmt: skip
+        self, name: Pass, upstream: Upstream | None = None, *, dbias: Array | None = None
+    ) -> tuple[Launch, Arrays]:
         """The launch of a kernel, and what it reads."""
         fused = name == "add_to_all"
         kernel: Kernel = "add_to_keys" if name == "add_to_all" else name
@@ -130,7 +129,8 @@ class Call:
             numbers["visits_batch"] = outer * inner if many > 1 else 0
         facts = {
             "LISTED": is_listed or kernel == "add_to_bias", "FUSED": fused,
-            "FRESH": fresh and kernel != "add_to_queries", **self._facts, **self._sizes(blocks),
+            "FRESH": self.static.fresh and kernel in ("attend", "add_to_keys"), **self._facts,
+            **self._sizes(blocks),
         }  # fmt: skip
         batch, heads, q_len = self.rows.q.shape[:3]
         _, kv_heads, k_len, _ = self.columns.kv.shape

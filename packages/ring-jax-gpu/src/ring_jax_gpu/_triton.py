@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from ring_core import Capabilities, Stage
 from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._launch import Call
@@ -55,10 +53,10 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
-        fresh, wide = _is_one(static.plan.forward), into.out.dtype
-        if fresh and self.rounds:
-            into = into._replace(out=jnp.zeros(into.out.shape, rows.q.dtype))
-        out, lse = Call(static, rows, columns, work).attend(into, fresh=fresh)
+        wide = into.out.dtype
+        if self.rounds and _is_one(static.plan.forward):
+            into = into._replace(out=into.out.astype(rows.q.dtype))
+        out, lse = Call(static, rows, columns, work).attend(into)
         return Result(out.astype(wide), lse)
 
     def backward(
@@ -70,15 +68,15 @@ class TritonKernel:
             return into
         call = Call(static, rows, columns, work)
         (dq, dkv, dbias), wide = into, into.dkv.dtype
-        fresh, fused = _is_one(static.plan.backward), static.config.fused_backward
-        if fresh:
-            dkv = jnp.zeros(dkv.shape, rows.q.dtype)
+        fused = static.config.fused_backward
+        if _is_one(static.plan.backward):
+            dkv = dkv.astype(rows.q.dtype)
         on_hopper = fused is None and not self.repeats and call.suits_hopper
         if fused or on_hopper:
-            dq, dkv = call.add_to_all(upstream, dq, dkv, fresh=fresh, only_on_hopper=on_hopper)
+            dq, dkv = call.add_to_all(upstream, dq, dkv, only_on_hopper=on_hopper)
         else:
             dq = call.add_to_queries(upstream, dq)
-            dkv = call.add_to_keys(upstream, dkv, fresh=fresh)
+            dkv = call.add_to_keys(upstream, dkv)
         if dbias is not None:
             dbias = call.add_to_bias(upstream, dbias)
         return Grads(dq, dkv.astype(wide), dbias)

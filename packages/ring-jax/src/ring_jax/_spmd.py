@@ -8,7 +8,7 @@ while a step's kernel runs, the sum of the steps before is on its way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q)
-        into = loop.attend(stage.step, q, held, into)
+        into = loop.attend(stage.step, q, held, into, fresh=stage is stages[0])
         if home is not None:
             into, home = merge(into, home), None
         if helping is not None:
@@ -76,7 +76,8 @@ def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | 
             k, v = read_after((x.k, x.v), rows.dq)
             own = _own_message(x._replace(k=k, v=v))
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
-        rows, dkv = loop.differentiate(stage.step, q, keys, upstream, rows, dkv)
+        fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
+        rows, dkv = loop.differentiate(stage.step, q, keys, upstream, rows, dkv, fresh=fresh)
         if returning is not None:
             rows, returning = loop.add(rows, *returning), None
         if helping is not None:
@@ -160,25 +161,26 @@ class Loop:
         """Move what travels round the ring."""
         return x if hop is None else self.ring.move(x, hop)
 
-    def attend(self, step: int, q: Array, held: Message, into: Result) -> Result:
+    def attend(self, step: int, q: Array, held: Message, into: Result, *, fresh: bool) -> Result:
         """Run a step's items for this device's own queries."""
         work = self.side.own_work(step)
         if work is None:
             return into
         rows, columns = self._own(step, q, held)
-        result: Result = self._kernel("forward", rows, columns, work, into)
+        result: Result = self._kernel("forward", rows, columns, work, into, fresh=fresh)
         return result
 
     def differentiate(
-        self, step: int, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array
-    ) -> tuple[RowGrads, Array]:
+        self, step: int, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array,
+        *, fresh: bool,
+    ) -> tuple[RowGrads, Array]:  # fmt: skip
         """Add the gradients of a step's items for this device's own queries."""
         work = self.side.own_work(step)
         if work is None:
             return grads, dkv
         rows, columns = self._own(step, q, held)
         into = Grads(grads.dq, dkv, self._no_bias_grad(rows.bias))
-        dq, dkv, part = self._kernel("backward", rows, columns, upstream, work, into)
+        dq, dkv, part = self._kernel("backward", rows, columns, upstream, work, into, fresh=fresh)
         return RowGrads(dq, _scattered(grads.dbias, columns.positions, part)), dkv
 
     def ship(
@@ -197,7 +199,7 @@ class Loop:
         """Attend for another rank's queries, over this device's own keys."""
         rows, columns, work = self._theirs(step, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
-        result: Result = self._kernel("forward", rows, columns, work, empty)
+        result: Result = self._kernel("forward", rows, columns, work, empty, fresh=True)
         return result
 
     def help_backward(
@@ -246,10 +248,10 @@ class Loop:
     def _no_bias_grad(self, bias: Array | None) -> Array | None:
         return None if bias is None else self.zeros(bias.shape)
 
-    def _kernel(self, name: str, *args: Any) -> Any:
+    def _kernel(self, name: str, *args: Any, fresh: bool = False) -> Any:
         """Call the kernel of the platform that is compiled for."""
-        kernels = self.static.kernels
-        calls = [partial(getattr(kernel, name), self.static) for kernel in kernels]
+        kernels, static = self.static.kernels, replace(self.static, fresh=fresh)
+        calls = [partial(getattr(kernel, name), static) for kernel in kernels]
         if len(calls) == 1:
             return calls[0](*args)
         chosen = {

@@ -107,7 +107,12 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True)
 class Static:
-    """What is known of a call when it is traced; hashable."""
+    """What is known of a call when it is traced; hashable.
+
+    Attributes:
+        fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
+            result, or to ``dkv`` of the gradients. It may write there instead.
+    """
 
     plan: Plan
     axis_name: Hashable | None
@@ -118,6 +123,7 @@ class Static:
     config: KernelConfig
     dtype: str
     head_dim: int
+    fresh: bool = False
 
     @property
     def wide(self) -> jnp.dtype:
