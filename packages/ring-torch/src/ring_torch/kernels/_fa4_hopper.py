@@ -83,13 +83,14 @@ class HopperParts:
 
 @lru_cache(maxsize=64)
 def _is_tiled(plan: Plan) -> bool:
-    """Whether all items begin and end at tiles of keys, on all ranks."""
+    """Whether all items begin and end at tiles of keys, and all that is fetched, on all ranks."""
     gathers = [plan.gather(rank) for rank in range(plan.cp_size)]
     items = [item for gather in gathers for item in (*gather.items, *gather.in_place)]
-    return plan.k_layout.run_length % KEYS == 0 and all(
-        item.cu_q is None
-        and item.k_start % KEYS == item.k_stop % KEYS == 0
-        and min(item.k_stop - item.k_start, item.q_stop - item.q_start) > KEYS
+    fetches = [one for gather in gathers for one in gather.fetches]
+    spans = [item.k_slice for item in items]
+    spans += [span for one in fetches for span in (one.source, one.target)]
+    return all(span.start % KEYS == span.stop % KEYS == 0 for span in spans) and all(
+        item.cu_q is None and min(item.k_stop - item.k_start, item.q_stop - item.q_start) > KEYS
         for item in items
     )
 

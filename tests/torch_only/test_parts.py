@@ -1,0 +1,110 @@
+"""Gradients that a kernel adds up in tiles, in an order of its own, over launches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import Mask, Plan, WorkItem, _in_place
+from ring_torch import ContextParallel, _call
+from ring_torch.kernels import Choice, _fa4_hopper
+from ring_torch.kernels._api import Columns, Kernel, Params, Parts, Rows, Upstream
+from ring_torch.kernels.eager import EagerKernel
+
+KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """See :class:`ring_torch.kernels._api.Parts`: a tile's numbers stand in reverse."""
+
+    used: list[bool]
+
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+        del q, k, v, params
+        self.used.append(_fa4_hopper._is_tiled(plan))
+        return self.used[-1]
+
+    def add_sums(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        dq: Tensor, sums: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        grads = EagerKernel().gradients(rows, columns, upstream, item, params)
+        dq.copy_(grads.dq)
+        for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
+            total.add_(_reversed(x.transpose(1, 2)))
+
+    def round(
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+    ) -> None:
+        del params
+        for x, place in zip(sums, places, strict=True):
+            place.copy_(_reversed(x).transpose(1, 2))
+
+
+class TiledKernel(EagerKernel):
+    """One that adds up in tiles."""
+
+    def __init__(self, used: list[bool]) -> None:
+        self.parts: Parts = Tiled(used)  # type: ignore[assignment] # its base has none
+
+
+def _reversed(x: Tensor) -> Tensor:
+    """``[B, K, n, D]``, each tile's numbers from the last to the first."""
+    tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
+    found: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
+    return found
+
+
+def on_a_rank(rank: int, schedule: Any, mask: Mask) -> tuple[list[bool], float]:
+    """Which passes added up in tiles, and the largest error of a gradient."""
+    del rank
+    torch.manual_seed(0)
+    whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
+    dout = torch.randn(1, LENGTH, HEADS[0], DIM)
+    k, v = (x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in whole[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", whole[0], k) * DIM**-0.5
+    position = torch.arange(LENGTH).numpy()
+    hidden = ~torch.from_numpy(mask.dense(position, position))
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = torch.autograd.grad(torch.einsum("bhqk,bkhd->bqhd", weights, v), whole, dout)
+    cp = ContextParallel(schedule=schedule)
+    mine = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    used: list[bool] = []
+    kernel: Kernel = TiledKernel(used)
+    _call._prepare.cache_clear()
+    with (
+        patch.object(_call, "choose", lambda *_: Choice(kernel, ())),
+        patch.object(_fa4_hopper, "KEYS", KEYS),
+        patch.object(_in_place, "TILE", KEYS),
+    ):
+        out = cp.attention(*mine, mask=mask, transport="gather")
+        grads = torch.autograd.grad(out, mine, cp.shard(dout))
+    _call._prepare.cache_clear()
+    errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
+    return used, float(torch.stack(errors).max())
+
+
+@pytest.mark.parametrize(
+    ("mask", "tiled"),
+    [
+        (Mask(causal=True), True),
+        (Mask(causal=True, window=(8, 0)), True),  # most rows are in place
+        (Mask(window=(12, 8)), True),
+        (Mask(causal=True, window=(24, 0)), True),  # none is
+        (Mask(window=(9, 7)), False),  # as many keys as fill tiles, cut elsewhere
+        (Mask(causal=True, window=(10, 0)), False),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["plain", "zigzag"])
+def test_tiles_of_all_launches_are_the_same(
+    schedule: Any, mask: Mask, tiled: bool, backend: Any
+) -> None:
+    for used, error in backend.pool(2).run(on_a_rank, schedule, mask):
+        assert used == [tiled]
+        assert error < 1e-5
