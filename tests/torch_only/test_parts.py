@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem, _in_place
 from ring_torch import ContextParallel, _call
+from ring_torch._groups import ONE_GROUP, Groups
 from ring_torch.kernels import Choice, _fa4_hopper
 from ring_torch.kernels._api import Columns, Kernel, Params, Parts, Rows, Upstream
 from ring_torch.kernels.eager import EagerKernel
@@ -61,7 +62,7 @@ def _reversed(x: Tensor) -> Tensor:
     return found
 
 
-def on_a_rank(rank: int, schedule: Any, mask: Mask) -> tuple[list[bool], float]:
+def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[list[bool], float]:
     """Which passes added up in tiles, and the largest error of a gradient."""
     del rank
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask) -> tuple[list[bool], float]:
     _call._prepare.cache_clear()
     with (
         patch.object(_call, "choose", lambda *_: Choice(kernel, ())),
+        patch.object(_call, "groups_of", lambda *_: groups),
         patch.object(_fa4_hopper, "KEYS", KEYS),
         patch.object(_in_place, "TILE", KEYS),
     ):
@@ -101,10 +103,18 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask) -> tuple[list[bool], float]:
         (Mask(causal=True, window=(10, 0)), False),
     ],
 )
-@pytest.mark.parametrize("schedule", ["plain", "zigzag"])
+@pytest.mark.parametrize(
+    ("schedule", "groups"),
+    [
+        ("plain", ONE_GROUP),
+        ("zigzag", ONE_GROUP),
+        ("plain", Groups(1, 2, early=True)),
+        ("zigzag", Groups(2, 2, early=True)),
+    ],
+)
 def test_tiles_of_all_launches_are_the_same(
-    schedule: Any, mask: Mask, tiled: bool, backend: Any
+    schedule: Any, groups: Groups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
-    for used, error in backend.pool(2).run(on_a_rank, schedule, mask):
+    for used, error in backend.pool(2).run(on_a_rank, schedule, mask, groups):
         assert used == [tiled]
         assert error < 1e-5
