@@ -175,6 +175,42 @@ def test_rows_on_either_side_of_those_in_place() -> None:
         (slice(0, 256), 200 + 259), (slice(1792, 2048), 200 + 259),
     ]  # fmt: skip
     assert sides(plan.gather(0).in_place) == [(0, 1792, 0, 1795, -3, 200)]
+    plan = make_plan(Mask(window=(300, 300)), seq_len=12288, cp_size=3)
+    assert sides(plan.gather(1).in_place) == [(384, 3712, 84, 4012, -600, 0)]
+    plan = make_plan(Mask(window=(0, 3)), seq_len=4096, cp_size=2, schedule="zigzag")
+    assert sides(plan.gather(1).in_place) == [
+        (0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0),
+    ]  # fmt: skip
+    # Queries need not be whole tiles: from row 768 on there are 255 left.
+    plan = make_plan(Mask(window=(0, 3)), seq_len=2046, kv_seq_len=2048, cp_size=2)
+    assert sides(plan.gather(0).in_place) == [(0, 640, 2, 645, -3, 0)]
+
+
+def test_rows_in_place_begin_and_end_where_windows_leave_the_own_keys() -> None:
+    """Without tiles at the very row: two see the rank before, three the one after."""
+    plan = make_plan(Mask(window=(2, 3)), seq_len=96, cp_size=3)
+    rows = [[item.q_slice for item in plan.gather(rank).in_place] for rank in range(3)]
+    assert rows == [[slice(0, 29)], [slice(2, 29)], [slice(2, 32)]]
+
+
+def test_half_of_the_own_keys_may_be_needed_beside_others() -> None:
+    """Of chunk 3 half of the rows see the chunk before, too: all of it stays, which is half."""
+    plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=16, cp_size=2, schedule="zigzag")
+    gather = plan.gather(0)
+    assert sides(gather.items) == [(4, 8, 0, 6, -2, 0)]
+    assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 2)]
+    # A token to the right: of chunk 0 one row sees the next, and its keys are needed, too.
+    plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, schedule="zigzag")
+    assert plan.gather(0).in_place == ()
+
+
+def test_windows_that_begin_before_the_first_key() -> None:
+    """Of queries that are more than the keys: positions 0 to 7 against own keys from 1 on."""
+    schedule = Dealt(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
+    sizes = {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2}
+    gather = make_plan(Mask(causal=True, window=(1, 0)), **sizes, schedule=schedule).gather(0)
+    assert sides(gather.items) == [(56, 58, 0, 2, 0, None)]
+    assert sides(gather.in_place) == [(58, 64, 0, 7, -1, 0)]
 
 
 def test_documents_are_not_cut_for_rows_in_place() -> None:
@@ -185,6 +221,10 @@ def test_documents_are_not_cut_for_rows_in_place() -> None:
     (item,) = gather.in_place
     assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
     assert item.cu_q.tolist() == [0, 6, 14]
+    # A document a rank: there is nothing to fetch.
+    gather = make_plan(Mask(cu_seqlens=(0, 8, 16)), seq_len=16, cp_size=2).gather(1)
+    assert gather.items == ()
+    assert sides(gather.in_place) == [(0, 8, 0, 8, None, None)]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +235,16 @@ def test_nothing_is_in_place_where_most_own_keys_are_needed_beside_others(mask: 
     assert plan.gather(1).in_place == ()
 
 
-def test_documents_are_cut_where_the_columns_begin() -> None:
-    """The window of query 8 begins at key 5, inside the first document."""
+def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
+    """The window of query 8 begins at key 5, inside the first document; query 7 ends in another."""
     mask = Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16))
     (item,) = make_plan(mask, seq_len=16, cp_size=2).gather(1).items
     assert item.cu_q is not None and item.cu_k is not None
     assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 4, 8], [0, 7, 11])
+    mask = Mask(causal=True, cu_seqlens=(0, 3, 12, 16))
+    (item,) = make_plan(mask, seq_len=16, cp_size=2).gather(0).in_place
+    assert item.cu_q is not None and item.cu_k is not None
+    assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 3, 8], [0, 3, 8])
 
 
 def test_keys_on_either_side_of_the_last_item_are_early() -> None:

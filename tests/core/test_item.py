@@ -152,6 +152,8 @@ def test_rows_by_hand() -> None:
     banded = WorkItem(0, 0, 0, 10, 22, 20, 32, 0, 3, cuts, cuts)
     assert plain(banded.rows(12, 17)) == (12, 17, 20, 28, -2, 1, [0, 2, 5], [0, 4, 8], None)
     assert plain(banded.rows(15, 17)) == (15, 17, 24, 27, -1, None, None, None, None)
+    below = WorkItem(0, 0, 0, 0, 4, 0, 4, 2, None)  # the first two rows see nothing
+    assert below.rows(0, 2) is None
 
 
 def test_pieces_by_hand() -> None:

@@ -33,6 +33,8 @@ def test_rounded_to_the_nearest(precision: Any, unit: float) -> None:
     np.testing.assert_array_equal(x[1], 1 + unit * np.array(nearest))
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, -3.0])
     np.testing.assert_array_equal(_block.round_to(odd, precision), odd)
+    filled = np.array([0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32).view(np.float32)
+    assert np.isnan(_block.round_to(filled, precision)).all(), "NaN, with whichever bits"
 
 
 @pytest.mark.parametrize("precision", SINGLE)
@@ -66,6 +68,17 @@ def test_a_key_of_no_weight_alone_in_an_item() -> None:
     assert (found.out.reshape(4, 2) == [[0], [0], [1], [1]]).all()
     for name, x in zip(("out", "lse"), reference.attention(q, k, v, causal=True), strict=True):
         np.testing.assert_allclose(getattr(found, name), x, rtol=1e-15)
+
+
+def test_what_is_no_call_of_the_plan_is_refused() -> None:
+    """In these words."""
+    q, k, v, _ = ones()
+    words = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        reference.run(make_plan(Mask(), seq_len=4, kv_seq_len=8, cp_size=2), q, k, v)
+    words = "dlse was given without dout; pass zeros where out has no gradient"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        reference.run(causal(), q, k, v, dlse=np.ones((1, 1, 4)))
 
 
 def test_forward_alone() -> None:

@@ -1,0 +1,192 @@
+"""What pairs of ranks share is counted and cut right: bands, documents, halves, chunks, tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import prefix
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plans
+
+from ring_core import (
+    TILE,
+    Dealt,
+    Mask,
+    Plan,
+    make_plan,
+)
+from ring_core._band import UNBOUNDED
+from ring_core._geometry import Rows
+
+
+@given(plans(), st.data())
+def test_one_pair_of_ranks_is_counted_as_among_many(plan: Plan, data: st.DataObject) -> None:
+    """Ranks may be numbers, rows or tables of numbers."""
+    geometry, ranks = plan.geometry, np.arange(plan.cp_size)
+    at = q_rank, kv_rank = [data.draw(st.integers(0, plan.cp_size - 1)) for _ in "qk"]
+    half = data.draw(st.sampled_from([None, 0, 1])) if plan.schedule == "balanced" else None
+    alone = columns_of(geometry.rows(q_rank, kv_rank, half))
+    table = columns_of(geometry.rows(ranks[:, None], ranks, half))
+    for one, many in zip(alone, table, strict=True):
+        assert one.dtype == many.dtype == np.int64
+        padded = np.zeros(many.shape[-1], dtype=int)
+        padded[: one.size] = one
+        np.testing.assert_array_equal(padded, many[*at])
+    count = geometry.count(q_rank, kv_rank, half)
+    assert count == geometry.count(ranks[:, None], ranks, half)[*at]
+    assert half is not None or count == seen_in(plan, q_rank, kv_rank).sum()
+
+
+def columns_of(rows: Rows) -> list[Any]:
+    return [*rows.rect, rows.doc_start, rows.doc_stop]
+
+
+def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
+    """Which keys of one rank the queries of another see."""
+    return plan.mask.dense(plan.q_positions(q_rank), plan.k_positions(kv_rank))
+
+
+def pairs_by_row(rows: Rows, plan: Plan, q_rank: int, kv_rank: int) -> Any:
+    """How many keys each query of a rank sees in rectangles, which no two of them share."""
+    seen = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
+    for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():
+        seen[q_start:q_stop, k_start:k_stop] = 1
+    return (seen * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
+
+
+def test_tokens_dealt_one_by_one_of_chunks() -> None:
+    """Each rank has two tokens of each chunk, and its rectangles span them all."""
+    sizes: Any = {"seq_len": 16, "cp_size": 2, "schedule": "striped"}
+    geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
+    rows = geometry.rows(0, 0)
+    assert (rows.doc_start.tolist(), rows.doc_stop.tolist()) == ([0], [4])
+    assert geometry.count([[0], [1]], [0, 1]).tolist() == [[12, 4], [12, 12]]
+    # In chunks of one token no rank sees another: nothing is left of such rectangles.
+    assert not np.any(columns_of(make_plan(Mask(chunk_size=1), **sizes).geometry.rows(0, 1)))
+
+
+@given(st.integers(1, 12), st.integers(1, 24), st.none() | st.integers(1, 30), st.data())
+def test_halves_are_cut_at_the_row_that_halves_the_pairs(
+    q_len: int, k_len: int, chunk: int | None, data: st.DataObject
+) -> None:
+    """The first half is the shortest that sees half of what all see."""
+    side = st.none() | st.integers(0, 4 * k_len)
+    mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)), chunk)
+    sizes = {"seq_len": 4 * q_len, "kv_seq_len": 4 * k_len, "cp_size": 4}
+    plan = make_plan(mask, **sizes, schedule="balanced")
+    q_rank, kv_rank = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    pairs = seen_in(plan, q_rank, kv_rank).sum(axis=1)
+    upto = pairs.cumsum()
+    rows = np.arange(q_len) <= np.argmax(2 * upto >= upto[-1])
+    for half, expected in enumerate((rows * pairs, ~rows * pairs)):
+        found = plan.geometry.rows(q_rank, kv_rank, half)
+        np.testing.assert_array_equal(pairs_by_row(found, plan, q_rank, kv_rank), expected)
+        assert plan.geometry.count(q_rank, kv_rank, half) == expected.sum()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(3, 5), st.data())
+def test_chunks_side_by_side_are_one_run(
+    cp_size: int, chunks: int, length: int, data: st.DataObject
+) -> None:
+    """What is cut where nothing ends is put together again.
+
+    But for bands that leave one cell of a piece, a corner that does not tell how they go on.
+    """
+    side = st.none() | st.integers(0, cp_size * chunks * length).filter(lambda n: n % length != 1)
+    mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
+    sizes = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
+    cut = Dealt(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
+    one, other = (make_plan(mask, **sizes, schedule=schedule) for schedule in ("plain", cut))
+    assert one.steps == other.steps
+    for step in range(one.num_steps):
+        np.testing.assert_array_equal(one.table(step), other.table(step))
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+@pytest.mark.parametrize(("q_len", "k_len"), [(640, 640), (2304, 260), (260, 1200)])
+def test_tiles_are_counted(schedule: Any, q_len: int, k_len: int) -> None:
+    """Kinds, boxes, counts and halves, of several tiles that are not all whole."""
+    table = np.random.default_rng(q_len).random((2, 41, 41)) < [[[0.002]], [[0.2]]]
+
+    def spots(q: Any, k: Any) -> Any:
+        """Full spots of 256 x 256, and fine ones beside them; some tiles stay empty."""
+        return table[1][q // 256 % 41, k // 256 % 41] | table[0][q % 41, k // 9 % 41]
+
+    plan = make_plan(
+        Mask(window=(500, 500), chunk_size=1000, predicate=spots),
+        seq_len=q_len, kv_seq_len=k_len, cp_size=2, schedule=schedule,
+    )  # fmt: skip
+    blocks = plan.blocks
+    assert blocks is not None
+    assert blocks.pairs.dtype == np.int32 and blocks.kinds.dtype == np.uint8
+    cuts = np.arange(-3000 if q_len > k_len else 0, k_len + 1000, 1000)
+    np.testing.assert_array_equal(blocks.boundaries, cuts)
+    for q_rank, kv_rank in np.ndindex(2, 2):
+        dense = seen_in(plan, q_rank, kv_rank)
+        pairs, cells = in_tiles(dense), in_tiles(np.ones_like(dense))
+        np.testing.assert_array_equal(blocks.pairs[q_rank, kv_rank], pairs)
+        kinds = np.where(pairs == cells, 2, np.minimum(pairs, 1))
+        np.testing.assert_array_equal(blocks.kinds[q_rank, kv_rank], kinds)
+        first = 2 * pairs.sum(axis=1).cumsum() <= pairs.sum()
+        for half, rows in ((None, first | True), (0, first), (1, ~first)):
+            part = rows[:, None] * pairs
+            assert blocks.count(q_rank, kv_rank, half) == part.sum()
+            found = np.concatenate(columns_of(blocks.rows(q_rank, kv_rank, half)))
+            many = columns_of(blocks.rows([[0], [1]], [0, 1], half))
+            np.testing.assert_array_equal(found, np.concatenate(many, axis=-1)[q_rank, kv_rank])
+            q_at, k_at = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
+            if not part.any():
+                assert not found.any()
+                continue
+            box = q_at[0] * TILE, (q_at[-1] + 1) * TILE, k_at[0] * TILE, (k_at[-1] + 1) * TILE
+            sides = np.minimum(box, np.repeat(dense.shape, 2))
+            assert found.tolist() == [*sides, -UNBOUNDED, UNBOUNDED, 0, 0]
+
+
+def in_tiles(dense: Any) -> Any:
+    rows, columns = (np.arange(0, size, TILE) for size in dense.shape)
+    return np.add.reduceat(np.add.reduceat(dense.astype(int), rows), columns, axis=1)
+
+
+def test_tiles_are_halved_where_they_are_even() -> None:
+    mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
+    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, schedule="balanced").blocks
+    assert blocks is not None
+    for half, start in ((0, 0), (1, TILE)):
+        rect = blocks.rows(0, 1, half).rect
+        assert (rect.q_start.item(), rect.q_stop.item()) == (start, start + TILE)
+
+
+def test_predicates_are_asked_of_tokens_that_there_are() -> None:
+    def inside(q_pos: Any, k_pos: Any) -> Any:
+        assert (q_pos >= 8).all() and (q_pos < 16).all()
+        assert (k_pos >= 0).all() and (k_pos < 16).all()
+        return q_pos >= k_pos
+
+    plan = make_plan(Mask(predicate=inside), seq_len=8, kv_seq_len=16, cp_size=2)
+    assert plan.work().sum() == sum(range(9, 17))
+
+
+def test_predicate_tiles() -> None:
+    seq_len, cp_size = 4 * TILE, 2
+    plan = make_plan(Mask(causal=True, predicate=prefix), seq_len=seq_len, cp_size=cp_size)
+    blocks = plan.blocks
+    assert blocks is not None and blocks.tiles is not None
+    bits, index = blocks.tiles
+    for q_rank in range(cp_size):
+        for kv_rank in range(cp_size):
+            q, k = plan.positions(q_rank), plan.k_positions(kv_rank)
+            dense = plan.mask.dense(q, k)
+            for a in range(2):
+                for b in range(2):
+                    tile = dense[a * TILE : (a + 1) * TILE, b * TILE : (b + 1) * TILE]
+                    kind = blocks.kinds[q_rank, kv_rank, a, b]
+                    assert kind == (2 if tile.all() else 1 if tile.any() else 0)
+                    if kind == 1:
+                        packed = bits[index[q_rank, kv_rank, a, b]]
+                        kept = np.unpackbits(packed, axis=1, bitorder="little").astype(bool)
+                        np.testing.assert_array_equal(kept, tile)
+    assert len(bits) == 1, "all diagonal tiles of a causal mask are one tile"
