@@ -60,37 +60,30 @@ def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any)
     count["passed"] += 1
 
 
-@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "triton", "eager"])
-@pytest.mark.parametrize(
-    "name", ["causal-zigzag-cp4", "window-both-plain-cp3", "documents-dealt-cp2"]
-)
-def test_heads_in_groups(name: str, kernel: str, backend: Any) -> None:
-    """As all at once, with gradients in two parts: or refused by name."""
-    case = replace(as_kernels_take_it(name), heads=(8, 4))
-    try:
-        results = backend.run(case, mutant="in-groups", kernel=kernel, transport="pull")
-    except LocalRankError as error:
-        if not _is_refusal(str(error), kernel, "pull"):
-            raise
-        return
-    assert_close(case, results)
-
-
-@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "triton"])
-@pytest.mark.parametrize(
-    "name",
-    [
+#: Heads in groups with gradients in two parts, and keys that come one by one, by copy engines.
+OTHER_WAYS = {
+    "in-groups": ("causal-zigzag-cp4", "window-both-plain-cp3", "documents-dealt-cp2"),
+    "by-copies": (
         "full-plain-cp2", "causal-zigzag-cp2", "window-small-plain-cp2", "window-both-zigzag-cp2",
         "window-right-zigzag-cp2", "chunks-zigzag-cp2", "documents-window-zigzag-cp2",
         "documents-dealt-cp2", "mha-zigzag", "v-dim-plain", "segments-pair-zigzag",
         "sinks-many-zigzag", "bias-masked-zigzag", "window-both-plain-cp3", "causal-zigzag-cp4",
-    ],
-)  # fmt: skip
-def test_keys_that_come_one_by_one(name: str, kernel: str, backend: Any) -> None:
-    """By copy engines, as many keys do: or refused by name."""
-    case = as_kernels_take_it(name)
+    ),
+}  # fmt: skip
+OTHERS = [(how, CASES[name]) for how, names in OTHER_WAYS.items() for name in names]
+
+
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "triton", "eager"])
+@pytest.mark.parametrize(
+    ("how", "case"), OTHERS, ids=[f"{how}-{case.name}" for how, case in OTHERS]
+)
+def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any) -> None:
+    """As all keys and heads at once: or refused by name."""
+    case = as_kernels_take_it(case.name)
+    if how == "in-groups":
+        case = replace(case, heads=(8, 4))
     try:
-        results = backend.run(case, mutant="by-copies", kernel=kernel, transport="pull")
+        results = backend.run(case, mutant=how, kernel=kernel, transport="pull")
     except LocalRankError as error:
         if not _is_refusal(str(error), kernel, "pull"):
             raise
