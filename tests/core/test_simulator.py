@@ -95,7 +95,8 @@ def test_a_bias_that_heads_share() -> None:
     bias = rng.standard_normal((2, 1, 4, 4))
     found = reference.run(causal(), q, k, v, dout=dout, bias=bias)
     expected = reference.attention_grads(dout, q, k, v, causal=True, bias=bias)
-    np.testing.assert_allclose(found.dbias, expected.dbias, atol=1e-14)  # type: ignore[arg-type]
+    assert found.dbias is not None and expected.dbias is not None
+    np.testing.assert_allclose(found.dbias, expected.dbias, atol=1e-14)
 
 
 def test_sinks_that_take_nothing() -> None:

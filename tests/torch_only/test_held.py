@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 
-from ring_torch import _held
+from ring_core import Mask, UnsupportedError
+from ring_torch import _call, _held, ring_attention
 
 
 def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,27 @@ def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatc
     make(3)
     gc.collect()
     assert captured() is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": torch.ones(2)},
+        {"bias": torch.zeros(1, 1, 8, 8)},
+        {"dropout_p": 0.5, "dropout_seed": 1},
+        {"mask": Mask(predicate=lambda q, k: q >= k)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_a_graph_cannot_hold_are_refused(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(1, 8, 2, 4)
+    ring_attention(x, x, x, **options)
+    monkeypatch.setattr(_call, "is_capturing", lambda: True)
+    ring_attention(x, x, x, causal=True, window=(3, 0))
+    with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
+        ring_attention(x, x, x, **options)
 
 
 def test_nothing_is_captured_without_cuda() -> None:

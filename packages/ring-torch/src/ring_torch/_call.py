@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask, Plan, Request, Schedule, checks, make_plan
+from ring_core import Mask, Plan, Request, Schedule, UnsupportedError, checks, make_plan
 from ring_core.triton.blocks import come_in_eights
 from ring_torch._comm import Facts, Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
+from ring_torch._held import is_capturing
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
 from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
@@ -136,7 +137,8 @@ def check_call(
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: No kernel, or not the one named, can do the call.
+        UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
+            CUDA graph with an option that a graph cannot hold.
     """
     q_ids, k_ids = None, None
     if segment_ids is not None:
@@ -168,6 +170,11 @@ def check_call(
         call = _prepare.__wrapped__(*given)
     else:
         call = _prepare(*given)
+    if call.needs_index and is_capturing():  # positions come from the host; a seed would be frozen
+        raise UnsupportedError(
+            "bias, alibi_slopes, dropout_p and predicate masks cannot be captured into a CUDA "
+            "graph. Instead: leave the call out of the graph, or the option out of the call"
+        )
     return replace(call, number=number), inputs
 
 
