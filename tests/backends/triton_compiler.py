@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ from ring_jax_gpu._call import (
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
+
+
+#: Steps of a ring: whether they are the first one, and the last one.
+STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
+
+
+def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
+    """Have calls on one device compute as a step of a ring does."""
+    from ring_jax import _spmd
+    from ring_jax_gpu import _triton
+
+    fresh, last = STEPS[step]
+    patched.setattr(_triton, "_is_one", lambda _: False)
+    patched.setattr(_spmd, "replace", lambda static, **_: replace(static, fresh=fresh, last=last))
 
 
 def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
@@ -144,10 +159,9 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave.
 
-    ``step`` says for which step of a ring: the ``only`` one, the ``first`` or a ``later`` one.
+    ``step`` says for which step of a ring: the ``only`` one, or the one that :data:`STEPS` names.
     """
-    from ring_jax import _spmd
-    from ring_jax_gpu import _compiled, _roles, _triton
+    from ring_jax_gpu import _compiled, _roles
 
     modules: list[Any] = []
 
@@ -160,13 +174,10 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
         patched.setattr(_roles, "_processors", lambda: 132)
         step = call.get("step", "only")
         if step != "only":
-            patched.setattr(_triton, "_is_one", lambda _: False)
-        if step == "later":
-            patched.setattr(_spmd, "replace", lambda static, **_: static)  # nothing is fresh
+            pretend(patched, step)
         for params, types in launches_in(call):
             if not params["launch"].hopper:
                 continue
-            assert dict(params["launch"].facts)["FRESH"] == (step != "later")
             names = params["names"]
             jax.eval_shape(
                 lambda *x, names=names, launch=params["launch"]: _roles.run(

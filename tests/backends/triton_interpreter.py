@@ -121,8 +121,9 @@ def interpret(
     """Run a kernel on copies of arrays and return those that it changed."""
     copies: Any = {name: np.array(x) for name, x in zip(names, arrays, strict=True)}
     changed = names[len(names) - num_changed :]
-    for name in changed:
-        if dict(launch.facts)["FRESH"] and name != "dq":  # kernels for Hopper get new memory there
+    for name in changed:  # kernels for Hopper get new memory there
+        is_new = "before" in copies and name == "out"
+        if is_new or (dict(launch.facts)["FRESH"] and name != "dq"):
             copies[name][...] = np.nan
     for part in launches_of(launch):
         known = arrays_of(part, copies, changed)

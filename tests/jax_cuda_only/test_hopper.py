@@ -9,12 +9,12 @@ import jax
 import pytest
 from backends import jax_devices
 from backends.jax_devices import JaxBackend
+from backends.triton_compiler import STEPS, pretend
 from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask
-from ring_jax import _spmd
-from ring_jax_gpu import _roles, _triton, ring_attention
+from ring_jax_gpu import _roles, ring_attention
 
 CAUSAL = Mask(causal=True)
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}
@@ -33,6 +33,9 @@ ALONE = [
     Case("poison-q", CAUSAL, **USUAL, poison="q"),
     Case("poison-k", CAUSAL, **USUAL, poison="k"),
     Case("poison-v", CAUSAL, **USUAL, poison="v"),
+    Case("parts", Mask(), **USUAL, kv_seq_len=2000),
+    Case("poison-parts", Mask(), **USUAL, kv_seq_len=2000, poison="v"),
+    Case("thirds", Mask(), **{**USUAL, "seq_len": 2304}, kv_seq_len=1601),
 ]
 
 
@@ -60,29 +63,42 @@ def test_one_step(case: Case, calls: list[str]) -> None:
     assert set(calls) == {"attend", "add_to_keys"}
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("name", ["causal", "window-both", "odd-length", "narrow", "poison-v"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "name", ["causal", "window-both", "odd-length", "narrow", "poison-v", "parts", "poison-parts"]
+)
 def test_a_step_of_several(
-    name: str, is_first: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, step: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are wide, and but in the first step merged into what was there."""
-    monkeypatch.setattr(_triton, "_is_one", lambda _: False)
-    if not is_first:
-        monkeypatch.setattr(_spmd, "replace", lambda static, **_: static)  # nothing is fresh
+    """Results are wide but for the last step's, and but in the first step merged."""
+    pretend(monkeypatch, step)
     (case,) = (case for case in ALONE if case.name == name)
-    length = case.seq_len + (1 if is_first else 2)  # else the other's program would be taken
+    length = case.seq_len + 1 + [*STEPS].index(step)  # else another's program would be taken
     case = replace(case, name=f"{length}-{case.name}", seq_len=length)
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
+    assert set(calls) == {"attend", "add_to_keys"}
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("name", ["causal", "parts", "window"])
+def test_many_tiles_a_program(
+    name: str, programs: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_roles, "_processors", lambda: programs)
+    (case,) = (case for case in ALONE if case.name == name)
+    case = replace(case, name=f"{programs}-{case.name}", seq_len=case.seq_len + 10 + programs)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert set(calls) == {"attend", "add_to_keys"}
 
 
 @pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_in_the_ring(schedule: Any, size: int, calls: list[str]) -> None:
+@pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
+def test_in_the_ring(mask: Mask, schedule: Any, size: int, calls: list[str]) -> None:
     """Several items a step, and steps that merge."""
     if jax.device_count() < size:
         pytest.skip(f"this machine has fewer than {size} GPUs")
     usual = {**USUAL, "seq_len": 1024}
-    case = Case(f"hopper-{schedule}-cp{size}", CAUSAL, schedule, size, **usual)
+    case = Case(f"hopper-{mask.causal}-{schedule}-cp{size}", mask, schedule, size, **usual)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert "attend" in calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from backends.triton_compiler import compiled
+from backends.triton_compiler import STEPS, compiled
 
 #: Bytes of shared memory that a block may have.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -48,11 +48,12 @@ def test_options(name: str) -> None:
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 
-@pytest.mark.parametrize("step", ["only", "first", "later"])
+@pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_roles_on_hopper(dim: int, step: str) -> None:
-    call = {"options": {"causal": True}, "dims": [dim, dim], "hopper": True, "step": step}
-    kernels = compiled([call], 90)
+@pytest.mark.parametrize("causal", [True, False])  # the last tiles are shared where it is full
+def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
+    call = {"options": {"causal": causal}, "dims": [dim, dim], "hopper": True, "step": step}
+    kernels = compiled([call | {"tokens": [1024, 2048]}], 90)
     found = {x["kernel"]: x for x in kernels}
     assert list(found) == ["attend_fast", "attend", "add_fast", "add_to_keys"]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels

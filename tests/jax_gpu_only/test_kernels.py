@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from backends import triton_interpreter as interpreter
 from backends.jax_devices import JaxBackend
+from backends.triton_compiler import STEPS, pretend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
 from tolerances import assert_close
@@ -20,6 +21,7 @@ from tolerances import assert_close
 import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core._blocks import BlockGeometry
+from ring_core.triton.blocks import FLAGS_TOGETHER
 from ring_jax_gpu import _roles, ring_attention
 from ring_jax_gpu._call import Kernel, Launch, arguments_of, stages_of
 from ring_jax_gpu._compiled import Taken
@@ -129,9 +131,16 @@ def test_vmap() -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("case", LEFT, ids=lambda case: case.name)
-def test_what_the_kernels_for_hopper_leave(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_for_hopper_leave(
+    case: Case, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here they leave everything, in memory where heads lie behind tokens."""
+    if step != "only":
+        pretend(monkeypatch, step)
+        length = case.seq_len + 1 + [*STEPS].index(step)  # else another's program would be taken
+        case = replace(case, name=f"{length}-{case.name}", seq_len=length)
 
     def call(
         kernel: Any, parameters: Any, constants: Any, *, programs: int, **_: Any
@@ -154,13 +163,17 @@ def test_what_the_kernels_for_hopper_leave(case: Case, monkeypatch: pytest.Monke
         assert launch.hopper
         x: Any = {name: np.array(array) for name, array in zip(names, arrays, strict=True)}
         goes_by_rows = launch.kernel == "attend"
-        batch, heads, length, _ = x["q" if goes_by_rows else "kv"].shape
+        batch, heads, length, _ = x["q"].shape if goes_by_rows else _roles._keys(x).shape
         size = 64 if goes_by_rows else 128
-        across = -(-length // 128) * (128 // size)
-        x["flags"] = np.full((batch * heads, across), 1 if goes_by_rows else 2, np.int32)
-        programs = batch * heads * -(-length // size)
-        sizes = {"BLOCK_Q": 64, "BLOCK_K": 64 if goes_by_rows else 128}
-        found = _roles._rest(launch, x, programs, across, **sizes)
+        across = -(-length // size)
+        many = batch * heads * across
+        x["only"] = np.full(many, 1 if goes_by_rows else 2, np.int32)
+        flags = {"only_across": across}
+        if goes_by_rows:
+            flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
+        else:
+            programs = many
+        found = _roles._rest(launch, x, flags, programs, 64, size)
         return [found[name] for name in names[len(names) - num_changed :]]
 
     monkeypatch.setattr(_roles, "call", call)

@@ -17,7 +17,8 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ring_core.triton.blocks import HOPPER, Blocks, stages_that_fit
+from ring_core.triton.blocks import HOPPER, stages_that_fit
+from ring_core.triton.table import Blocks
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array
 
@@ -26,11 +27,11 @@ Kernel = Literal["attend", "add_to_queries", "add_to_keys", "add_to_bias"]
 
 _GLUON = (3, 9)  # of Triton
 
-# Parameters of kernels that are other views of an array: of queries and output gradients for blocks
-# that are done with care, of keys and values, which lie side by side, for each by itself.
+# Parameters of kernels that are other views of an array: of what comes by the copy engine, for
+# blocks that are done with care; of keys and values side by side, for each by itself.
 _VIEWS = {
-    "q_pointer": "q", "dout_pointer": "dout", "k": "kv", "v": "kv", "k_pointer": "kv",
-    "v_pointer": "kv",
+    "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
+    "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"),
 }  # fmt: skip
 
 
@@ -45,6 +46,7 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # kernels for Hopper can do it
+    is_full: bool = False  # all queries see all keys
     otherwise: tuple[Launch, ...] = ()  # what to launch instead where they cannot
 
 
@@ -190,11 +192,11 @@ def arguments_of(
     facts = Facts(**dict(launch.facts), TMA=copied)
     known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": as_constants(facts)}
     known["careful"] = as_constants(careful_facts(facts))
-    known |= {name: arrays[of] for name, of in _VIEWS.items() if of in arrays}
+    known |= {name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays}
     if facts.TMA:
         known |= _descriptors(facts, arrays)
     unknown = set(arrays) | set(dict(launch.numbers))
-    unknown -= {*kernel.arg_names, *_VIEWS.values()}
+    unknown -= {*kernel.arg_names, "kv", "k", "v"}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
     return {name: known.get(name) for name in kernel.arg_names}
 
@@ -210,9 +212,10 @@ def _descriptors(facts: Any, arrays: Arrays) -> dict[str, Any]:
     """Tensors as ``[heads, length, dims]`` for the copy engine, with the tiles that it fetches."""
     from jax_triton import TensorDescriptor
 
+    keys, values = ("kv", "kv") if facts.BESIDE else ("k", "v")
     shapes = {
         "q": ("q", facts.BLOCK_Q, facts.D), "dout": ("dout", facts.BLOCK_Q, facts.DV),
-        "k": ("kv", facts.BLOCK_K, facts.D), "v": ("kv", facts.BLOCK_K, facts.DV),
+        "k": (keys, facts.BLOCK_K, facts.D), "v": (values, facts.BLOCK_K, facts.DV),
     }  # fmt: skip
     found = {}
     for name, (array, length, dims) in shapes.items():

@@ -2,8 +2,13 @@
 
 FlashAttention-3 (Shah et al., arXiv 2407.08608) for calls whose masks are bands and that have no
 option but the scale. Written in Gluon, which says who waits for whom; no JAX. Triton's interpreter
-does not run it. A block whose result is NaN is left to the kernel of ``_forward``: masked weights
+does not run it. A block whose result is NaN is left to the kernel of ``forward``: masked weights
 are 0, and ``0 * nan`` is ``nan``, so the NaN may be of values that nobody sees.
+
+Programs draw tickets, so that one which began late, because a transfer held its processor, gets
+less to do. Where all queries see all keys, tiles do not come out even over the programs: those left
+for a last round are shared, their keys in parts (Stream-K, Osama et al., arXiv 2301.03598), and who
+is done last merges the parts, in their order.
 
 Arrays lie as callers have them, ``[B, T, H, D]``, here ``[B * T, H * D]``.
 """
@@ -14,8 +19,6 @@ Arrays lie as callers have them, ``[B, T, H, D]``, here ``[B * T, H * D]``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,129 +28,68 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-BOUNDS = gl.constexpr(6)  # numbers of an item: q_start, q_stop, k_start, k_stop, lo, hi
+from ring_jax_gpu._hopper_common import LN2, LOG2E, columns_of, seen_by, visited
+
 ROWS = gl.constexpr(64)  # queries of one group of warps
 GROUPS = gl.constexpr(2)
+HELD = gl.constexpr(2)  # tiles of queries that a program has at once
+NO_MORE = gl.constexpr(-1)  # no ticket
 _INF = gl.constexpr(float("inf"))
 
 
-class Hot(NamedTuple):
-    """What a kernel here is compiled for.
-
-    Attributes:
-        D: Head dim of queries, keys and values.
-        ITEMS: How many items there are.
-        SCALE: Of the logits, positive.
-        BLOCK: Keys a block in the forward, queries a block in the backward.
-        STAGES: Blocks on their way at once.
-        FRESH: Results are new, nothing is merged into.
-        TURNS: Groups of warps issue their products in turns.
-    """
-
-    D: gl.constexpr
-    ITEMS: gl.constexpr
-    SCALE: gl.constexpr
-    BLOCK: gl.constexpr
-    STAGES: gl.constexpr
-    FRESH: gl.constexpr
-    TURNS: gl.constexpr
+@gluon.jit
+def job_of(ticket, shared, facts: gl.constexpr):
+    """``(tile, part, parts, place)`` of a ticket, the last its number among all parts."""
+    tile, part, parts, place = ticket, 0, 1, 0
+    if facts.SHARED:
+        tiles, split, each = shared
+        place = ticket - (tiles - split)
+        if place >= 0:
+            tile, part, parts = tiles - split + place // each, place % each, each
+    return tile, part, parts, place
 
 
 @gluon.jit
-def own_tiles(tiles):
-    """How many tiles a program has; rounds go there and back, so that lengths even out."""
-    programs = gl.num_programs(0)
-    rounds = tiles // programs
-    last = tile_of(rounds)
-    return gl.where(last < tiles, rounds + 1, rounds)
-
-
-@gluon.jit
-def tile_of(turn):
-    """The tile of this program in a round."""
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def place_of(tile, blocks, together):
-    """Which turn a tile has among the ``blocks`` of its head, and which head; as elsewhere."""
-    each = blocks * together
-    within = tile % each
-    return within // together, (tile // each) * together + within % together
-
-
-@gluon.jit
-def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
-    """Blocks of item ``n`` that tokens ``[outer, outer_stop)`` see, and those seen whole by all.
-
-    ``(start, full_start, full_stop, end)``, ranges as ``inner_blocks`` has them.
-    """
-    at = items + n * BOUNDS
-    lo, hi = gl.load(at + 4), gl.load(at + 5)
-    if ROWS_OUTSIDE:
-        begin, end, start, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = -hi, -lo
-    else:
-        start, stop, begin, end = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = lo, hi
-    shift = start - begin
-    top, bottom = gl.maximum(outer, begin), gl.minimum(outer_stop, end) - 1
-    first = gl.maximum(top + shift + near, start)
-    last = gl.minimum(bottom + shift + far + 1, stop)
-    some = (top <= bottom) & (first < last)
-    low = gl.where(some, first // BLOCK, 0)
-    high = gl.where(some, (last + BLOCK - 1) // BLOCK, 0)
-    whole_first = gl.maximum(bottom + shift + near, start)
-    whole_last = gl.minimum(top + shift + far + 1, stop)
-    whole = (outer >= begin) & (outer_stop <= end) & (whole_first < whole_last)
-    whole_low = gl.where(whole, (whole_first + BLOCK - 1) // BLOCK, low)
-    whole_high = gl.where(whole, whole_last // BLOCK, low)
-    whole_low = gl.minimum(gl.maximum(whole_low, low), high)
-    whole_high = gl.maximum(gl.minimum(whole_high, high), whole_low)
+def seen_in_part(items, n, row, row_stop, part, parts, facts: gl.constexpr):
+    """:func:`visited` for a part of the keys, of which the first ones are the last."""
+    low, whole_low, whole_high, high = visited(
+        items, n, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True
+    )
+    if facts.SHARED:
+        length = high - low
+        low = high - length * (part + 1) // parts
+        high -= length * part // parts
+        whole_low = gl.minimum(gl.maximum(whole_low, low), high)
+        whole_high = gl.maximum(gl.minimum(whole_high, high), whole_low)
     return low, whole_low, whole_high, high
 
 
 @gluon.jit
-def seen_by(items, n, outer, ROWS_OUTSIDE: gl.constexpr):
-    """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``."""
-    at = items + n * BOUNDS
-    lo, hi = gl.load(at + 4), gl.load(at + 5)
-    if ROWS_OUTSIDE:
-        begin, end, start, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = -hi, -lo
-    else:
-        start, stop, begin, end = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = lo, hi
-    diagonal = outer + (start - begin)
-    first = gl.maximum(diagonal + near, start)
-    last = gl.minimum(diagonal + far + 1, stop)
-    return first, gl.where((outer >= begin) & (outer < end), last, 0)
-
-
-@gluon.jit
 def attend_fast(
-    q, k, v, items, out, lse, flags, q_len, k_len, batch, heads, group, together,
-    facts: gl.constexpr,
+    q, k, v, items, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads, group, split,
+    each, facts: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 128 queries of one head, the last ones first; a GPU's programs share them.
 
-    ``q`` is a descriptor of ``[B * T, H * D]``; ``k`` and ``v`` are of ``[B * S, K * 2 D]``, where
-    a head's values lie beside its keys. ``out [B, T, H, D]``, ``lse [B * H, T]``; ``flags [B * H,
-    blocks, 2]`` says which 64 queries were left out because of NaN.
+    ``q`` is a descriptor of ``[B * T, H * D]``; ``k`` and ``v`` are of ``[B * S, K * D]``, or both
+    of ``[B * S, K * 2 D]``, where a head's values lie beside its keys. ``out [B, T, H, D]`` and
+    ``lse [B * H, T]`` are merged into unless ``facts.FRESH``; with ``before``, like ``out``, that
+    is what ``out`` held. ``marks``, all zeros, are ``[B * H, blocks, 2]``, which says what 64
+    queries were left out because of NaN, then a number of tickets drawn, then ``[split, 2]`` parts
+    that are done. With ``facts.SHARED`` the last ``split`` tiles come in parts, so many ``each``,
+    which leave ``parts [split * each, 2, 64, D]`` and ``sums [split * each, 2, 2, 64]``.
     """
     stages: gl.constexpr = facts.STAGES
-    held: gl.constexpr = 2 if facts.FRESH else 1  # blocks of queries
-    q_tiles = gl.allocate_shared_memory(q.dtype, [held * GROUPS, ROWS, facts.D], q.layout)
+    number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(q.dtype, [HELD * GROUPS, ROWS, facts.D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [stages, facts.BLOCK, facts.D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [stages, facts.BLOCK, facts.D], v.layout)
-    q_full, q_free = mbarrier.allocate_mbarrier(held), mbarrier.allocate_mbarrier(held)
+    tickets = gl.allocate_shared_memory(gl.int32, [HELD, 1], number)
+    q_full, q_free = mbarrier.allocate_mbarrier(HELD), mbarrier.allocate_mbarrier(HELD)
     k_full, k_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     v_full, v_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     turns = mbarrier.allocate_mbarrier(GROUPS)
-    for n in gl.static_range(held):
+    for n in gl.static_range(HELD):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_free.index(n), count=GROUPS)
     for n in gl.static_range(stages):
@@ -157,14 +99,15 @@ def attend_fast(
         mbarrier.init(v_free.index(n), count=GROUPS)
     for n in gl.static_range(GROUPS):
         mbarrier.init(turns.index(n), count=1)
-    tiles = (q_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, tickets)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
-    sizes = (q_len, k_len, batch, heads, group, together)
+    sizes = (q_len, k_len, batch, heads, group, split, each)
+    kept = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
-            (attend_group, (tiles, bars, items, out, lse, flags, sizes, gl.constexpr(0), facts)),
-            (attend_group, (tiles, bars, items, out, lse, flags, sizes, gl.constexpr(1), facts)),
-            (fetch_for_queries, (q, k, v, tiles, bars, items, sizes, facts)),
+            (attend_group, (tiles, bars, items, marks, kept, sizes, gl.constexpr(0), facts)),
+            (attend_group, (tiles, bars, items, marks, kept, sizes, gl.constexpr(1), facts)),
+            (fetch_for_queries, (q, k, v, tiles, bars, items, marks, before, sizes, facts)),
         ],
         [4, 1],
         [240, 24],
@@ -172,119 +115,287 @@ def attend_fast(
 
 
 @gluon.jit
-def fetch_for_queries(q, k, v, tiles, bars, items, sizes, facts: gl.constexpr):
-    """The warp that fetches: queries of a tile, then the keys and values that they see."""
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free, turns = bars
-    q_len, k_len, batch, heads, group, together = sizes
-    held: gl.constexpr = 2 if facts.FRESH else 1
-    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    count = 0
-    for done in range(own_tiles(blocks * batch * heads)):
-        turn, flat = place_of(tile_of(done), blocks, together)
-        row = (blocks - 1 - turn) * (ROWS * GROUPS)
-        b, head = flat // heads, flat % heads
-        slot = done % held
-        mbarrier.wait(q_free.index(slot), ((done // held) & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), GROUPS * q.nbytes_per_cta)
-        for n in gl.static_range(GROUPS):
-            tma.async_load(
-                q, [b * q_len + row + n * ROWS, head * facts.D], q_full.index(slot),
-                q_tiles.index(slot * GROUPS + n),
-            )  # fmt: skip
-        column = (head // group) * (2 * facts.D)
-        row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
-        for item in range(facts.ITEMS):
-            low, whole_low, whole_high, high = visited(
-                items, item, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True
-            )
-            for i in range(high - low):
-                at = b * k_len + (high - 1 - i) * facts.BLOCK
-                slot = count % facts.STAGES
-                phase = ((count // facts.STAGES) & 1) ^ 1
-                mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(k_full.index(slot), k.nbytes_per_cta)
-                tma.async_load(k, [at, column], k_full.index(slot), k_tiles.index(slot))
-                mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(v_full.index(slot), v.nbytes_per_cta)
-                tma.async_load(v, [at, column + facts.D], v_full.index(slot), v_tiles.index(slot))
-                count += 1
+def drawn_at(marks, q_len, many):
+    """Where the number of tickets drawn is."""
+    return marks + (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS * many
 
 
 @gluon.jit
-def attend_group(
-    tiles, bars, items, out, lse, flags, sizes, WHICH: gl.constexpr, facts: gl.constexpr
-):
-    """A group of warps, which takes 64 queries of each tile."""
-    q_tiles, k_tiles, v_tiles = tiles
+def fetch_for_queries(q, k, v, tiles, bars, items, marks, before, sizes, facts: gl.constexpr):
+    """The warp that fetches: queries of a tile, then the keys and values that they see."""
+    q_tiles, k_tiles, v_tiles, tickets = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turns = bars
-    q_len, k_len, batch, heads, group, together = sizes
-    held: gl.constexpr = 2 if facts.FRESH else 1
+    q_len, k_len, batch, heads, group, split, each = sizes
+    many = batch * heads
+    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
+    shared = (blocks * many, split, each)
+    stop = blocks * many
+    if facts.SHARED:
+        stop += split * (each - 1)
+    ticket = gl.program_id(0)
+    done, count = 0, 0
+    while ticket < stop:
+        tile, part, parts, _ = job_of(ticket, shared, facts)
+        row = (blocks - 1 - tile // many) * (ROWS * GROUPS)
+        flat = tile % many
+        b, head = flat // heads, flat % heads
+        row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
+        if has_work(items, row, row_stop, before, facts):
+            slot = done % HELD
+            mbarrier.wait(q_free.index(slot), ((done // HELD) & 1) ^ 1)
+            hand_over(tickets.index(slot), ticket)
+            mbarrier.expect(q_full.index(slot), GROUPS * q.nbytes_per_cta)
+            for n in gl.static_range(GROUPS):
+                tma.async_load(
+                    q, [b * q_len + row + n * ROWS, head * facts.D], q_full.index(slot),
+                    q_tiles.index(slot * GROUPS + n),
+                )  # fmt: skip
+            done += 1
+            of_keys, of_values = columns_of(head // group, facts)
+            for item in range(facts.ITEMS):
+                low, _, _, high = seen_in_part(items, item, row, row_stop, part, parts, facts)
+                for i in range(high - low):
+                    at = b * k_len + (high - 1 - i) * facts.BLOCK
+                    slot = count % facts.STAGES
+                    phase = ((count // facts.STAGES) & 1) ^ 1
+                    mbarrier.wait(k_free.index(slot), phase)
+                    mbarrier.expect(k_full.index(slot), k.nbytes_per_cta)
+                    tma.async_load(k, [at, of_keys], k_full.index(slot), k_tiles.index(slot))
+                    mbarrier.wait(v_free.index(slot), phase)
+                    mbarrier.expect(v_full.index(slot), v.nbytes_per_cta)
+                    tma.async_load(v, [at, of_values], v_full.index(slot), v_tiles.index(slot))
+                    count += 1
+        ticket = gl.num_programs(0) + gl.atomic_add(drawn_at(marks, q_len, many), 1)
+    slot = done % HELD
+    mbarrier.wait(q_free.index(slot), ((done // HELD) & 1) ^ 1)
+    hand_over(tickets.index(slot), NO_MORE)
+    mbarrier.arrive(q_full.index(slot), count=1)
+
+
+@gluon.jit
+def has_work(items, row, row_stop, before, facts: gl.constexpr):
+    """Whether queries see something, or their results are new memory, to be written anyway."""
+    if facts.FRESH or before is not None:
+        some = True
+    else:
+        some = False
+        for n in range(facts.ITEMS):
+            low, _, _, high = visited(items, n, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True)
+            some = some | (high > low)
+    return some
+
+
+@gluon.jit
+def hand_over(place, ticket):
+    """Tell the groups which tile is theirs, before the barrier of its queries."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place.store(gl.full([1], ticket, gl.int32, layout=layout))
+    gl.barrier()
+
+
+@gluon.jit
+def taken_over(tickets, q_full, done):
+    """The ticket of the next tile, whose queries are there then, too."""
+    slot = done % HELD
+    mbarrier.wait(q_full.index(slot), (done // HELD) & 1)
+    return ticket_at(tickets.index(slot))
+
+
+@gluon.jit
+def ticket_at(place):
+    """A ticket that was handed over."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(place.load(layout), 0)
+
+
+@gluon.jit
+def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, facts: gl.constexpr):
+    """A group of warps, which takes 64 queries of each tile."""
+    q_tiles, _, _, tickets = tiles
+    q_full, q_free, _, _, _, _, _ = bars
+    q_len, k_len, batch, heads, group, split, each = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    many = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    count = 0
-    for done in range(own_tiles(blocks * batch * heads)):
-        turn, flat = place_of(tile_of(done), blocks, together)
-        block = blocks - 1 - turn
+    shared = (blocks * many, split, each)
+    done, count = 0, 0
+    ticket = taken_over(tickets, q_full, done)
+    while ticket >= 0:
+        tile, part, parts, place = job_of(ticket, shared, facts)
+        block, flat = blocks - 1 - tile // many, tile % many
         row = block * (ROWS * GROUPS)
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
-        top = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
-        total = gl.zeros([ROWS], gl.float32, layout=s_rows)
-        acc = gl.zeros([ROWS, facts.D], gl.float32, layout=o_layout)
-        slot = done % held
+        top, total, acc = start_of(
+            kept, row + WHICH * ROWS, flat, heads, q_len, part, s_rows, o_layout, facts
+        )
+        slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
-        mbarrier.wait(q_full.index(slot), (done // held) & 1)
         for n in range(facts.ITEMS):
-            low, whole_low, whole_high, high = visited(
-                items, n, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True
+            seen = seen_in_part(items, n, row, row_stop, part, parts, facts)
+            top, total, acc, count = attend_item(
+                queries, tiles, bars, items, n, seen, rows, count, top, total, acc, WHICH, facts
             )
-            if high > low:
-                first, stop = seen_by(items, n, rows, ROWS_OUTSIDE=True)
-                products = scores_of(queries, k_tiles, k_full, turns, count, WHICH, s_layout, facts)
-                hand_on(turns, WHICH, facts)
-                products = warpgroup_mma_wait(0, [products])
-                mbarrier.arrive(k_free.index(count % facts.STAGES), count=1)
-                top, total, shrink, weights = soften(
-                    products, top, total, first, stop, (high - 1) * facts.BLOCK, True, s_layout,
-                    facts,
-                )  # fmt: skip
-                acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-                weights = gl.convert_layout(weights.to(k_tiles.dtype), p_layout)
-                count += 1
-                right = gl.maximum(high - whole_high, 1)
-                middle = gl.maximum(high - whole_low, 1)
-                for i in range(1, right):
-                    top, total, acc, weights = one_block(
-                        queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
-                        stop, (high - 1 - i) * facts.BLOCK, WHICH, True, facts,
-                    )  # fmt: skip
-                    count += 1
-                for i in range(right, middle):
-                    top, total, acc, weights = one_block(
-                        queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
-                        stop, (high - 1 - i) * facts.BLOCK, WHICH, False, facts,
-                    )  # fmt: skip
-                    count += 1
-                for i in range(middle, high - low):
-                    top, total, acc, weights = one_block(
-                        queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
-                        stop, (high - 1 - i) * facts.BLOCK, WHICH, True, facts,
-                    )  # fmt: skip
-                    count += 1
-                last = (count - 1) % facts.STAGES
-                mbarrier.wait(v_full.index(last), ((count - 1) // facts.STAGES) & 1)
-                acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(v_free.index(last), count=1)
+        if not facts.FRESH:
+            # Found anew: else the addresses that were read from stay in registers until now.
+            tile = job_of(ticket_at(tickets.index(slot)), shared, facts)[0]
+            block, flat = blocks - 1 - tile // many, tile % many
         mbarrier.arrive(q_free.index(slot), count=1)
-        keep(
-            out, lse, flags, top, total, acc, rows, flat, block, WHICH, q_len, heads, o_layout,
+        is_whole = True
+        if facts.SHARED:
+            is_whole = parts == 1
+            if parts > 1:
+                share(kept, place, top, total, acc, WHICH, o_layout, facts)
+                number = (place // each) * GROUPS + WHICH
+                is_last = gl.atomic_add(drawn_at(marks, q_len, many) + 1 + number, 1) == each - 1
+                is_whole = is_last
+                if is_last:
+                    top, total, acc = joined(
+                        kept, place - part, each, WHICH, s_rows, o_layout, facts
+                    )
+        if is_whole:
+            keep(kept, marks, top, total, acc, flat, block, WHICH, q_len, heads, o_layout, facts)
+        done += 1
+        ticket = taken_over(tickets, q_full, done)
+
+
+@gluon.jit
+def attend_item(
+    queries, tiles, bars, items, n, seen, rows, count, top, total, acc, WHICH: gl.constexpr,
+    facts: gl.constexpr,
+):  # fmt: skip
+    """The blocks of keys that a group's queries see of an item."""
+    _, k_tiles, v_tiles, _ = tiles
+    _, _, k_full, k_free, v_full, v_free, turns = bars
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    low, whole_low, whole_high, high = seen
+    if high > low:
+        first, stop = seen_by(items, n, rows, ROWS_OUTSIDE=True)
+        products = scores_of(queries, k_tiles, k_full, turns, count, WHICH, s_layout, facts)
+        hand_on(turns, WHICH, facts)
+        products = warpgroup_mma_wait(0, [products])
+        mbarrier.arrive(k_free.index(count % facts.STAGES), count=1)
+        top, total, shrink, weights = soften(
+            products, top, total, first, stop, (high - 1) * facts.BLOCK, True, s_layout,
             facts,
         )  # fmt: skip
+        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+        weights = gl.convert_layout(weights.to(k_tiles.dtype), p_layout)
+        count += 1
+        right = gl.maximum(high - whole_high, 1)
+        middle = gl.maximum(high - whole_low, 1)
+        for i in range(1, right):
+            top, total, acc, weights = one_block(
+                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+                stop, (high - 1 - i) * facts.BLOCK, WHICH, True, facts,
+            )  # fmt: skip
+            count += 1
+        for i in range(right, middle):
+            top, total, acc, weights = one_block(
+                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+                stop, (high - 1 - i) * facts.BLOCK, WHICH, False, facts,
+            )  # fmt: skip
+            count += 1
+        for i in range(middle, high - low):
+            top, total, acc, weights = one_block(
+                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+                stop, (high - 1 - i) * facts.BLOCK, WHICH, True, facts,
+            )  # fmt: skip
+            count += 1
+        last = (count - 1) % facts.STAGES
+        mbarrier.wait(v_full.index(last), ((count - 1) // facts.STAGES) & 1)
+        acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_free.index(last), count=1)
+    return top, total, acc, count
+
+
+@gluon.jit
+def start_of(
+    kept, row, flat, heads, q_len, part, s_rows: gl.constexpr, layout: gl.constexpr,
+    facts: gl.constexpr,
+):  # fmt: skip
+    """Where the running softmax of 64 queries begins: with what was there, as one key's."""
+    before, out, lse, _, _ = kept
+    o_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    top = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
+    total = gl.zeros([ROWS], gl.float32, layout=s_rows)
+    acc = gl.zeros([ROWS, facts.D], gl.float32, layout=layout)
+    if not facts.FRESH:  # noqa: SIM102  # known when this is compiled
+        if part == 0:
+            source = out
+            if before is not None:
+                source = before
+            rows = row + gl.arange(0, ROWS, layout=o_rows)
+            known = gl.load(lse + flat.to(gl.int64) * q_len + rows, mask=rows < q_len, other=-_INF)
+            at = source + offsets_of(rows, flat, heads, q_len, layout, facts)
+            acc = gl.load(at, mask=(known > -_INF)[:, None], other=0.0).to(gl.float32)
+            known = gl.convert_layout(known, s_rows)
+            top = known * (1.0 / facts.SCALE)
+            total = gl.where(known == -_INF, 0.0, 1.0)
+    return top, total, acc
+
+
+@gluon.jit
+def offsets_of(rows, flat, heads, q_len, layout: gl.constexpr, facts: gl.constexpr):
+    """Where rows of a head are in ``[B, T, H, D]``."""
+    dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
+    first = ((flat // heads) * q_len).to(gl.int64) * heads + flat % heads
+    return (first + rows.to(gl.int64) * heads)[:, None] * facts.D + dims[None, :]
+
+
+@gluon.jit
+def share(
+    kept, place, top, total, acc, WHICH: gl.constexpr, layout: gl.constexpr, facts: gl.constexpr
+):
+    """Leave a part for who is done last."""
+    _, _, _, parts, sums = kept
+    place = place * GROUPS + WHICH
+    numbers = gl.arange(0, ROWS, layout=top.type.layout)
+    gl.store(sums + place * (2 * ROWS) + numbers, top)
+    gl.store(sums + place * (2 * ROWS) + ROWS + numbers, total)
+    gl.store(part_at(parts, place, layout, facts), acc)
+    gl.barrier()
+
+
+@gluon.jit
+def part_at(parts, place, layout: gl.constexpr, facts: gl.constexpr):
+    """The numbers of a part."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
+    return parts + place * (ROWS * facts.D) + rows[:, None] * facts.D + dims[None, :]
+
+
+@gluon.jit
+def joined(
+    kept, place, parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
+    facts: gl.constexpr,
+):  # fmt: skip
+    """All parts of a tile, merged in their order."""
+    _, _, _, at, sums = kept
+    scale: gl.constexpr = facts.SCALE * LOG2E
+    numbers = gl.arange(0, ROWS, layout=s_rows)
+    top = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
+    total = gl.zeros([ROWS], gl.float32, layout=s_rows)
+    acc = gl.zeros([ROWS, facts.D], gl.float32, layout=layout)
+    for n in range(parts):
+        one = (place + n) * GROUPS + WHICH
+        its_top = gl.load(sums + one * (2 * ROWS) + numbers)
+        its_total = gl.load(sums + one * (2 * ROWS) + ROWS + numbers)
+        new_top = gl.maximum(top, its_top)
+        safe = gl.where(new_top == -_INF, 0.0, new_top) * scale
+        shrink, weight = gl.exp2(top * scale - safe), gl.exp2(its_top * scale - safe)
+        total = total * shrink + its_total * weight
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, layout))
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, layout))
+        part = gl.load(part_at(at, one, layout, facts))
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        top = new_top
+    return top, total, acc
 
 
 @gluon.jit
@@ -359,43 +470,32 @@ def soften(
 
 @gluon.jit
 def keep(
-    out, lse, flags, top, total, acc, rows, flat, block, WHICH: gl.constexpr, q_len, heads,
+    kept, marks, top, total, acc, flat, block, WHICH: gl.constexpr, q_len, heads,
     layout: gl.constexpr, facts: gl.constexpr,
 ):  # fmt: skip
-    """Write the result, or merge it into what was there; if there is a NaN, only say so."""
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    row_at: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    top, total = gl.convert_layout(top, rows_layout), gl.convert_layout(total, rows_layout)
-    rows = gl.convert_layout(rows, rows_layout)
-    is_odd = (acc != acc) & (rows < q_len)[:, None]  # noqa: PLR0124
+    """Write the result; if there is a NaN, only say so."""
+    _, out, lse, _, _ = kept
+    o_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    top, total = gl.convert_layout(top, o_rows), gl.convert_layout(total, o_rows)
+    part = block * GROUPS + WHICH
+    rows = part * ROWS + gl.arange(0, ROWS, layout=o_rows)
+    real = rows < q_len
+    is_odd = (acc != acc) & real[:, None]  # noqa: PLR0124
     odd = gl.max(gl.max(gl.where(is_odd, 1, 0), 1), 0)
-    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    gl.store(flags + (flat * blocks + block) * GROUPS + WHICH, odd)
     if odd == 0:
-        part = gl.where(total == 0, -_INF, (top * (facts.SCALE * LOG2E) + gl.log2(total)) * LN2)
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]
-        place = flat.to(gl.int64) * q_len
-        wide_rows = (block * GROUPS + WHICH) * ROWS + gl.arange(
-            0, ROWS, layout=gl.SliceLayout(1, row_at)
-        )
-        dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, row_at))
-        b, head = flat // heads, flat % heads
-        at = ((b * q_len + wide_rows).to(gl.int64) * heads + head)[:, None] * facts.D
-        at = out + at + dims[None, :]
-        real = wide_rows < q_len
-        if facts.FRESH:
-            result = gl.convert_layout(mean.to(out.dtype.element_ty), row_at)
-            gl.store(at, result, mask=real[:, None])
-            gl.store(lse + place + rows, part, mask=rows < q_len)
+        merged = (top * (facts.SCALE * LOG2E) + gl.log2(total)) * LN2
+        merged = gl.where(total == 0, -_INF, merged)
+        gl.store(lse + flat.to(gl.int64) * q_len + rows, merged, mask=real)
+        if out.dtype.element_ty == gl.float32:  # four threads write 32 bytes
+            at = out + offsets_of(rows, flat, heads, q_len, layout, facts)
+            gl.store(at, mean, mask=real[:, None])
         else:
-            part = gl.convert_layout(part, gl.SliceLayout(1, row_at))
-            mean = gl.convert_layout(mean, row_at)
-            old = gl.load(lse + place + wide_rows, mask=real, other=-_INF)
-            high = gl.maximum(old, part)
-            high = gl.where(high == -_INF, 0.0, high)
-            merged = high + gl.log(gl.exp(old - high) + gl.exp(part - high))
-            safe = gl.where(merged == -_INF, 0.0, merged)
-            before = gl.load(at, mask=real[:, None] & (old > -_INF)[:, None], other=0.0)
-            result = mean * gl.exp(part - safe)[:, None] + before * gl.exp(old - safe)[:, None]
-            gl.store(at, result, mask=real[:, None])
-            gl.store(lse + place + wide_rows, merged, mask=real)
+            wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+            its_rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+            its_at = out + offsets_of(its_rows, flat, heads, q_len, wide, facts)
+            result = gl.convert_layout(mean.to(out.dtype.element_ty), wide)
+            gl.store(its_at, result, mask=(its_rows < q_len)[:, None])
+    else:
+        parts = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS
+        gl.store(marks + flat * parts + part, 1)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ring_jax_gpu._hopper import LOG2E, place_of, seen_by, visited
+from ring_jax_gpu._hopper_common import LOG2E, columns_of, seen_by, visited
 
 KEYS = gl.constexpr(128)  # keys a block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
@@ -28,15 +28,16 @@ _INF = gl.constexpr(float("inf"))
 
 @gluon.jit
 def add_fast(
-    q, k, v, dout, mass, slant, dq, items, dkv, flags, q_len, k_len, batch, heads, group, together,
-    facts: gl.constexpr,
+    q, k, v, dout, mass, slant, dq, items, dk, dv, flags, q_len, k_len, batch, heads, group,
+    together, facts: gl.constexpr,
 ):  # fmt: skip
-    """Add to ``dq`` and ``dkv`` what blocks of 128 keys of one head give and get.
+    """Add to ``dq``, ``dk`` and ``dv`` what blocks of 128 keys of one head give and get.
 
     ``q`` and ``dout`` are descriptors of ``[B * T, H * D]``, ``dq`` of the same in float32; ``k``
-    and ``v`` are of ``[B * S, K * 2 D]``. Of ``[B * H * T]``, each head padded to whole blocks,
-    ``mass`` is minus ``lse`` over the scale, ``-inf`` for rows that saw nothing, and ``slant`` is
-    minus delta. ``dkv [B, S, K, 2 D]``. ``flags [B * K, blocks]`` says what was left out: 1, dK and
+    and ``v`` are of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, values beside their keys;
+    then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
+    to whole blocks, ``mass`` is minus ``lse`` over the scale, ``-inf`` for rows that saw nothing,
+    and ``slant`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1, dK and
     dV, because of NaN; 2, all, because of keys that are not finite.
     """
     stages: gl.constexpr = facts.STAGES
@@ -61,14 +62,23 @@ def add_fast(
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, q_full, q_free, g_full, g_free)
     sizes = (q_len, k_len, batch, heads, group, together)
+    kept = (dk, dk, flags) if facts.BESIDE else (dk, dv, flags)
     gl.warp_specialize(
         [
-            (add_group, (tiles, s_tile, dq_tile, dq, bars, items, dkv, flags, sizes, facts)),
+            (add_group, (tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts)),
             (fetch_for_keys, (q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts)),
         ],
         [1],
         [24],
     )
+
+
+@gluon.jit
+def place_of(tile, blocks, together):
+    """Which turn a tile has among the ``blocks`` of its head, and which head; as elsewhere."""
+    each = blocks * together
+    within = tile % each
+    return within // together, (tile // each) * together + within % together
 
 
 @gluon.jit
@@ -89,10 +99,10 @@ def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts:
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads
     start = block * KEYS
-    column = kv_head * (2 * facts.D)
+    of_keys, of_values = columns_of(kv_head, facts)
     mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
-    tma.async_load(k, [b * k_len + start, column], kv_full, k_tile)
-    tma.async_load(v, [b * k_len + start, column + facts.D], kv_full, v_tile)
+    tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
+    tma.async_load(v, [b * k_len + start, of_values], kv_full, v_tile)
     stop = gl.minimum(start + KEYS, k_len)
     padded = (q_len + facts.BLOCK - 1) // facts.BLOCK * facts.BLOCK
     count = 0
@@ -123,7 +133,7 @@ def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts:
 
 
 @gluon.jit
-def add_group(tiles, s_tile, dq_tile, dq, bars, items, dkv, flags, sizes, facts: gl.constexpr):
+def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.constexpr):
     """The warps that compute."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, q_full, q_free, g_full, g_free = bars
@@ -164,21 +174,23 @@ def add_group(tiles, s_tile, dq_tile, dq, bars, items, dkv, flags, sizes, facts:
                 )  # fmt: skip
                 count += 1
     tma.store_wait(0)
+    to_k, to_v, flags = kept
     is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124
     left_out = gl.where(odd > 0, 2, gl.max(gl.max(is_nan, 1), 0))
     gl.store(flags + flat * blocks + block, left_out)
     if left_out == 0:
         rows = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, o_layout))
         dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, o_layout))
-        at = ((b * k_len + rows).to(gl.int64) * kv_heads + kv_head)[:, None] * (2 * facts.D)
-        at = dkv + at + dims[None, :]
         real = (rows < k_len)[:, None]
+        of_keys, of_values = columns_of(kv_head, facts)
+        step: gl.constexpr = 2 * facts.D if facts.BESIDE else facts.D
+        at = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
         some_k, some_v = dk * facts.SCALE, dv
         if not facts.FRESH:
-            some_k += gl.load(at, mask=real, other=0.0)
-            some_v += gl.load(at + facts.D, mask=real, other=0.0)
-        gl.store(at, some_k.to(dkv.dtype.element_ty), mask=real)
-        gl.store(at + facts.D, some_v.to(dkv.dtype.element_ty), mask=real)
+            some_k += gl.load(to_k + of_keys + at, mask=real, other=0.0)
+            some_v += gl.load(to_v + of_values + at, mask=real, other=0.0)
+        gl.store(to_k + of_keys + at, some_k.to(to_k.dtype.element_ty), mask=real)
+        gl.store(to_v + of_values + at, some_v.to(to_v.dtype.element_ty), mask=real)
 
 
 @gluon.jit

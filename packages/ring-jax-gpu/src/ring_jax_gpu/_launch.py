@@ -10,16 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
+from ring_core import TABLE_COLUMNS, Mask, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
-from ring_core.triton.blocks import (
-    Blocks,
-    Pass,
-    choose_blocks,
-    come_in_eights,
-    heads_together,
-    padded,
-)
+from ring_core.triton.blocks import choose_blocks, come_in_eights, heads_together, padded
+from ring_core.triton.table import Blocks, Pass, Table
 from ring_jax._types import Array, Columns, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._call import Kernel, Launch, run
 from ring_jax_gpu._visits import (
@@ -40,17 +34,27 @@ _HOPPER_DIMS = (64, 128)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A step's work for the kernels."""
+    """A step's work for the kernels.
+
+    Attributes:
+        is_apart: Keys and values, and their gradients, are arrays of their own. In calls of several
+            steps they travel side by side.
+        blocks, roles: As of ``TritonKernel``.
+    """
 
     static: Static
     rows: Rows
     columns: Columns
     work: Work
+    is_apart: bool
+    blocks: Table | None
+    roles: bool
 
-    def attend(self, into: Result) -> Result:
-        """Merge what the queries see into a result."""
+    def attend(self, into: Result, before: Array | None) -> Result:
+        """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
         changed = {"out": into.out, "lse": into.lse}
         launch, given = self._plan("attend")
+        given |= {} if before is None else {"before": before}
         changed = run(launch, given, changed)
         return Result(changed["out"], changed["lse"])
 
@@ -59,22 +63,32 @@ class Call:
         launch, given = self._plan("add_to_queries", upstream)
         return run(launch, given, {"dq": dq})["dq"]
 
-    def add_to_keys(self, upstream: Upstream, dkv: Array) -> Array:
+    def parts_of(self, both: Array, keys: str, values: str) -> Arrays:
+        """What lies side by side, by name; side by side still in calls of several steps.
+
+        The compiler takes apart what was just joined without a copy.
+        """
+        if not self.is_apart:
+            return {keys: both}
+        parts = jnp.split(both, [self.static.head_dim], axis=-1)
+        return dict(zip((keys, values), parts, strict=True))
+
+    def add_to_keys(self, upstream: Upstream, dkv: Arrays) -> Arrays:
         """Add the gradients of keys and values."""
         launch, given = self._plan("add_to_keys", upstream)
-        return run(launch, given, {"dk": dkv})["dk"]
+        return run(launch, given, dkv)
 
     def add_to_all(
-        self, upstream: Upstream, dq: Array, dkv: Array, *, only_on_hopper: bool
-    ) -> tuple[Array, Array]:
+        self, upstream: Upstream, dq: Array, dkv: Arrays, *, only_on_hopper: bool
+    ) -> tuple[Array, Arrays]:
         """Both, in one kernel or, where that is slower, in two."""
         launch, given = self._plan("add_to_all", upstream)
         if only_on_hopper:
             queries, _ = self._plan("add_to_queries", upstream)
             keys, _ = self._plan("add_to_keys", upstream)
             launch = replace(launch, otherwise=(queries, keys))
-        changed = run(launch, given, {"dq": dq, "dk": dkv})
-        return changed["dq"], changed["dk"]
+        changed = run(launch, given, {"dq": dq, **dkv})
+        return changed.pop("dq"), changed
 
     def add_to_bias(self, upstream: Upstream, dbias: Array) -> Array:
         """Add the gradient of the bias."""
@@ -82,14 +96,14 @@ class Call:
         return run(launch, given, {"dbias": dbias})["dbias"]
 
     @property
-    def suits_hopper(self) -> bool:
-        """Whether the kernels for Hopper can do it: bands, no option, usual head dims."""
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper do it there: bands, no option, usual head dims."""
         rows, static, config = self.rows, self.static, self.static.config
         options = (rows.ids, rows.bias, rows.slopes, rows.seed, static.softcap, self.work.kinds)
         is_plain = all(x is None for x in options) and not self._has_documents
         sizes = (config.block_q, config.block_k)
         return (
-            is_plain and sizes == (None, None) and static.scale > 0 and self.rows.q.size > 0
+            self.roles and is_plain and sizes == (None, None) and static.scale > 0 and self.rows.q.size > 0
             and static.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
@@ -98,8 +112,9 @@ class Call:
         rows, has_tiles = self.rows, self.work.kinds is not None
         crowded = rows.bias is not None or rows.seed is not None or has_tiles
         return choose_blocks(
-            self.static.config, name, widest, rows.q.dtype.itemsize, crowded=crowded
-        )
+            self.static.config, name, widest, rows.q.dtype.itemsize, crowded=crowded,
+            rows=self.blocks,
+        )  # fmt: skip
 
     def _plan(
         self, name: Pass, upstream: Upstream | None = None, *, dbias: Array | None = None
@@ -108,7 +123,8 @@ class Call:
         fused = name == "add_to_all"
         kernel: Kernel = "add_to_keys" if name == "add_to_all" else name
         blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
-        given = {"q": self.rows.q, "kv": self.columns.kv, **self._marks(), **self._options()}
+        keys = self.parts_of(self.columns.kv, "k" if self.is_apart else "kv", "v")
+        given = {"q": self.rows.q, **keys, **self._marks(), **self._options()}
         given |= {} if upstream is None else upstream._asdict()
         given["items"] = item_bounds(self.work)
         if self._has_documents:
@@ -147,10 +163,10 @@ class Call:
             numbers["together"] = self._together(name)
             many = down * batch * heads if goes_by_rows else across * batch * kv_heads
             grid = (many, 1, 1)
-        hopper = name in ("attend", "add_to_all") and self.suits_hopper
+        hopper = name in ("attend", "add_to_all") and self.on_hopper
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
-            hopper=hopper,
+            hopper=hopper, is_full=self.static.plan.mask == Mask(),
         )  # fmt: skip
         return launch, given
 
@@ -186,19 +202,27 @@ class Call:
             "bias_head": q_len * k_len if of_bias[1] > 1 else 0, "bias_row": k_len,
         }  # fmt: skip
 
+    @property
+    def _key_steps(self) -> tuple[int, int]:
+        """From key to key, and from value to value."""
+        if self.is_apart:
+            return self.static.head_dim, self._v_dim
+        return (self.columns.kv.shape[3],) * 2
+
     def _strides(self, kernel: Kernel) -> dict[str, int]:
         """From batch row to batch row and from head to head of what a kernel touches."""
         _, heads, q_len, dim = self.rows.q.shape
-        _, kv_heads, k_len, both = self.columns.kv.shape
+        _, kv_heads, k_len, _ = self.columns.kv.shape
         queries, keys = (heads, q_len), (kv_heads, k_len)
+        of_k, of_v = self._key_steps
         shapes = {
-            "q": (*queries, dim), "k": (*keys, both), "v": (*keys, both),
+            "q": (*queries, dim), "k": (*keys, of_k), "v": (*keys, of_v),
             "out": (*queries, self._v_dim), "lse": (*queries, 1),
         }  # fmt: skip
         if kernel in ("add_to_queries", "add_to_keys"):
             shapes["dq"] = (*queries, dim)
         if kernel == "add_to_keys":
-            shapes |= {"dk": (*keys, both), "dv": (*keys, both)}
+            shapes |= {"dk": (*keys, of_k), "dv": (*keys, of_v)}
         found: dict[str, int] = {}
         for name, (many, length, row) in shapes.items():
             found |= {f"{name}_batch": many * length * row, f"{name}_head": length * row}
@@ -207,11 +231,12 @@ class Call:
     @cached_property
     def _facts(self) -> dict[str, Any]:
         """What the kernels are compiled for, but for sizes."""
-        static, both = self.static, self.columns.kv.shape[3]
+        static, (of_k, of_v) = self.static, self._key_steps
         return {
-            "BESIDE": True, "BIAS_BY_POSITION": False, "EIGHTS": _come_in_eights(static.plan), "Q_STEP": static.head_dim, "K_STEP": both,
-            "V_STEP": both, "OUT_STEP": self._v_dim, "DQ_STEP": static.head_dim, "DK_STEP": both,
-            "DV_STEP": both, "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
+            "BESIDE": not self.is_apart, "BIAS_BY_POSITION": False,
+            "EIGHTS": _come_in_eights(static.plan), "Q_STEP": static.head_dim, "K_STEP": of_k,
+            "V_STEP": of_v, "OUT_STEP": self._v_dim, "DQ_STEP": static.head_dim, "DK_STEP": of_k,
+            "DV_STEP": of_v, "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
             "PADDED_V": padded(self._v_dim), "ITEMS": self.work.items.shape[0],
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": static.scale,
             "SOFTCAP": static.softcap,

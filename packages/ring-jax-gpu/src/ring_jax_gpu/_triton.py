@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax.numpy as jnp
+
 from ring_core import Capabilities, Stage
+from ring_core.triton.table import Table
 from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._launch import Call
 
@@ -20,11 +23,16 @@ class TritonKernel:
 
     Attributes:
         repeats: The backward is to repeat bit for bit.
-        rounds: What a call of one step yields may have the inputs' dtype: nothing is added to it.
+        rounds: What the last step of a call yields may have the inputs' dtype.
+        blocks: How large blocks are, a table as ``python -m ring_jax_gpu tune`` writes it; ``None``
+            for the package's, or that of ``RING_TRITON_BLOCKS``.
+        roles: On Hopper, kernels whose warps have roles do what they can do.
     """
 
     repeats: bool = False
     rounds: bool = False
+    blocks: Table | None = None
+    roles: bool = True
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         name="triton",
@@ -53,10 +61,12 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
-        wide = into.out.dtype
-        if self.rounds and _is_one(static.plan.forward):
+        wide, before = into.out.dtype, None
+        if self.rounds and static.last:
+            before = None if static.fresh else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
-        out, lse = Call(static, rows, columns, work).attend(into)
+        call = self._call(static, rows, columns, work)
+        out, lse = call.attend(into, before)
         return Result(out.astype(wide), lse)
 
     def backward(
@@ -66,20 +76,25 @@ class TritonKernel:
         """Add the items' gradients to ``into``."""
         if into.dq.size == 0:
             return into
-        call = Call(static, rows, columns, work)
+        is_one = _is_one(static.plan.backward)
+        call = self._call(static, rows, columns, work)
         (dq, dkv, dbias), wide = into, into.dkv.dtype
         fused = static.config.fused_backward
-        if _is_one(static.plan.backward):
-            dkv = dkv.astype(rows.q.dtype)
-        on_hopper = fused is None and not self.repeats and call.suits_hopper
+        keys = call.parts_of(dkv.astype(rows.q.dtype) if is_one else dkv, "dk", "dv")
+        on_hopper = fused is None and not self.repeats and call.on_hopper
         if fused or on_hopper:
-            dq, dkv = call.add_to_all(upstream, dq, dkv, only_on_hopper=on_hopper)
+            dq, keys = call.add_to_all(upstream, dq, keys, only_on_hopper=on_hopper)
         else:
             dq = call.add_to_queries(upstream, dq)
-            dkv = call.add_to_keys(upstream, dkv)
+            keys = call.add_to_keys(upstream, keys)
+        dkv = jnp.concatenate([x.astype(wide) for x in keys.values()], axis=-1)
         if dbias is not None:
             dbias = call.add_to_bias(upstream, dbias)
-        return Grads(dq, dkv.astype(wide), dbias)
+        return Grads(dq, dkv, dbias)
+
+    def _call(self, static: Static, rows: Rows, columns: Columns, work: Work) -> Call:
+        is_one = _is_one(static.plan.forward)
+        return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
 
 
 def _is_one(stages: Sequence[Stage]) -> bool:

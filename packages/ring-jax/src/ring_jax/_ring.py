@@ -49,10 +49,16 @@ def together[*Ts](*values: *Ts) -> tuple[*Ts]:
 
 
 def after[M](moved: M, results: Any) -> M:
-    """The same arrays, one element of which seems to depend on the results of a kernel.
+    """On TPUs the same arrays, one element of which seems to depend on the results of a kernel.
 
-    XLA can be told to remove barriers (``xla_tpu_aggressive_opt_barrier_removal``); this tie stays.
+    XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
+    stays. Elsewhere it would copy the arrays for nothing.
     """
+    found: M = lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
+    return found
+
+
+def _tied[M](moved: M, results: Any) -> M:
     never = _never(results)
     if never is None:
         return moved

@@ -46,7 +46,8 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q)
-        into = loop.attend(stage.step, q, held, into, fresh=stage is stages[0])
+        fresh, last = stage is stages[0], following is None and home is None and helping is None
+        into = loop.attend(stage.step, q, held, into, fresh=fresh, last=last)
         if home is not None:
             into, home = merge(into, home), None
         if helping is not None:
@@ -161,13 +162,15 @@ class Loop:
         """Move what travels round the ring."""
         return x if hop is None else self.ring.move(x, hop)
 
-    def attend(self, step: int, q: Array, held: Message, into: Result, *, fresh: bool) -> Result:
+    def attend(
+        self, step: int, q: Array, held: Message, into: Result, *, fresh: bool, last: bool
+    ) -> Result:
         """Run a step's items for this device's own queries."""
         work = self.side.own_work(step)
         if work is None:
             return into
         rows, columns = self._own(step, q, held)
-        result: Result = self._kernel("forward", rows, columns, work, into, fresh=fresh)
+        result: Result = self._kernel("forward", rows, columns, work, into, fresh=fresh, last=last)
         return result
 
     def differentiate(
@@ -248,9 +251,9 @@ class Loop:
     def _no_bias_grad(self, bias: Array | None) -> Array | None:
         return None if bias is None else self.zeros(bias.shape)
 
-    def _kernel(self, name: str, *args: Any, fresh: bool = False) -> Any:
+    def _kernel(self, name: str, *args: Any, fresh: bool = False, last: bool = False) -> Any:
         """Call the kernel of the platform that is compiled for."""
-        kernels, static = self.static.kernels, replace(self.static, fresh=fresh)
+        kernels, static = self.static.kernels, replace(self.static, fresh=fresh, last=last)
         calls = [partial(getattr(kernel, name), static) for kernel in kernels]
         if len(calls) == 1:
             return calls[0](*args)

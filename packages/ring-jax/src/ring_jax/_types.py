@@ -112,6 +112,7 @@ class Static:
     Attributes:
         fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
             result, or to ``dkv`` of the gradients. It may write there instead.
+        last: Nothing is merged into a kernel's result any more. It may be rounded.
     """
 
     plan: Plan
@@ -124,6 +125,7 @@ class Static:
     dtype: str
     head_dim: int
     fresh: bool = False
+    last: bool = False
 
     @property
     def wide(self) -> jnp.dtype:

@@ -1,23 +1,22 @@
 """How large blocks are, how many warps share one and how many are on their way.
 
-:class:`ring_core.KernelConfig` overrides the sizes. Nothing here needs Triton.
+``table`` says, and :class:`ring_core.KernelConfig` overrides its sizes. Nothing here needs Triton.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ring_core import TILE, KernelConfig, UnsupportedError
+from ring_core.triton import table
+from ring_core.triton.table import LARGEST, SMALLEST, Blocks, Pass, Table
 
 Flags = npt.NDArray[np.bool_]
-Pass = Literal["attend", "add_to_queries", "add_to_keys", "add_to_all", "add_to_bias"]
 
-LARGEST = 256
-SMALLEST = 16  # what matrix units multiply
+FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
 CAREFUL = 32  # queries and keys a block where numbers are not finite
 
 # Heads take turns as long as what they read is no more than this: keys and values of blocks of
@@ -33,60 +32,22 @@ _SHARED_ELSEWHERE = 99 << 10
 _BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Queries and keys a block, warps a block, stages of the pipeline that fetches blocks."""
-
-    q: int
-    k: int
-    warps: int = 8
-    stages: int = 2
-
-
-#: By pass, for head dims up to 64, up to 128 and up to 256, of 16-bit numbers.
-_NARROW: dict[Pass, tuple[Blocks, Blocks, Blocks]] = {
-    "attend": (Blocks(128, 128, 8, 3), Blocks(128, 128, 8, 3), Blocks(64, 64)),
-    "add_to_queries": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 32)),
-    "add_to_keys": (Blocks(64, 128, 8, 4), Blocks(64, 128, 8, 4), Blocks(32, 64)),
-    "add_to_all": (Blocks(64, 128, 8, 3), Blocks(64, 128, 8, 3), Blocks(32, 64)),
-    "add_to_bias": (Blocks(64, 64, 4), Blocks(64, 64, 4), Blocks(64, 64)),
-}
-#: The same of 32-bit numbers, which take three products each.
-_WIDE: dict[Pass, tuple[Blocks, Blocks, Blocks]] = {
-    "attend": (Blocks(64, 32, 4), Blocks(64, 32, 4), Blocks(32, 32, 4)),
-    "add_to_queries": (Blocks(64, 32, 4), Blocks(64, 32, 4), Blocks(32, 32, 4)),
-    "add_to_keys": (Blocks(32, 64, 4), Blocks(32, 64, 4), Blocks(32, 32, 4)),
-    "add_to_all": (Blocks(32, 64, 4), Blocks(32, 64, 4), Blocks(32, 32, 4)),
-    "add_to_bias": (Blocks(32, 32, 4), Blocks(32, 32, 4), Blocks(32, 32, 4)),
-}
-#: Where each score needs numbers of its own (a bias, tiles of a predicate, dropout), for 16 bits
-#: and head dims up to 128.
-_CROWDED: dict[Pass, Blocks] = {
-    "attend": Blocks(64, 64, 4),
-    "add_to_queries": Blocks(64, 64, 4),
-    "add_to_keys": Blocks(64, 64, 4),
-    "add_to_all": Blocks(64, 64, 4),
-    "add_to_bias": Blocks(64, 64, 4),
-}
-
-
 def choose_blocks(
-    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, crowded: bool
-) -> Blocks:
+    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, crowded: bool,
+    rows: Table | None = None,
+) -> Blocks:  # fmt: skip
     """The sizes a call asked for, else the table's; ``head_dim`` is the larger one.
 
     Raises:
         UnsupportedError: A size is no power of two from 16 to 256.
+        ValueError: ``RING_TRITON_BLOCKS`` names no table.
     """
-    widths = (_NARROW if itemsize == 2 else _WIDE)[name]
-    default = widths[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
-    if crowded and itemsize == 2 and head_dim <= 128:
-        default = _CROWDED[name]
-    return Blocks(
-        _size("block_q", config.block_q, default.q),
-        _size("block_k", config.block_k, default.k),
-        default.warps,
-        default.stages,
+    rows = table.default() if rows is None else rows
+    default = table.find(rows, name, itemsize, head_dim, crowded=crowded).blocks
+    return replace(
+        default,
+        q=_size("block_q", config.block_q, default.q),
+        k=_size("block_k", config.block_k, default.k),
     )
 
 

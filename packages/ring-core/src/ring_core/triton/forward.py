@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_core.triton.blocks import FLAGS_TOGETHER as _FLAGS_TOGETHER
 from ring_core.triton.scores import (
     EXACT,
     LN2,
@@ -34,24 +35,27 @@ from ring_core.triton.scores import (
     visible_cells,
 )
 
+FLAGS_TOGETHER = tl.constexpr(_FLAGS_TOGETHER)
+
 
 @triton.jit
 def attend(
-    q, k, v, q_pointer, k_pointer, v_pointer, out, lse, visits, counts, visits_batch, items, cells,
-    q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head, bias_row, slopes,
-    slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
-    lse_batch, lse_head, q_len, k_len, heads, group, together, only, only_across,
-    facts: tl.constexpr, careful: tl.constexpr,
+    q, k, v, q_pointer, k_pointer, v_pointer, before, out, lse, visits, counts, visits_batch, items,
+    cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head, bias_row,
+    slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
+    out_head, lse_batch, lse_head, q_len, k_len, heads, group, together, only, only_across,
+    only_many, facts: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; the last blocks come first, as causal ones are longest.
 
     ``q [B, H, T, D]``, ``k [B, K, S, D]``, ``v [B, K, S, DV]``; ``q_pointer``, ``k_pointer`` and
     ``v_pointer`` are the same, pointers where those are descriptors. ``out [B, H, T, DV]`` and
-    ``lse [B, H, T]`` are read and written. ``visits [1 or B, I, J]`` lists the blocks
-    of keys that each block of queries visits, those that need their mask first, ``counts [1 or B,
-    I, 2]`` says how many of either kind; without a list they follow from the items.
+    ``lse [B, H, T]`` are read and written; with ``before``, like ``out``, that is read and ``out``
+    only written. ``visits [1 or B, I, J]`` lists the blocks of keys that each block of queries
+    visits, those that need their mask first, ``counts [1 or B, I, 2]`` says how many of either
+    kind; without a list they follow from the items.
 
-    ``only [B * H, only_across]``, if given, says which blocks to do.
+    ``only [B * H, only_across]``, ``only_many`` in all, if given, says which blocks to do.
 
     Masked weights are 0, and ``0 * nan`` is ``nan``: if there are NaN in the result, they may come
     from values that nobody sees, and the block is done again as ``careful`` says.
@@ -64,34 +68,43 @@ def attend(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
         None, None, None, None, None, None,
     )  # fmt: skip
-    blocks = (q_len + facts.BLOCK_Q - 1) // facts.BLOCK_Q
-    turn, flat = turn_and_head(blocks, together)
-    block = blocks - 1 - turn
-    start = block * facts.BLOCK_Q
+    if before is None:
+        before = out
     if only is not None:
-        if tl.load(only + flat * only_across + block) > 0:
-            attend_with_care(
-                x, strides, careful, q_pointer, k_pointer, v_pointer, out, lse, visits, counts,
-                visits_batch, block, flat, heads, group, start, facts.BLOCK_Q,
-            )  # fmt: skip
+        first = tl.program_id(0) * FLAGS_TOGETHER
+        stop = tl.minimum(first + FLAGS_TOGETHER, only_many)
+        flags = first + tl.arange(0, FLAGS_TOGETHER)
+        if tl.max(tl.load(only + flags, mask=flags < stop, other=0), 0) > 0:
+            for n in range(first, stop):
+                if tl.load(only + n) > 0:
+                    block, flat = n % only_across, n // only_across
+                    attend_with_care(
+                        x, strides, careful, q_pointer, k_pointer, v_pointer, before, out, lse,
+                        visits, counts, visits_batch, block, flat, heads, group,
+                        block * facts.BLOCK_Q, facts.BLOCK_Q,
+                    )  # fmt: skip
     else:
+        blocks = (q_len + facts.BLOCK_Q - 1) // facts.BLOCK_Q
+        turn, flat = turn_and_head(blocks, together)
+        block = blocks - 1 - turn
+        start = block * facts.BLOCK_Q
         top, total, acc = sweep(
             x, strides, facts, q, k, v, visits, counts, visits_batch, block, flat, heads, group,
             start, CAREFUL=False,
         )  # fmt: skip
         if has_nan(acc):
             attend_with_care(
-                x, strides, careful, q_pointer, k_pointer, v_pointer, out, lse, visits, counts,
-                visits_batch, block, flat, heads, group, start, facts.BLOCK_Q,
+                x, strides, careful, q_pointer, k_pointer, v_pointer, before, out, lse, visits,
+                counts, visits_batch, block, flat, heads, group, start, facts.BLOCK_Q,
             )  # fmt: skip
         else:
-            finish(out, lse, top, total, acc, strides, flat, heads, start, q_len, facts)
+            finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len, facts)
 
 
 @triton.jit
 def attend_with_care(
-    x, strides, careful, q, k, v, out, lse, visits, counts, visits_batch, block, flat, heads, group,
-    start, size,
+    x, strides, careful, q, k, v, before, out, lse, visits, counts, visits_batch, block, flat,
+    heads, group, start, size,
 ):  # fmt: skip
     """A block of queries in smaller ones, reading only what is seen."""
     for begin in range(start, tl.minimum(start + size, x.q_len), careful.BLOCK_Q):
@@ -99,7 +112,7 @@ def attend_with_care(
             x, strides, careful, q, k, v, visits, counts, visits_batch, block, flat, heads, group,
             begin, CAREFUL=True,
         )  # fmt: skip
-        finish(out, lse, top, total, part, strides, flat, heads, begin, x.q_len, careful)
+        finish(before, out, lse, top, total, part, strides, flat, heads, begin, x.q_len, careful)
 
 
 @triton.jit
@@ -190,13 +203,14 @@ def merge_block(
 
 
 @triton.jit
-def finish(out, lse, top, total, acc, strides, flat, heads, start, q_len, facts):
-    """Merge with what was there, ``(out, lse)`` with the natural logarithm, and write it back."""
+def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len, facts):
+    """Merge with what was there, ``(before, lse)`` with the natural logarithm, and write it."""
     rows, dims = start + tl.arange(0, facts.BLOCK_Q), tl.arange(0, facts.PADDED_V)
     batch, head = flat // heads, flat % heads
+    before = of_head(before, batch, head, strides.out_batch, strides.out_head, TMA=False)
     out = of_head(out, batch, head, strides.out_batch, strides.out_head, TMA=False)
     lse = of_head(lse, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
-    at = out + rows.to(tl.int64)[:, None] * facts.OUT_STEP + dims[None, :]
+    at = rows.to(tl.int64)[:, None] * facts.OUT_STEP + dims[None, :]
     real = rows < q_len
     inside = real[:, None] & (dims < facts.DV)[None, :]
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
@@ -209,8 +223,8 @@ def finish(out, lse, top, total, acc, strides, flat, heads, start, q_len, facts)
         high = tl.where(high == -float("inf"), 0.0, high)
         merged = high + tl.log(tl.exp(old - high) + tl.exp(part - high))
         safe = tl.where(merged == -float("inf"), 0.0, merged)
-        before = tl.load(at, mask=inside & (old > -float("inf"))[:, None], other=0.0)
+        known = inside & (old > -float("inf"))[:, None]
         result = acc * (tl.exp(part - safe) * inverse)[:, None]
-        result += before * tl.exp(old - safe)[:, None]
-    tl.store(at, result, mask=inside)
+        result += tl.load(before + at, mask=known, other=0.0) * tl.exp(old - safe)[:, None]
+    tl.store(out + at, result, mask=inside)
     tl.store(lse + rows, merged, mask=real)

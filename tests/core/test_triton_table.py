@@ -1,0 +1,95 @@
+"""The table of blocks: what a file may hold, and which row a call gets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ring_core import KernelConfig
+from ring_core.triton import table
+from ring_core.triton.blocks import choose_blocks
+from ring_core.triton.table import Blocks, Row
+
+OURS = table.default()
+
+
+def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text(table.written(OURS))
+    assert table.read(str(path)) == OURS
+    assert path.read_text() == Path(table._OURS).read_text(), "the package's own is written so"
+
+
+@pytest.mark.parametrize("kernel", table.PASSES)
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("dim", [1, 64, 65, 128, 129, 256, 300])
+def test_every_call_has_a_row(kernel: table.Pass, crowded: bool, itemsize: int, dim: int) -> None:
+    row = table.find(OURS, kernel, itemsize, dim, crowded=crowded)
+    assert row.kernel == kernel and row.itemsize == min(itemsize, 4)
+    assert row.head_dim >= min(dim, 256)
+    assert row.crowded == (crowded and itemsize == 2 and dim <= 128)
+
+
+def test_the_first_row_that_fits_counts() -> None:
+    first = Row("attend", 2, 64, crowded=False, q=16, k=32, warps=4, stages=1)
+    assert table.find((first, *OURS), "attend", 2, 64, crowded=True) == first
+    assert table.find((first, *OURS), "attend", 2, 65, crowded=False) != first
+
+
+def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(table.written(replace(row, q=32, warps=2) for row in OURS))
+    usual = choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False)
+    monkeypatch.setenv(table.VARIABLE, str(path))
+    found = choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False)
+    assert found == replace(usual, q=32, warps=2)
+    asked = KernelConfig(block_q=64, block_k=16)
+    assert choose_blocks(asked, "attend", 128, 2, crowded=False) == replace(found, q=64, k=16)
+    monkeypatch.setenv(table.VARIABLE, "")
+    assert choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False) == usual
+
+
+def test_a_table_of_the_call_comes_first() -> None:
+    one = Row("attend", 2, 256, crowded=False, q=16, k=16, warps=1, stages=1)
+    assert choose_blocks(KernelConfig(), "attend", 8, 2, crowded=False, rows=(one,)) == Blocks(
+        16, 16, 1, 1
+    )
+
+
+GOOD = asdict(OURS[0])
+BAD: dict[str, tuple[str, str]] = {
+    "no-json": ("{", "no table of blocks"),
+    "no-list": ("3", "no table of blocks"),
+    "short": (json.dumps([{"kernel": "attend"}]), "a row has kernel, itemsize"),
+    "more": (json.dumps([{**GOOD, "best": 1}]), "a row has kernel, itemsize"),
+    "kernel": (json.dumps([{**GOOD, "kernel": "attend_fast"}]), "kernels are attend"),
+    "size": (json.dumps([{**GOOD, "q": 96}]), "powers of two from 16 to 256"),
+    "small": (json.dumps([{**GOOD, "k": 8}]), "powers of two from 16 to 256"),
+    "text": (json.dumps([{**GOOD, "k": "64"}]), "powers of two"),
+    "warps": (json.dumps([{**GOOD, "warps": 3}]), "warps"),
+    "stages": (json.dumps([{**GOOD, "stages": 0}]), "stages 1 to 8"),
+    "itemsize": (json.dumps([{**GOOD, "itemsize": 8}]), "itemsize 2 or 4"),
+    "crowded": (json.dumps([{**GOOD, "crowded": 1}]), "got"),
+    "few": (json.dumps([GOOD]), "has no row for attend of 2 bytes"),
+    "empty": ("[]", "has no row for attend of 2 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_table(name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    path = tmp_path / f"{name}.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        table.read(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(table.VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match=r"none.json is no table.*python -m ring_jax_gpu tune"):
+        table.default()

@@ -1,0 +1,97 @@
+"""The autotuner, on kernels that are interpreted: what is fastest to it, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import backends.triton_interpreter  # noqa: F401  # runs the kernels
+import pytest
+
+from ring_core.triton import table
+from ring_core.triton.table import Row
+from ring_jax_gpu import _tune
+from ring_jax_gpu.__main__ import main
+
+ROW = Row("attend", 2, 64, crowded=False, q=128, k=128, warps=8, stages=3)
+
+
+def test_sizes_first_then_stages() -> None:
+    asked: list[Row] = []
+
+    def seconds(row: Row) -> float:
+        asked.append(row)
+        if row.q * row.k > 64 * 64:
+            return math.inf  # no room
+        return abs(row.q - 64) + abs(row.k - 32) + 10 / row.warps + row.stages
+
+    best = _tune.tuned(ROW, seconds)
+    assert best == replace(ROW, q=64, k=32, stages=1)
+    assert len(asked) == 18 + len(_tune.STAGES)
+    assert asked[0] == ROW
+
+
+def test_what_is_there_stays_where_nothing_is_faster() -> None:
+    assert _tune.tuned(ROW, lambda _: 1.0) == ROW
+    assert _tune.tuned(ROW, lambda row: 1.0 if row == ROW else math.inf) == ROW
+
+
+KERNELS = [row for row in table.default() if row.itemsize == 2 and row.head_dim == 128]
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=_tune.name_of)
+def test_calls_of_each_kernel_use_their_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(_tune, "_median", lambda *_: 1.0)
+    seconds = _tune.timer(table.default(), row, 48, 1, said.append)
+    assert seconds(replace(row, q=16, k=32)) == 1.0
+    assert seconds(replace(row, q=7)) == math.inf
+    assert "16 x 32" in said[0] and "1000.000 ms" in said[0]
+
+
+def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, said = _tune._call, list[str]()
+
+    def broken(known: Any, row: Row, tokens: int) -> Any:
+        run = call(known, row, tokens)
+        wrong = any(x.q == 16 for x in known)
+        return (lambda: tuple(2 * x for x in run())) if wrong else run
+
+    monkeypatch.setattr(_tune, "_call", broken)
+    seconds = _tune.timer(table.default(), ROW, 48, 1, said.append)
+    assert seconds(replace(ROW, q=32)) < math.inf
+    assert seconds(replace(ROW, q=16)) == math.inf
+    assert "wrong by 1 of the norm" in said[-1]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    path = tmp_path / "blocks.json"
+    monkeypatch.setattr(_tune, "device", lambda: "a GPU")
+    monkeypatch.setattr(_tune, "SIZES", (16, 32))
+    monkeypatch.setattr(_tune, "WARPS", (4,))
+    monkeypatch.setattr(_tune, "STAGES", (2,))
+    monkeypatch.setattr(_tune, "_median", lambda *_: 2.0)
+    arguments = ["tune", str(path), "--kernels", "attend", "--head-dims", "64", "--tokens", "48"]
+    assert main([*arguments, "--verbose"]) == 0
+    assert table.read(str(path)) == table.default(), "nothing was faster"
+    out = capsys.readouterr().out
+    assert "attend, 2 bytes, head dims up to 64, on a GPU" in out
+    assert "16 x 32, 4 warps" in out and f"RING_TRITON_BLOCKS={path}" in out
+    times = iter([9.0, *range(2, 50)])
+    monkeypatch.setattr(_tune, "_median", lambda *_: next(times))
+    assert main(arguments) == 0
+    changed = [x for x in json.loads(path.read_text()) if x["q"] == x["k"] == 16]
+    assert [(x["kernel"], x["head_dim"]) for x in changed] == [("attend", 64)]
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert main(["tune", str(tmp_path / "x.json")]) == 2
+    assert "jax runs on cpu here" in capsys.readouterr().err
+    monkeypatch.setattr(_tune, "device", lambda: "a GPU")
+    assert main(["tune", str(tmp_path / "none" / "x.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main(["tune", str(tmp_path / "x.json"), "--head-dims", "96"]) == 2
+    assert "no such rows" in capsys.readouterr().err
