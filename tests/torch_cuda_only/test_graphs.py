@@ -86,6 +86,38 @@ def as_graphed_callable(_: int, transport: str) -> list[float]:
     return found
 
 
+def with_segments(_: int) -> list[float]:
+    """Replayed with other segment ids than were captured."""
+
+    def both(tensors: Sequence[Tensor], ids: Tensor) -> list[Tensor]:
+        cp = ContextParallel(schedule="zigzag")
+        attend = partial(cp.attention, segment_ids=ids, causal=True, kernel="triton")
+        return _both(attend, tensors)
+
+    held = _shards(0)
+    places = torch.arange(held[0].shape[1], device="cuda", dtype=torch.int32)[None]
+    ids = torch.zeros_like(places)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _n in range(3):
+            both(held, ids)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = both(held, ids)
+    found = []
+    for seed in range(5, 9):
+        fresh, new = _shards(seed), places // (50 * seed)
+        wanted = both(fresh, new)
+        with torch.no_grad():
+            for place, x in zip((*held, ids), (*fresh, new), strict=True):
+                place.copy_(x)
+        graph.replay()
+        found.append(_differences(results, wanted))
+    return found
+
+
 def too_early(_: int, transport: str) -> str:
     """What a capture says of a call that was not made before."""
     q, k, v, _dout = _shards(0, LENGTH // 2)
@@ -106,3 +138,9 @@ def test_results_are_those_of_calls_as_usual(transport: str) -> None:
         ):
             assert max(differences) < 1e-2, differences
         assert all("once outside of a graph" in text for text in ranks.run(too_early, transport))
+
+
+def test_segment_ids_may_change() -> None:
+    with LocalRanks(2, cuda=True) as ranks:
+        for differences in ranks.run(with_segments):
+            assert max(differences) < 1e-2, differences

@@ -39,6 +39,7 @@ def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatc
         {"bias": torch.zeros(1, 1, 8, 8)},
         {"dropout_p": 0.5, "dropout_seed": 1},
         {"mask": Mask(predicate=lambda q, k: q >= k)},
+        {"kernel": "eager"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -48,7 +49,7 @@ def test_options_that_a_graph_cannot_hold_are_refused(
     x = torch.zeros(1, 8, 2, 4)
     ring_attention(x, x, x, **options)
     monkeypatch.setattr(_call, "is_capturing", lambda: True)
-    ring_attention(x, x, x, causal=True, window=(3, 0))
+    ring_attention(x, x, x, kernel="sdpa")
     with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
         ring_attention(x, x, x, **options)
 

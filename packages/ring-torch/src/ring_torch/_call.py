@@ -138,7 +138,7 @@ def check_call(
     Raises:
         ValueError: An argument is malformed.
         UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
-            CUDA graph with an option that a graph cannot hold.
+            CUDA graph with an option or a kernel that a graph cannot hold.
     """
     q_ids, k_ids = None, None
     if segment_ids is not None:
@@ -170,12 +170,28 @@ def check_call(
         call = _prepare.__wrapped__(*given)
     else:
         call = _prepare(*given)
-    if call.needs_index and is_capturing():  # positions come from the host; a seed would be frozen
+    if is_capturing():
+        _check_capture(call)
+    return replace(call, number=number), inputs
+
+
+def _check_capture(call: Call) -> None:
+    """Refuse what a CUDA graph cannot hold.
+
+    Raises:
+        UnsupportedError: Positions come from the host, where a seed would be frozen, too, or the
+            kernel looks at numbers there.
+    """
+    if call.needs_index:
         raise UnsupportedError(
             "bias, alibi_slopes, dropout_p and predicate masks cannot be captured into a CUDA "
             "graph. Instead: leave the call out of the graph, or the option out of the call"
         )
-    return replace(call, number=number), inputs
+    if call.kernel.capabilities.name == "eager":
+        raise UnsupportedError(
+            "kernel 'eager' looks at numbers on the host, so it cannot be captured into a CUDA "
+            "graph. Instead: leave the call out of the graph, or use kernel='triton'"
+        )
 
 
 class Fact(NamedTuple):
