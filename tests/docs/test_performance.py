@@ -12,15 +12,33 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+JAX = "benchmarks/results/jax-h200.json"
+
+
+def _tables_of(page: str) -> dict[str, str]:
+    text = (ROOT / page).read_text()
+    found = re.findall(r"<!-- table of (\S+) -->\n(.*?)\n<!-- end of table -->", text, re.DOTALL)
+    return dict(found)
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md", "packages/ring-jax-gpu/README.md"])
+def test_the_table_of_jax_is_that_of_its_file(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, paste what ``python benchmarks/jax_gpu_table.py FILE`` prints."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import jax_gpu_table
+
+    rows = json.loads((ROOT / JAX).read_text())["rows"]
+    assert _tables_of(page)[JAX] == jax_gpu_table.table(rows)
+
+
 def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, paste what ``python benchmarks/gpu.py --table FILE`` prints."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import gpu
 
-    page = (ROOT / "docs" / "performance.md").read_text()
-    tables = dict(
-        re.findall(r"<!-- table of (\S+) -->\n(.*?)\n<!-- end of table -->", page, re.DOTALL)
-    )
+    tables = _tables_of("docs/performance.md")
+    assert JAX in tables
+    del tables[JAX]
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/h200*.json")}
     assert tables.keys() == measured
     for name, shown in tables.items():

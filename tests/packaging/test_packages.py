@@ -194,7 +194,9 @@ def test_wheel_holds_all_sources_types_and_licence(built: Path, name: str) -> No
         (licence,) = (entry for entry in names if entry.endswith("dist-info/licenses/LICENSE"))
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     expected = {
-        path.relative_to(sources(name).parent).as_posix() for path in sources(name).rglob("*.py")
+        path.relative_to(sources(name).parent).as_posix()
+        for pattern in ("*.py", "*.json")
+        for path in sources(name).rglob(pattern)
     }
     assert expected | {f"{module(name)}/py.typed"} == {
         entry for entry in names if ".dist-info/" not in entry and not entry.endswith("/")

@@ -1,0 +1,35 @@
+"""The table of one GPU's figures: ``python benchmarks/jax_gpu_table.py FILE``, as docs show it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HEAD = """| tokens | forward | cuDNN | | forward and backward | cuDNN | |
+|---|---|---|---|---|---|---|"""
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Ours beside cuDNN's, TFLOP/s and their ratio."""
+    return "\n".join([HEAD, *map(_row, rows)])
+
+
+def _row(row: dict[str, Any]) -> str:
+    cells = [f"{row['length']:,} {_mask(row)}"]
+    for kind in ("forward", "both"):
+        ours, theirs = row["triton"][kind], row["cudnn"][kind]
+        cells += [f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mask(row: dict[str, Any]) -> str:
+    if "window" in row:
+        return f"window {row['window']:,}"
+    return "causal" if row["causal"] else "full"
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())["rows"]))
