@@ -119,6 +119,15 @@ def run(page: Page) -> None:
             )
 
 
+def columns_of(table: str) -> dict[str, list[str]]:
+    """The cells of a Markdown table by the names of its columns."""
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
+    ]
+    header, _, *rest = rows
+    return {name: [row[n] for row in rest] for n, name in enumerate(header)}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run a page's blocks, or those of a mark, with the libraries that the mark asks for."""
     path, *mark = arguments

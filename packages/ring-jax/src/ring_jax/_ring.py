@@ -52,7 +52,7 @@ def after[M](moved: M, results: Any) -> M:
     """On TPUs the same arrays, one element of which seems to depend on the results of a kernel.
 
     XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
-    stays. Elsewhere it would copy the arrays for nothing.
+    stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
     """
     found: M = lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
     return found
