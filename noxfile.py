@@ -105,7 +105,7 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
-@nox.parametrize("backend", [nox.param(name, id=name) for name in ("core", "torch", "jax")])
+@nox.parametrize("backend", [nox.param(x, id=x) for x in ("core", "torch", "jax", "jax-gpu")])
 def fuzz(session: nox.Session, backend: str) -> None:
     """Run random cases on a backend, for minutes or, with ``--seconds``, for hours."""
     install(session, BACKENDS[backend], ["test"], *CONSTRAINED)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from mutants import applied
 
 import ring_jax
-from ring_core import Layout
+from ring_core import KernelConfig, Layout
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -50,7 +50,7 @@ class JaxBackend:
         with applied(mutant), jax.enable_x64(case.dtype == "float64"):
             return self._run(case, kernel, _kept if mutant is None else _program)
 
-    def _run(self, case: Case, kernel: str, make: Callable[..., Any]) -> Arrays:
+    def _run(self, case: Case, kernel: str | KernelConfig, make: Callable[..., Any]) -> Arrays:
         x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
         given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
@@ -74,7 +74,7 @@ def _without_values(case: Case) -> Case:
     )
 
 
-def _program(case: Case, kernel: str, attention: Callable[..., Any]) -> Any:
+def _program(case: Case, kernel: str | KernelConfig, attention: Callable[..., Any]) -> Any:
     """The compiled function of the arrays, of ``dout`` and of ``dlse``."""
     mesh = jax.make_mesh(
         (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from cases import Case
 from jax.interpreters import mlir
 
-from backends.jax_devices import GRADS
+from backends.jax_devices import GRADS, Arrays, JaxBackend
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu._call import (
@@ -147,6 +148,24 @@ def _lower(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 mlir.register_lowering(triton_launch_p, _lower, platform="cpu")
+
+
+#: Ways to run a case: one block holds it, many do, and a backward in one kernel.
+WAYS = {
+    "triton": KernelConfig("triton"),
+    "small blocks": KernelConfig("triton", block_q=16, block_k=16),
+    "fused": KernelConfig("triton", block_q=16, block_k=32, fused_backward=True),
+}
+
+
+class TritonBackend(JaxBackend):
+    """Runs a case on as many host devices as it has ranks, its kernels in the interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__(ring_attention)
+
+    def _run(self, case: Case, kernel: str | KernelConfig, make: Callable[..., Any]) -> Arrays:
+        return super()._run(case, WAYS[kernel] if isinstance(kernel, str) else kernel, make)
 
 
 def alone(case: Case, config: KernelConfig) -> dict[str, Array]:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--backend", choices=("core", "torch", "jax"), default="core")
+    parser.add_argument("--backend", choices=("core", "torch", "jax", "jax-gpu"), default="core")
     parser.add_argument("--cases", type=int, default=2000, help="how many seeds (2000)")
     parser.add_argument("--seconds", type=float, default=600.0, help="for how long at most (600)")
     start = parser.add_mutually_exclusive_group()
@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, default=STATE, help="where runs are kept")
     parser.add_argument("--json", type=Path, help="add the tally to this file, too")
     options = parser.parse_args(argv)
-    if options.backend == "jax":  # read when it is imported
+    if options.backend.startswith("jax"):  # read when it is imported
+        os.environ["NPROC"] = "32"  # threads for callbacks of several devices
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -87,6 +88,10 @@ def _backend(name: str) -> Any:
         from backends.jax_devices import JaxBackend
 
         return JaxBackend()
+    if name == "jax-gpu":
+        from backends.triton_interpreter import TritonBackend
+
+        return TritonBackend()
     from backends.simulator import SimulatorBackend
 
     return SimulatorBackend()
@@ -115,7 +120,7 @@ def _keep(path: Path, name: str, tally: Any) -> None:
 
 def _environment() -> dict[str, str]:
     found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in ("numpy", "torch", "jax"):
+    for package in ("numpy", "torch", "jax", "triton"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -53,6 +53,14 @@ LIMITS = {
         pairs=20_000,
         values=25,
     ),
+    "jax-gpu": Limits(
+        (1, 1, 2, 3, 4),
+        ("float32", "float32", "bfloat16", "float16"),
+        {"kernel": ("triton", "small blocks", "small blocks", "fused")},
+        tokens=48,
+        pairs=2_500,  # kernels are interpreted
+        values=4,
+    ),
 }
 
 
