@@ -53,7 +53,7 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability.
 
     A call is ``options`` of :func:`ring_attention` and, where they differ from the defaults,
-    ``tokens``, ``dims``, ``dtype`` and ``arrays`` (name to dtype and shape).
+    ``tokens``, ``dims``, ``dtype``, ``step`` and ``arrays`` (name to dtype and shape).
     """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
@@ -67,7 +67,17 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
 
 
 def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The parameters and the types of the arrays of every launch of a call."""
+    """The parameters and the types of the arrays of every launch of a call.
+
+    ``step`` says for which step of a ring: the ``only`` one, or the one that :data:`STEPS` names.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        if call.get("step", "only") != "only":
+            pretend(patched, call["step"])
+        yield from _launches_in(call)
+
+
+def _launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     tokens, dims = call.get("tokens", [1024, 1024]), call.get("dims", [128, 128])
     dtype = call.get("dtype", "bfloat16")
     options = dict(call.get("options", {}))
@@ -157,10 +167,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the kernels take that are for Hopper alone, and those that do what they leave.
-
-    ``step`` says for which step of a ring: the ``only`` one, or the one that :data:`STEPS` names.
-    """
+    """What the kernels take that are for Hopper alone, and those that do what they leave."""
     from ring_jax_gpu import _compiled, _roles
 
     modules: list[Any] = []
@@ -172,9 +179,6 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_compiled, "_launch", keep)
         patched.setattr(_roles, "_processors", lambda: 132)
-        step = call.get("step", "only")
-        if step != "only":
-            pretend(patched, step)
         for params, types in launches_in(call):
             if not params["launch"].hopper:
                 continue

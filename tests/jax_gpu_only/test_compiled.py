@@ -28,6 +28,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "arrays": {"bias": ["float32", [1, 4, 12, 16]]},
     },
     "bias": {"arrays": {"bias": ["float32", [1, 1, 1024, 1024]]}},
+    "last": {"options": {"causal": True, "softcap": 5.0}, "step": "last"},
 }
 
 

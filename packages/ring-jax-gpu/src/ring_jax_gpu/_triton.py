@@ -62,7 +62,7 @@ class TritonKernel:
         if into.lse.size == 0:
             return into
         wide, before = into.out.dtype, None
-        if self.rounds and static.last:
+        if self.rounds and static.last and rows.q.dtype != wide:
             before = None if static.fresh else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
         call = self._call(static, rows, columns, work)
