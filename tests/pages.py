@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+
 _FENCE = re.compile(r"^( *)(`{3,})(?:\{code-block\} *)?([^`]*?) *$")
 
 
@@ -126,6 +128,21 @@ def columns_of(table: str) -> dict[str, list[str]]:
     ]
     header, _, *rest = rows
     return {name: [row[n] for row in rest] for n, name in enumerate(header)}
+
+
+def check_jax_matrix(printed: str, kernel: str) -> None:
+    """The columns of what ``python -m ring_jax matrix`` printed are those of the README.
+
+    If this fails, paste what it prints with all kernels installed.
+    """
+    _, _, rest = (ROOT / "README.md").read_text().partition("<!-- jax support matrix -->")
+    shown = columns_of(rest.partition("<!-- end of jax support matrix -->")[0].strip())
+    found = columns_of(printed.strip())
+    assert list(shown) == ["", "`xla`", "`pallas`", "`triton`"]
+    assert list(found) == ["", "`xla`", f"`{kernel}`"]
+    for name, cells in found.items():
+        assert shown[name] == cells
+        assert name == "" or all(cells)
 
 
 def main(arguments: Sequence[str]) -> None:

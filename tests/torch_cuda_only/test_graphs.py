@@ -47,18 +47,24 @@ def _differences(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def in_one_graph(_: int, transport: str) -> list[float]:
-    """Both passes captured together and replayed with new numbers, calls as usual in between."""
-    attend, held = partial(_attend, transport=transport), _shards(0)
+def _captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of what was run as usual before, and where its results will be."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):
-            _both(attend, held)
+            run()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = _both(attend, held)
+        results = run()
+    return graph, results
+
+
+def in_one_graph(_: int, transport: str) -> list[float]:
+    """Both passes captured together and replayed with new numbers, calls as usual in between."""
+    attend, held = partial(_attend, transport=transport), _shards(0)
+    graph, results = _captured(partial(_both, attend, held))
     found = []
     for seed in range(10, 16):
         fresh = _shards(seed)
@@ -97,15 +103,7 @@ def with_segments(_: int) -> list[float]:
     held = _shards(0)
     places = torch.arange(held[0].shape[1], device="cuda", dtype=torch.int32)[None]
     ids = torch.zeros_like(places)
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _n in range(3):
-            both(held, ids)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = both(held, ids)
+    graph, results = _captured(partial(both, held, ids))
     found = []
     for seed in range(5, 9):
         fresh, new = _shards(seed), places // (50 * seed)
