@@ -73,6 +73,8 @@ BAD: dict[str, tuple[str, str]] = {
     "warps": (json.dumps([{**GOOD, "warps": 3}]), "warps"),
     "stages": (json.dumps([{**GOOD, "stages": 0}]), "stages 1 to 8"),
     "itemsize": (json.dumps([{**GOOD, "itemsize": 8}]), "itemsize 2 or 4"),
+    "head-dim": (json.dumps([{**GOOD, "head_dim": 0}]), "head_dim >= 1"),
+    "true": (json.dumps([{**GOOD, "stages": True}]), "stages 1 to 8"),
     "crowded": (json.dumps([{**GOOD, "crowded": 1}]), "got"),
     "few": (json.dumps([GOOD]), "has no row for attend of 2 bytes"),
     "empty": ("[]", "has no row for attend of 2 bytes"),

@@ -85,6 +85,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert main(arguments) == 0
     changed = [x for x in json.loads(path.read_text()) if x["q"] == x["k"] == 16]
     assert [(x["kernel"], x["head_dim"]) for x in changed] == [("attend", 64)]
+    before = path.read_text()
+    monkeypatch.setattr(_tune, "_median", lambda *_: 2.0)
+    assert main([*arguments[:-3], "128", "--tokens", "48"]) == 0
+    assert path.read_text() == before, "what was tuned before stays"
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -95,3 +99,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     assert "No such file" in capsys.readouterr().err
     assert main(["tune", str(tmp_path / "x.json"), "--head-dims", "96"]) == 2
     assert "no such rows" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+    (tmp_path / "mine.txt").write_text("not a table")
+    assert main(["tune", str(tmp_path / "mine.txt")]) == 2
+    assert "is no table of blocks" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "not a table"
+    with pytest.raises(SystemExit):
+        main(["tune", str(tmp_path / "x.json"), "--rounds", "0"])
+    assert "at least 1, got 0" in capsys.readouterr().err

@@ -78,12 +78,11 @@ def default() -> Table:
     Raises:
         ValueError: The file cannot be read, or is no such table.
     """
-    return read(os.environ.get(VARIABLE) or str(_OURS))
+    return _read_once(os.environ.get(VARIABLE) or str(_OURS))
 
 
-@lru_cache(maxsize=8)
 def read(path: str) -> Table:
-    """A table from a file, read once.
+    """A table from a file.
 
     Raises:
         ValueError: It cannot be read, or is no such table.
@@ -109,6 +108,9 @@ def read(path: str) -> Table:
     return rows
 
 
+_read_once = lru_cache(maxsize=8)(read)
+
+
 def written(table: Iterable[Row]) -> str:
     """What a file holds, a row a line."""
     return "[\n" + ",\n".join(f" {json.dumps(asdict(row))}" for row in table) + "\n]\n"
@@ -122,13 +124,14 @@ def _row(given: Any) -> Row:
     sizes = [row.q, row.k]
     right = (
         row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.crowded, bool)
-        and all(isinstance(x, int) for x in (row.head_dim, row.stages, *sizes))
+        and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
+        and row.head_dim >= 1
         and all(SMALLEST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
         and row.warps in _WARPS and 1 <= row.stages <= _MOST_STAGES
     )  # fmt: skip
     if not right:
         raise ValueError(
-            f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, q and k powers of two from "
-            f"{SMALLEST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {given!r}"
+            f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
+            f"two from {SMALLEST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {given!r}"
         )
     return row
