@@ -55,10 +55,11 @@ def columns_of(kv_head, facts: gl.constexpr):
 
 
 @gluon.jit
-def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
-    """Blocks of item ``n`` that tokens ``[outer, outer_stop)`` see, and those seen whole by all.
+def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
+    """Item ``n`` from outside: its outer tokens, its inner ones, and the band between them.
 
-    ``(start, full_start, full_stop, end)``, ranges as ``inner_blocks`` has them.
+    ``(begin, end, start, stop, near, far)``: an outer token sees inner ones from ``near`` to ``far``
+    of its own place, counted from ``begin`` and ``start``.
     """
     at = items + n * BOUNDS
     lo, hi = gl.load(at + 4), gl.load(at + 5)
@@ -68,6 +69,16 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
     else:
         start, stop, begin, end = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
         near, far = lo, hi
+    return begin, end, start, stop, near, far
+
+
+@gluon.jit
+def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
+    """Blocks of item ``n`` that tokens ``[outer, outer_stop)`` see, and those seen whole by all.
+
+    ``(start, full_start, full_stop, end)``, ranges as ``inner_blocks`` has them.
+    """
+    begin, end, start, stop, near, far = sides_of(items, n, ROWS_OUTSIDE)
     shift = start - begin
     top, bottom = gl.maximum(outer, begin), gl.minimum(outer_stop, end) - 1
     first = gl.maximum(top + shift + near, start)
@@ -88,14 +99,7 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
 @gluon.jit
 def seen_by(items, n, outer, ROWS_OUTSIDE: gl.constexpr):
     """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``."""
-    at = items + n * BOUNDS
-    lo, hi = gl.load(at + 4), gl.load(at + 5)
-    if ROWS_OUTSIDE:
-        begin, end, start, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = -hi, -lo
-    else:
-        start, stop, begin, end = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = lo, hi
+    begin, end, start, stop, near, far = sides_of(items, n, ROWS_OUTSIDE)
     diagonal = outer + (start - begin)
     first = gl.maximum(diagonal + near, start)
     last = gl.minimum(diagonal + far + 1, stop)
