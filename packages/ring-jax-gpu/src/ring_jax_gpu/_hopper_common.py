@@ -58,8 +58,8 @@ def columns_of(kv_head, facts: gl.constexpr):
 def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
     """Item ``n`` from outside: its outer tokens, its inner ones, and the band between them.
 
-    ``(begin, end, start, stop, near, far)``: an outer token sees inner ones ``near`` to ``far`` from
-    its own place, counted from ``begin`` and ``start``.
+    ``(begin, end, start, stop, near, far)``: an outer token sees inner ones from ``near`` to
+    ``far`` of its own place, counted from ``begin`` and ``start``.
     """
     at = items + n * BOUNDS
     lo, hi = gl.load(at + 4), gl.load(at + 5)
