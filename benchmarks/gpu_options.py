@@ -223,6 +223,19 @@ def keep(path: Path, length: int, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
 
 
+def table(rows: Sequence[dict[str, Any]], kernel: str = "triton") -> str:
+    """Milliseconds of a kernel and of FlexAttention, and their ratio, as Markdown."""
+    lines = ["| | forward | FlexAttention | | both passes | FlexAttention | | rms error |", "|---" * 8 + "|"]
+    for row in rows:
+        took, wrong = row["milliseconds"], row["error over flex"].get(kernel)
+        cells = [row["setting"]]
+        for way in ("forward", "both"):
+            ours, theirs = took[kernel][way], took["flex"][way]
+            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {'' if wrong is None else f'{wrong:.3f}'} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Errors first, then times."""
     parser = argparse.ArgumentParser(
@@ -233,7 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--kernels", nargs="+", default=["triton"])
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return 0
     rows: list[dict[str, Any]] = []
     for setting in (one for one in SETTINGS if one.name in options.settings):
         torch.compiler.reset()  # after a few masks it would stop compiling

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 JAX = "benchmarks/results/jax-h200.json"
+OPTIONS = "benchmarks/results/options-h200.json"
 
 
 def _tables_of(page: str) -> dict[str, str]:
@@ -31,14 +32,23 @@ def test_the_table_of_jax_is_that_of_its_file(page: str, monkeypatch: pytest.Mon
     assert _tables_of(page)[JAX] == jax_gpu_table.table(rows)
 
 
+def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, paste what ``python benchmarks/gpu_options.py --table FILE`` prints."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import gpu_options
+
+    rows = json.loads((ROOT / OPTIONS).read_text())["rows"]
+    assert _tables_of("docs/performance.md")[OPTIONS] == gpu_options.table(rows)
+
+
 def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, paste what ``python benchmarks/gpu.py --table FILE`` prints."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import gpu
 
     tables = _tables_of("docs/performance.md")
-    assert JAX in tables
-    del tables[JAX]
+    assert {JAX, OPTIONS} <= tables.keys()
+    tables = {name: x for name, x in tables.items() if name not in (JAX, OPTIONS)}
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/h200*.json")}
     assert tables.keys() == measured
     for name, shown in tables.items():
