@@ -225,7 +225,10 @@ def keep(path: Path, length: int, rows: list[dict[str, Any]]) -> None:
 
 def table(rows: Sequence[dict[str, Any]], kernel: str = "triton") -> str:
     """Milliseconds of a kernel and of FlexAttention, and their ratio, as Markdown."""
-    lines = ["| | forward | FlexAttention | | both passes | FlexAttention | | rms error |", "|---" * 8 + "|"]
+    lines = [
+        "| | forward | FlexAttention | | both passes | FlexAttention | | rms error |",
+        "|---" * 8 + "|",
+    ]
     for row in rows:
         took, wrong = row["milliseconds"], row["error over flex"].get(kernel)
         cells = [row["setting"]]

@@ -16,14 +16,32 @@ def taken_by(module: Any) -> dict[str, Any]:
         file.write(module.asm["cubin"])
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
-        report = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        report = _said(tool, "-res-usage", file.name)
+        code = _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
     usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
     return {
         "shared": module.metadata.shared, "registers": usage["REG"],
         "stack": usage["STACK"] + usage["LOCAL"],
         "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
         "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
-        "roles": "setmaxnreg" in module.asm["ptx"],
+        "roles": "setmaxnreg" in module.asm["ptx"], "spilled": spilled_in_loop(code),
     }  # fmt: skip
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def spilled_in_loop(code: str) -> int:
+    """How often the shortest loop that multiplies reads or writes spilled registers."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found[1])
+    jumps = [(re.search(r"BRA.*`\((\S+)\)", x), n) for n, x in enumerate(instructions)]
+    loops = [instructions[labels[to[1]] : n] for to, n in jumps if to and labels[to[1]] <= n]
+    loops = [loop for loop in loops if any("GMMA" in x for x in loop)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in min(loops, key=len, default=[]))

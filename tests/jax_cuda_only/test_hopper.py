@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -79,8 +80,9 @@ def test_a_step_of_several(
     assert set(calls) == {"attend", "add_to_keys"}
 
 
-@pytest.mark.parametrize("programs", [1, 5])
-@pytest.mark.parametrize("name", ["causal", "parts", "window"])
+@pytest.mark.parametrize(
+    ("name", "programs"), [*product(["causal", "parts", "window"], [1, 5]), ("thirds", 30)]
+)
 def test_many_tiles_a_program(
     name: str, programs: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

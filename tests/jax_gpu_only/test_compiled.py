@@ -61,7 +61,8 @@ def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
     for name in ("attend_fast", "add_fast"):
         x = found[name]
         assert x["roles"] and x["copies"] and x["ptx"] == "wgmma", x
-        assert x["warps"] == 12 and x["stack"] <= 128, x  # bytes: some addresses, no tile
+        assert x["warps"] == 12 and x["stack"] <= 256, x  # bytes: some addresses, no tile
+        assert x["spilled"] <= 8, x  # of some 500 instructions
 
 
 def test_no_roles_for_options() -> None:

@@ -6,9 +6,9 @@ does not run it. A block whose result is NaN is left to the kernel of ``forward`
 are 0, and ``0 * nan`` is ``nan``, so the NaN may be of values that nobody sees.
 
 Programs draw tickets, so that one which began late, because a transfer held its processor, gets
-less to do. Where all queries see all keys, tiles do not come out even over the programs: those left
-for a last round are shared, their keys in parts (Stream-K, Osama et al., arXiv 2301.03598), and who
-is done last merges the parts, in their order.
+less to do. Where all queries see all keys, tiles do not come out even over the programs: of those
+left for a last round, programs that would else be idle do some keys (as in Stream-K, Osama et al.,
+arXiv 2301.03598), and who is done last merges the parts, in their order.
 
 Arrays lie as callers have them, ``[B, T, H, D]``, here ``[B * T, H * D]``.
 """
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ring_jax_gpu._hopper_common import LN2, LOG2E, columns_of, seen_by, visited
+from ring_jax_gpu._hopper_common import LN2, LOG2E, columns_of, place_of, seen_by, visited
 
 ROWS = gl.constexpr(64)  # queries of one group of warps
 GROUPS = gl.constexpr(2)
@@ -38,27 +38,32 @@ _INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
-def job_of(ticket, shared, facts: gl.constexpr):
-    """``(tile, part, parts, place)`` of a ticket, the last its number among all parts."""
-    tile, part, parts, place = ticket, 0, 1, 0
+def job_of(ticket, tiles, sizes, facts: gl.constexpr):
+    """``(tile, part, turn)`` of a ticket: the last is a shared tile's number among these, or -1."""
+    tile, part, turn = ticket, 0, -1
     if facts.SHARED:
-        tiles, split, each = shared
+        q_len, k_len, batch, heads, group, together, split, own, each = sizes
         place = ticket - (tiles - split)
-        if place >= 0:
-            tile, part, parts = tiles - split + place // each, place % each, each
-    return tile, part, parts, place
+        if place >= 0:  # first parts before the others
+            turn, part = place % split, place // split
+            tile = tiles - split + turn
+    return tile, part, turn
 
 
 @gluon.jit
-def seen_in_part(items, n, row, row_stop, part, parts, facts: gl.constexpr):
+def seen_in_part(items, n, row, row_stop, part, turn, sizes, facts: gl.constexpr):
     """:func:`visited` for a part of the keys, of which the first ones are the last."""
     low, whole_low, whole_high, high = visited(
         items, n, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True
     )
     if facts.SHARED:
+        q_len, k_len, batch, heads, group, together, split, own, each = sizes
         length = high - low
-        low = high - length * (part + 1) // parts
-        high -= length * part // parts
+        first = gl.where(turn >= 0, gl.minimum(own, length), length)
+        rest = length - first
+        begin = gl.where(part > 0, first + rest * (part - 1) // (each - 1), 0)
+        low = high - (first + rest * part // (each - 1))
+        high -= begin
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
         whole_high = gl.maximum(gl.minimum(whole_high, high), whole_low)
     return low, whole_low, whole_high, high
@@ -66,8 +71,8 @@ def seen_in_part(items, n, row, row_stop, part, parts, facts: gl.constexpr):
 
 @gluon.jit
 def attend_fast(
-    q, k, v, items, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads, group, split,
-    each, facts: gl.constexpr,
+    q, k, v, items, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads, group,
+    together, split, own, each, facts: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 128 queries of one head, the last ones first; a GPU's programs share them.
 
@@ -76,8 +81,9 @@ def attend_fast(
     ``lse [B * H, T]`` are merged into unless ``facts.FRESH``; with ``before``, like ``out``, that
     is what ``out`` held. ``marks``, all zeros, are ``[B * H, blocks, 2]``, which says what 64
     queries were left out because of NaN, then a number of tickets drawn, then ``[split, 2]`` parts
-    that are done. With ``facts.SHARED`` the last ``split`` tiles come in parts, so many ``each``,
-    which leave ``parts [split * each, 2, 64, D]`` and ``sums [split * each, 2, 2, 64]``.
+    that are done. With ``facts.SHARED`` the last ``split`` tiles come in parts, ``each`` many, the
+    first of ``own`` blocks of keys; they leave ``parts [split * each, 2, 64, D]`` and ``sums [split
+    * each, 2, 2, 64]``. ``together`` heads take turns, so many that the cache holds their keys.
     """
     stages: gl.constexpr = facts.STAGES
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -101,7 +107,7 @@ def attend_fast(
         mbarrier.init(turns.index(n), count=1)
     tiles = (q_tiles, k_tiles, v_tiles, tickets)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
-    sizes = (q_len, k_len, batch, heads, group, split, each)
+    sizes = (q_len, k_len, batch, heads, group, together, split, own, each)
     kept = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
@@ -125,19 +131,18 @@ def fetch_for_queries(q, k, v, tiles, bars, items, marks, before, sizes, facts: 
     """The warp that fetches: queries of a tile, then the keys and values that they see."""
     q_tiles, k_tiles, v_tiles, tickets = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turns = bars
-    q_len, k_len, batch, heads, group, split, each = sizes
+    q_len, k_len, batch, heads, group, together, split, own, each = sizes
     many = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    shared = (blocks * many, split, each)
     stop = blocks * many
     if facts.SHARED:
         stop += split * (each - 1)
     ticket = gl.program_id(0)
     done, count = 0, 0
     while ticket < stop:
-        tile, part, parts, _ = job_of(ticket, shared, facts)
-        row = (blocks - 1 - tile // many) * (ROWS * GROUPS)
-        flat = tile % many
+        tile, part, turn = job_of(ticket, blocks * many, sizes, facts)
+        place, flat = place_of(tile, blocks, together)
+        row = (blocks - 1 - place) * (ROWS * GROUPS)
         b, head = flat // heads, flat % heads
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         if has_work(items, row, row_stop, before, facts):
@@ -153,7 +158,7 @@ def fetch_for_queries(q, k, v, tiles, bars, items, marks, before, sizes, facts: 
             done += 1
             of_keys, of_values = columns_of(head // group, facts)
             for item in range(facts.ITEMS):
-                low, _, _, high = seen_in_part(items, item, row, row_stop, part, parts, facts)
+                low, _, _, high = seen_in_part(items, item, row, row_stop, part, turn, sizes, facts)
                 for i in range(high - low):
                     at = b * k_len + (high - 1 - i) * facts.BLOCK
                     slot = count % facts.STAGES
@@ -213,19 +218,18 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
     """A group of warps, which takes 64 queries of each tile."""
     q_tiles, _, _, tickets = tiles
     q_full, q_free, _, _, _, _, _ = bars
-    q_len, k_len, batch, heads, group, split, each = sizes
+    q_len, k_len, batch, heads, group, together, split, own, each = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     many = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    shared = (blocks * many, split, each)
     done, count = 0, 0
     ticket = taken_over(tickets, q_full, done)
     while ticket >= 0:
-        tile, part, parts, place = job_of(ticket, shared, facts)
-        block, flat = blocks - 1 - tile // many, tile % many
-        row = block * (ROWS * GROUPS)
+        tile, part, turn = job_of(ticket, blocks * many, sizes, facts)
+        place, flat = place_of(tile, blocks, together)
+        row = (blocks - 1 - place) * (ROWS * GROUPS)
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
         top, total, acc = start_of(
@@ -234,28 +238,29 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
         for n in range(facts.ITEMS):
-            seen = seen_in_part(items, n, row, row_stop, part, parts, facts)
+            seen = seen_in_part(items, n, row, row_stop, part, turn, sizes, facts)
             top, total, acc, count = attend_item(
                 queries, tiles, bars, items, n, seen, rows, count, top, total, acc, WHICH, facts
             )
         if not facts.FRESH:
             # Found anew: else the addresses that were read from stay in registers until now.
-            tile = job_of(ticket_at(tickets.index(slot)), shared, facts)[0]
-            block, flat = blocks - 1 - tile // many, tile % many
+            tile = job_of(ticket_at(tickets.index(slot)), blocks * many, sizes, facts)[0]
+            place, flat = place_of(tile, blocks, together)
         mbarrier.arrive(q_free.index(slot), count=1)
         is_whole = True
         if facts.SHARED:
-            is_whole = parts == 1
-            if parts > 1:
-                share(kept, place, top, total, acc, WHICH, o_layout, facts)
-                number = (place // each) * GROUPS + WHICH
+            is_whole = turn < 0
+            if turn >= 0:
+                share(kept, turn * each + part, top, total, acc, WHICH, o_layout, facts)
+                number = turn * GROUPS + WHICH
                 is_last = gl.atomic_add(drawn_at(marks, q_len, many) + 1 + number, 1) == each - 1
                 is_whole = is_last
                 if is_last:
                     top, total, acc = joined(
-                        kept, place - part, each, WHICH, s_rows, o_layout, facts
+                        kept, turn * each, each, WHICH, s_rows, o_layout, facts
                     )
         if is_whole:
+            block = blocks - 1 - place
             keep(kept, marks, top, total, acc, flat, block, WHICH, q_len, heads, o_layout, facts)
         done += 1
         ticket = taken_over(tickets, q_full, done)

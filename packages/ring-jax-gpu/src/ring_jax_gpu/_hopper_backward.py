@@ -2,6 +2,11 @@
 
 A block of keys walks along the queries that see it, five products of matrices a block, and adds to
 their gradients in memory, in an order that differs from run to run. Gluon; no JAX.
+
+Where all queries see all keys, the tiles left for a last round are shared (as in Stream-K, Osama et
+al., arXiv 2301.03598): a program of its own has the first queries of each, and those that would
+else be idle have the others, of several tiles. So nearly all walk along the same queries at the
+same time, which the cache needs. Parts are added up in memory, and who is done last writes the sum.
 """
 
 # What a kernel works on has no type in Python.
@@ -20,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ring_jax_gpu._hopper_common import LOG2E, columns_of, seen_by, visited
+from ring_jax_gpu._hopper_common import LOG2E, columns_of, place_of, seen_by, visited
 
 KEYS = gl.constexpr(128)  # keys a block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
@@ -28,8 +33,8 @@ _INF = gl.constexpr(float("inf"))
 
 @gluon.jit
 def add_fast(
-    q, k, v, dout, mass, slant, dq, items, dk, dv, flags, q_len, k_len, batch, heads, group,
-    together, facts: gl.constexpr,
+    q, k, v, dout, mass, slant, dq, items, marks, parts, dk, dv, flags, q_len, k_len, batch, heads,
+    group, together, split, own, helpers, facts: gl.constexpr,
 ):  # fmt: skip
     """Add to ``dq``, ``dk`` and ``dv`` what blocks of 128 keys of one head give and get.
 
@@ -38,7 +43,10 @@ def add_fast(
     then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
     to whole blocks, ``mass`` is minus ``lse`` over the scale, ``-inf`` for rows that saw nothing,
     and ``slant`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1, dK and
-    dV, because of NaN; 2, all, because of keys that are not finite.
+    dV, because of NaN; 2, all, because of keys that are not finite. With ``facts.SHARED`` the last
+    ``split`` tiles are shared: ``own`` blocks of queries are of a program of their own, ``helpers``
+    have the rest. ``parts [split, 2, 128, D]`` and ``marks [split]``, which says how many parts are
+    done, are all zeros.
     """
     stages: gl.constexpr = facts.STAGES
     k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, facts.D], k.layout)
@@ -50,19 +58,20 @@ def add_fast(
     s_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_tile = gl.allocate_shared_memory(q.dtype, [KEYS, facts.BLOCK], s_layout)
     dq_tile = gl.allocate_shared_memory(gl.float32, [facts.BLOCK, facts.D], dq.layout)
-    kv_full = mbarrier.allocate_mbarrier()
+    kv_full, kv_free = mbarrier.allocate_mbarrier(), mbarrier.allocate_mbarrier()
     q_full, q_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     g_full, g_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_free, count=1)
     for n in gl.static_range(stages):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_free.index(n), count=1)
         mbarrier.init(g_full.index(n), count=1)
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
-    bars = (kv_full, q_full, q_free, g_full, g_free)
-    sizes = (q_len, k_len, batch, heads, group, together)
-    kept = (dk, dk, flags) if facts.BESIDE else (dk, dv, flags)
+    bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
+    sizes = (q_len, k_len, batch, heads, group, together, split, own, helpers)
+    kept = (dk, dk if facts.BESIDE else dv, flags, marks, parts)
     gl.warp_specialize(
         [
             (add_group, (tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts)),
@@ -74,11 +83,62 @@ def add_fast(
 
 
 @gluon.jit
-def place_of(tile, blocks, together):
-    """Which turn a tile has among the ``blocks`` of its head, and which head; as elsewhere."""
-    each = blocks * together
-    within = tile % each
-    return within // together, (tile // each) * together + within % together
+def work_of(sizes, facts: gl.constexpr):
+    """``(tile, begin, end, first, length)``: the blocks of queries that this program has.
+
+    They are ``[begin, end)`` of a row of tiles, which begins with ``tile``: of each, blocks from
+    ``first`` on, ``length`` over all heads of its group.
+    """
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    length = group * ((q_len + facts.BLOCK - 1) // facts.BLOCK)
+    tile = gl.program_id(0)
+    begin, end, first = 0, length, 0
+    if facts.SHARED:
+        turn = tile - whole_tiles(sizes)
+        if turn >= 0:
+            end = own
+        if turn >= split:
+            first = own
+            length -= own
+            begin = (turn - split) * split * length // helpers
+            end = (turn - split + 1) * split * length // helpers
+            tile += begin // length - turn
+            end -= begin // length * length
+            begin = begin % length
+    return tile, begin, end, first, length
+
+
+@gluon.jit
+def pieces_of(end, length, facts: gl.constexpr):
+    """How many tiles a program has something of."""
+    pieces = 1
+    if facts.SHARED:
+        pieces = (end + length - 1) // length
+    return pieces
+
+
+@gluon.jit
+def whole_tiles(sizes):
+    """How many tiles are not shared."""
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    return (k_len + KEYS - 1) // KEYS * batch * (heads // group) - split
+
+
+@gluon.jit
+def seen_in_part(
+    items, item, start, stop, part, part_stop, member, sizes, facts: gl.constexpr,
+):  # fmt: skip
+    """:func:`visited` for a part of the queries, blocks ``[part, part_stop)`` of all heads."""
+    low, whole_low, whole_high, high = visited(
+        items, item, start, stop, facts.BLOCK, ROWS_OUTSIDE=False
+    )
+    if facts.SHARED:
+        before = member * ((sizes[0] + facts.BLOCK - 1) // facts.BLOCK)
+        low = gl.maximum(low, part - before)
+        high = gl.maximum(gl.minimum(high, part_stop - before), low)
+        whole_low = gl.minimum(gl.maximum(whole_low, low), high)
+        whole_high = gl.maximum(gl.minimum(whole_high, high), whole_low)
+    return low, whole_low, whole_high, high
 
 
 @gluon.jit
@@ -92,95 +152,143 @@ def nth_block(n, low, whole_low, whole_high, high):
 def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts: gl.constexpr):
     """The warp that fetches: a block of keys and its values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
-    kv_full, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together = sizes
+    kv_full, kv_free, q_full, q_free, g_full, g_free = bars
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
     blocks = (k_len + KEYS - 1) // KEYS
-    block, flat = place_of(gl.program_id(0), blocks, together)
     kv_heads = heads // group
-    b, kv_head = flat // kv_heads, flat % kv_heads
-    start = block * KEYS
-    of_keys, of_values = columns_of(kv_head, facts)
-    mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
-    tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
-    tma.async_load(v, [b * k_len + start, of_values], kv_full, v_tile)
-    stop = gl.minimum(start + KEYS, k_len)
     padded = (q_len + facts.BLOCK - 1) // facts.BLOCK * facts.BLOCK
+    tile, begin, end, skipped, length = work_of(sizes, facts)
     count = 0
-    for member in range(group):
-        head = kv_head * group + member
-        for item in range(facts.ITEMS):
-            low, whole_low, whole_high, high = visited(
-                items, item, start, stop, facts.BLOCK, ROWS_OUTSIDE=False
-            )
-            for i in range(high - low):
-                row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
-                slot = count % facts.STAGES
-                phase = ((count // facts.STAGES) & 1) ^ 1
-                mbarrier.wait(q_free.index(slot), phase)
-                mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + mass.nbytes_per_cta)
-                number = (b * heads + head) * padded + row
-                tma.async_load(
-                    q, [b * q_len + row, head * facts.D], q_full.index(slot), q_tiles.index(slot)
+    for n in range(pieces_of(end, length, facts)):
+        part = skipped + gl.maximum(begin - n * length, 0)
+        part_stop = skipped + gl.minimum(end - n * length, length)
+        block, flat = place_of(tile + n, blocks, together)
+        b, kv_head = flat // kv_heads, flat % kv_heads
+        start = block * KEYS
+        stop = gl.minimum(start + KEYS, k_len)
+        of_keys, of_values = columns_of(kv_head, facts)
+        mbarrier.wait(kv_free, (n & 1) ^ 1)
+        mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
+        tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
+        tma.async_load(v, [b * k_len + start, of_values], kv_full, v_tile)
+        for member in range(group):
+            head = kv_head * group + member
+            for item in range(facts.ITEMS):
+                low, whole_low, whole_high, high = seen_in_part(
+                    items, item, start, stop, part, part_stop, member, sizes, facts
                 )
-                tma.async_load(mass, [number], q_full.index(slot), m_tiles.index(slot))
-                mbarrier.wait(g_free.index(slot), phase)
-                mbarrier.expect(g_full.index(slot), dout.nbytes_per_cta + slant.nbytes_per_cta)
-                tma.async_load(
-                    dout, [b * q_len + row, head * facts.D], g_full.index(slot), g_tiles.index(slot)
-                )
-                tma.async_load(slant, [number], g_full.index(slot), d_tiles.index(slot))
-                count += 1
+                for i in range(high - low):
+                    row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
+                    slot = count % facts.STAGES
+                    phase = ((count // facts.STAGES) & 1) ^ 1
+                    mbarrier.wait(q_free.index(slot), phase)
+                    mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + mass.nbytes_per_cta)
+                    number, column = (b * heads + head) * padded + row, head * facts.D
+                    tma.async_load(
+                        q, [b * q_len + row, column], q_full.index(slot), q_tiles.index(slot)
+                    )
+                    tma.async_load(mass, [number], q_full.index(slot), m_tiles.index(slot))
+                    mbarrier.wait(g_free.index(slot), phase)
+                    mbarrier.expect(g_full.index(slot), dout.nbytes_per_cta + slant.nbytes_per_cta)
+                    tma.async_load(
+                        dout, [b * q_len + row, column], g_full.index(slot), g_tiles.index(slot)
+                    )
+                    tma.async_load(slant, [number], g_full.index(slot), d_tiles.index(slot))
+                    count += 1
 
 
 @gluon.jit
 def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.constexpr):
     """The warps that compute."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
-    kv_full, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together = sizes
+    kv_full, kv_free, q_full, q_free, g_full, g_free = bars
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.D, 16])
     blocks = (k_len + KEYS - 1) // KEYS
-    block, flat = place_of(gl.program_id(0), blocks, together)
+    kv_heads = heads // group
+    tile, begin, end, skipped, length = work_of(sizes, facts)
+    count = 0
+    for n in range(pieces_of(end, length, facts)):
+        part = skipped + gl.maximum(begin - n * length, 0)
+        part_stop = skipped + gl.minimum(end - n * length, length)
+        block, flat = place_of(tile + n, blocks, together)
+        b, kv_head = flat // kv_heads, flat % kv_heads
+        start = block * KEYS
+        block_stop = gl.minimum(start + KEYS, k_len)
+        cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+        dk = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
+        dv = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
+        mbarrier.wait(kv_full, n & 1)
+        odd = has_odd(k_tile, facts)
+        for member in range(group):
+            head = kv_head * group + member
+            for item in range(facts.ITEMS):
+                low, whole_low, whole_high, high = seen_in_part(
+                    items, item, start, block_stop, part, part_stop, member, sizes, facts
+                )
+                first, stop = seen_by(items, item, cols, ROWS_OUTSIDE=False)
+                partial = high - low - (whole_high - whole_low)
+                for i in range(partial):
+                    row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
+                    dk, dv = one_block(
+                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, row, b * q_len, head,
+                        first, stop, True, facts,
+                    )  # fmt: skip
+                    count += 1
+                for i in range(whole_low, whole_high):
+                    dk, dv = one_block(
+                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, i * facts.BLOCK,
+                        b * q_len, head, first, stop, False, facts,
+                    )  # fmt: skip
+                    count += 1
+        mbarrier.arrive(kv_free, count=1)
+        is_whole = True
+        if facts.SHARED:  # noqa: SIM102  # known when this is compiled
+            if tile + n >= whole_tiles(sizes):
+                dk, dv, is_whole = joined(kept, tile + n, dk, dv, sizes, o_layout, facts)
+        if is_whole:
+            keep(kept, block, flat, odd, dk, dv, sizes, o_layout, facts)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
+    """Add a part of a tile to the others; who is the last one gets the sum, and ``True``."""
+    _, _, _, marks, parts = kept
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    turn = tile - whole_tiles(sizes)
+    each = group * ((q_len + facts.BLOCK - 1) // facts.BLOCK) - own
+    # Who has a block of queries: the last helper that begins no later.
+    first = ((turn * each + 1) * helpers - 1) // (split * each)
+    last = ((turn + 1) * each * helpers - 1) // (split * each)
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
+    at = parts + turn * (2 * KEYS * facts.D) + rows[:, None] * facts.D + dims[None, :]
+    gl.atomic_add(at, dk, sem="relaxed")
+    gl.atomic_add(at + KEYS * facts.D, dv, sem="relaxed")
+    gl.barrier()
+    is_last = gl.atomic_add(marks + turn, 1) == last - first + 1
+    if is_last:
+        dk = gl.load(at)
+        dv = gl.load(at + KEYS * facts.D)
+    return dk, dv, is_last
+
+
+@gluon.jit
+def keep(kept, block, flat, odd, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
+    """Write the gradients of a block of keys; if there is a NaN, only say so."""
+    to_k, to_v, flags, _, _ = kept
+    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads
-    start = block * KEYS
-    block_stop = gl.minimum(start + KEYS, k_len)
-    cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    dk = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
-    dv = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
-    mbarrier.wait(kv_full, 0)
-    odd = has_odd(k_tile, facts)
-    count = 0
-    for member in range(group):
-        head = kv_head * group + member
-        for item in range(facts.ITEMS):
-            low, whole_low, whole_high, high = visited(
-                items, item, start, block_stop, facts.BLOCK, ROWS_OUTSIDE=False
-            )
-            first, stop = seen_by(items, item, cols, ROWS_OUTSIDE=False)
-            partial = high - low - (whole_high - whole_low)
-            for i in range(partial):
-                row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
-                dk, dv = one_block(
-                    tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, row, b * q_len, head,
-                    first, stop, True, facts,
-                )  # fmt: skip
-                count += 1
-            for i in range(whole_low, whole_high):
-                dk, dv = one_block(
-                    tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, i * facts.BLOCK,
-                    b * q_len, head, first, stop, False, facts,
-                )  # fmt: skip
-                count += 1
-    tma.store_wait(0)
-    to_k, to_v, flags = kept
     is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124
     left_out = gl.where(odd > 0, 2, gl.max(gl.max(is_nan, 1), 0))
     gl.store(flags + flat * blocks + block, left_out)
     if left_out == 0:
-        rows = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, o_layout))
-        dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, o_layout))
+        rows = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+        dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
         real = (rows < k_len)[:, None]
         of_keys, of_values = columns_of(kv_head, facts)
         step: gl.constexpr = 2 * facts.D if facts.BESIDE else facts.D
@@ -210,7 +318,7 @@ def one_block(
 ):  # fmt: skip
     """What the queries at ``row`` add; scores lie transposed, ``[k, q]``."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
-    kv_full, q_full, q_free, g_full, g_free = bars
+    kv_full, kv_free, q_full, q_free, g_full, g_free = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.D, 16])
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, facts.D // 2, 16])

@@ -28,7 +28,7 @@ class Hot(NamedTuple):
         FRESH: Results are new, nothing is merged into.
         BESIDE: Values lie behind their keys, in the same rows, and so do their gradients.
         TURNS: Groups of warps issue their products in turns.
-        SHARED: Programs share the last tiles of the forward.
+        SHARED: Programs share the last tiles.
     """
 
     D: gl.constexpr
@@ -40,6 +40,17 @@ class Hot(NamedTuple):
     BESIDE: gl.constexpr
     TURNS: gl.constexpr
     SHARED: gl.constexpr
+
+
+@gluon.jit
+def place_of(tile, blocks, together):
+    """Which turn a tile has among the ``blocks`` of its head, and which head.
+
+    ``together`` heads take turns: the first blocks of all of them come before the second ones.
+    """
+    each = blocks * together
+    within = tile % each
+    return within // together, (tile // each) * together + within % together
 
 
 @gluon.jit

@@ -14,11 +14,13 @@ from ring_jax_gpu._call import Arrays, Launch, arguments_of, kernel_of
 from ring_jax_gpu._compiled import HEADS_BEHIND, Made, Parameter, Taken, Tiles, call
 
 _QUERIES, _KEYS = 128, 128  # of a block
-_MOST_PARTS, _SHORTEST = 16, 4  # parts of a tile, blocks of keys in a part
+_MOST_PARTS = 16  # of a tile in the forward
+_MOST_SHARERS = 4  # of a tile in the backward
+_JOINING = 4  # blocks that take about as long as to begin a part and to leave it for another
 _HALF = 64  # of a block of queries, what one group of warps takes
 _STAGES = 2
 _UNEVEN = {"EVEN_Q": False, "EVEN_K": False}
-_KEY_HEADS_TOGETHER = 4  # which take turns in the backward, if there are as many
+_KEY_HEADS_TOGETHER = 2  # which take turns in the backward, if there are as many
 _CHANGED = {"attend": ("out", "lse"), "add_to_keys": ("dq", "dk", "dv")}
 # Arrays that say how the rows of a parameter lie, by its name in strides and steps.
 _ROWS = {
@@ -40,10 +42,10 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
     q, facts, programs = arrays["q"], dict(launch.facts), _processors()
     batch, heads, q_len, dim = q.shape
     across = 2 * -(-q_len // _QUERIES)  # flags of a head
-    split, each = 0, 1
+    split, own, each = 0, 0, 1
     if launch.is_full and facts["ITEMS"] == 1:
         tiles, length = batch * heads * across // 2, -(-_keys(arrays).shape[2] // _KEYS)
-        split, each = shared_tiles(tiles, length, programs)
+        split, own, each = shared_tiles(tiles, length, programs)
     hot = Hot(
         D=dim, ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_KEYS, STAGES=_STAGES,
         FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=True, SHARED=split > 0,
@@ -58,7 +60,8 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
         "out": _result(arrays["out"], facts["FRESH"] or before is not None, HEADS_BEHIND),
         "parts": Made((split * each, 2, _HALF, dim), "float32") if split else None,
         "sums": Made((split * each, 2, 2, _HALF), "float32") if split else None,
-        **_sizes(arrays), "split": split, "each": each,
+        **_sizes(arrays), "together": dict(launch.numbers)["together"], "split": split, "own": own,
+        "each": each,
     }  # fmt: skip
     found = call(attend_fast, parameters, {"facts": hot}, warps=4, programs=programs)
     arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
@@ -67,20 +70,29 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
     return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF, _HALF)
 
 
-def shared_tiles(tiles: int, length: int, programs: int) -> tuple[int, int]:
-    """How many of the last tiles programs share, and in how many parts each.
+def shared_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
+    """How many of the last tiles programs share in the forward, and how.
 
     Tiles of the same ``length`` in blocks of keys take as many rounds as the program with most of
-    them has. Those of a round that is not full are cut, if that makes it shorter.
+    them has. In a round that is not full, programs that have no tile help the others, if that makes
+    it shorter.
+
+    Returns:
+        ``(split, own, each)``: so many tiles, each in so many parts, the first of ``own`` blocks
+        and the others of equal shares of the rest.
     """
-    left = tiles % programs
-    if left == 0:
-        return 0, 1
-    wanted = programs // left
-    if wanted == 1:  # two rounds of thirds
-        wanted = 3 if 3 * left <= 2 * programs and length >= 3 * _SHORTEST else 1
-    each = min(wanted, length // _SHORTEST, _MOST_PARTS)
-    return (left, each) if each > 1 else (0, 1)
+    split = tiles % programs
+    best, took = (0, 0, 1), length
+    for each in range(2, min(_MOST_PARTS, length) + 1 if split else 2):
+        # Rounds of the other parts, which those without a tile draw.
+        rounds = -(-split * (each - 1) // (programs - split))
+        share = rounds / (each - 1)
+        own = math.ceil((share * length + (rounds - 1) * _JOINING) / (1 + share))
+        other = -(-(length - own) // (each - 1))
+        takes = max(own + _JOINING, rounds * (other + _JOINING)) + each
+        if takes < took and own < length:
+            best, took = (split, own, each), takes
+    return best
 
 
 def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
@@ -91,27 +103,52 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
     sizes = _sizes(arrays)
     many = sizes["batch"] * sizes["heads"] // sizes["group"]
     blocks = -(-sizes["k_len"] // _KEYS)
+    split, own, helpers = 0, 0, 0
+    if launch.is_full and facts["ITEMS"] == 1:
+        length = sizes["group"] * -(-sizes["q_len"] // _HALF)
+        split, own, helpers = helped_tiles(many * blocks, length, _processors())
     hot = Hot(
-        D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=64, STAGES=_STAGES,
-        FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=False, SHARED=False,
+        D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_HALF, STAGES=_STAGES,
+        FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=False, SHARED=split > 0,
     )  # fmt: skip
-    dv = arrays.get("dv")
+    dv, parts = arrays.get("dv"), (split, 2, _KEYS, hot.D)
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, hot.BLOCK), **_key_tiles(arrays, _KEYS),
         "dout": _tiles(arrays["dout"], hot.BLOCK),
         "mass": _numbers(jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hot.SCALE)), hot.BLOCK),
         "slant": _numbers(-arrays["delta"], hot.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hot.BLOCK), changes=True),
-        "items": Taken(arrays["items"]), "dk": _result(arrays["dk"], facts["FRESH"], HEADS_BEHIND),
+        "items": Taken(arrays["items"]),
+        "marks": Taken(jnp.zeros(split, jnp.int32), changes=True) if split else None,
+        "parts": Taken(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
+        "dk": _result(arrays["dk"], facts["FRESH"], HEADS_BEHIND),
         "dv": None if dv is None else _result(dv, facts["FRESH"], HEADS_BEHIND),
         "flags": Made((many, blocks), "int32"),
-        **sizes, "together": math.gcd(many, _KEY_HEADS_TOGETHER),
+        **sizes, "together": math.gcd(many, _KEY_HEADS_TOGETHER), "split": split, "own": own,
+        "helpers": helpers,
     }  # fmt: skip
-    programs = many * blocks
+    programs = many * blocks + helpers
     found = call(add_fast, parameters, {"facts": hot}, warps=8, programs=programs)
-    flags = found.pop("flags")
-    arrays = arrays | found | {"only": flags}
-    return _rest(launch, arrays, {"only_across": blocks}, programs, _HALF, _KEYS)
+    arrays = arrays | {"only": found.pop("flags")}
+    arrays |= {name: x for name, x in found.items() if name in arrays}
+    return _rest(launch, arrays, {"only_across": blocks}, many * blocks, _HALF, _KEYS)
+
+
+def helped_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
+    """How many of the last tiles programs share in the backward.
+
+    Tiles of the same ``length`` in blocks of queries take as many rounds as the program with most
+    of them has. In a round that is not full, programs that have no tile help the others.
+
+    Returns:
+        ``(split, own, helpers)``: so many tiles, of each of which a program does the first ``own``
+        blocks, and so many programs for the rest.
+    """
+    split = tiles % programs
+    helpers = min(programs - split, split * (_MOST_SHARERS - 1))
+    own = -(-split * (length + _JOINING) // max(split + helpers, 1))
+    fits = split * length * helpers < 2**31  # the kernel counts in 32 bits
+    return (split, own, helpers) if split > 0 and own < length and fits else (0, 0, 0)
 
 
 def _rest(
