@@ -46,7 +46,11 @@ def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
 
     fresh, last = STEPS[step]
     patched.setattr(_triton, "_is_one", lambda _: False)
-    patched.setattr(_spmd, "replace", lambda static, **_: replace(static, fresh=fresh, last=last))
+    patched.setattr(
+        _spmd,
+        "replace",
+        lambda static, **x: replace(static, **(x | {"fresh": fresh, "last": last})),
+    )
 
 
 def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:

@@ -2,11 +2,169 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from ring_jax_gpu._roles import helped_tiles, shared_tiles
+from ring_jax._types import Rectangle
+from ring_jax_gpu import _hopper, _hopper_backward
+from ring_jax_gpu._shares import helped_tiles, of_keys, of_queries, shared_tiles
 
 PROGRAMS = 132
+BATCH, HEADS, GROUP = 2, 4, 2
+LENGTHS = (1000, 5000)  # of queries and keys
+SEEN = {
+    "all": Rectangle(0, 0, 0, 1000, 0, 5000),
+    "first-keys": Rectangle(0, 0, 0, 1000, 0, 2500),
+    "last-queries": Rectangle(0, 0, 500, 1000, 0, 5000),
+    "inside": Rectangle(0, 0, 300, 700, 200, 4000),
+    "nothing": Rectangle(0, 0, 0, 0, 0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Where a kernel reads numbers."""
+
+    numbers: tuple[int, ...]
+    at: int = 0
+
+    def __add__(self, more: int) -> Pointer:
+        return Pointer(self.numbers, self.at + more)
+
+
+def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
+    """Have what a kernel's programs work out among themselves run here, a program at a time."""
+    for name in (
+        "job_of",
+        "seen_in_part",
+        "work_of",
+        "shared_of",
+        "keys_of",
+        "place_of",
+        "parts_of",
+    ):
+        if hasattr(module, name):
+            patched.setattr(module, name, getattr(module, name).fn)
+    for name in ("ROWS", "GROUPS", "KEYS"):
+        if hasattr(module, name):
+            patched.setattr(module, name, getattr(module, name).value)
+    patched.setattr(module, "visited", seen)
+    numbers = {
+        "load": lambda pointer: pointer.numbers[pointer.at], "minimum": min, "maximum": max,
+        "where": lambda yes, a, b: a if yes else b,
+    }  # fmt: skip
+    patched.setattr(module, "gl", SimpleNamespace(**numbers, constexpr=None))
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("programs", [3, 7, 30, 132])
+@pytest.mark.parametrize("name", SEEN)
+def test_all_is_done_once(
+    name: str, programs: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward: what a program sees of each ticket, together."""
+    seen = SEEN[name]
+    shares = of_queries(seen, BATCH * HEADS, programs)
+    assert shares.split > 0 or programs == 132 or name == "nothing"
+
+    def visited(_i: Any, _n: Any, row: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
+        if max(row, seen.q_start) >= min(stop, seen.q_stop):
+            return 0, 0, 0, 0
+        low, high = seen.k_start // size, -(-seen.k_stop // size)
+        return low, -(-seen.k_start // size), seen.k_stop // size, high
+
+    as_python(_hopper, monkeypatch, visited)
+    kernel: Any = _hopper
+    facts = SimpleNamespace(SHARED=True, BLOCK=128)
+    sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
+    blocks = -(-LENGTHS[0] // 128)
+    done: Counter[tuple[int, int, int]] = Counter()
+    tiles: Counter[tuple[int, int]] = Counter()
+    parts: Counter[int] = Counter()
+    for ticket in range(blocks * BATCH * HEADS + shares.split * (shares.each - 1)):
+        block, head, part, turn = kernel.job_of(ticket, sizes, facts)
+        row = (block * 128, min(block * 128 + 128, LENGTHS[0]))
+        low, whole_low, whole_high, high = kernel.seen_in_part(
+            None, 0, *row, part, turn, sizes, facts
+        )
+        assert low <= whole_low <= whole_high <= high
+        done.update((block, head, i) for i in range(low, high))
+        tiles[block, head] += part == 0
+        parts[turn] += turn >= 0
+    heads = range(BATCH * HEADS)
+    rows = range(blocks)
+    wanted = {
+        (block, head, i)
+        for block in rows
+        for low, _, _, high in [visited(0, 0, block * 128, block * 128 + 128, 128)]
+        for head in heads
+        for i in range(low, high)
+    }
+    assert done == Counter(wanted)
+    assert tiles == Counter((block, head) for block in rows for head in heads)
+    assert +parts == Counter(dict.fromkeys(range(shares.split), shares.each))
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("programs", [3, 7, 13, 30, 132])
+@pytest.mark.parametrize("name", SEEN)
+def test_all_is_done_once_backwards(
+    name: str, programs: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = SEEN[name]
+    many = BATCH * HEADS // GROUP
+    shares = of_keys(seen, many, GROUP, programs)
+    assert shares.split > 0 or name != "all"
+
+    def visited(_i: Any, _n: Any, start: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
+        if max(start, seen.k_start) >= min(stop, seen.k_stop):
+            return 0, 0, 0, 0
+        low, high = seen.q_start // size, -(-seen.q_stop // size)
+        return low, -(-seen.q_start // size), seen.q_stop // size, high
+
+    as_python(_hopper_backward, monkeypatch, visited)
+    kernel: Any = _hopper_backward
+    facts = SimpleNamespace(SHARED=True, BLOCK=64)
+    sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
+    blocks = -(-LENGTHS[1] // 128)
+    done: Counter[tuple[int, int, int, int]] = Counter()
+    tiles: Counter[tuple[int, int]] = Counter()
+    parts: Counter[int] = Counter()
+    for program in range(blocks * many + shares.helpers + 5):  # other ranks may have more helpers
+        monkeypatch.setattr(
+            kernel.gl, "program_id", lambda _, program=program: program, raising=False
+        )
+        tile, pieces, begin, end, skipped, length = kernel.work_of(sizes, facts)
+        for n in range(pieces):
+            part = skipped + max(begin - n * length, 0)
+            part_stop = skipped + min(end - n * length, length)
+            block, head = kernel.keys_of(tile + n, sizes, facts)
+            row = (block * 128, min(block * 128 + 128, LENGTHS[1]))
+            for member in range(GROUP):
+                low, whole_low, whole_high, high = kernel.seen_in_part(
+                    None, 0, *row, part, part_stop, member, sizes, facts
+                )
+                assert low <= whole_low <= whole_high <= high
+                done.update((block, head, member, i) for i in range(low, high))
+            whole, split, _, _ = kernel.shared_of(sizes)
+            tiles[block, head] += skipped == 0
+            parts[tile + n - whole] += whole <= tile + n < whole + split
+    wanted = {
+        (block, head, member, i)
+        for block in range(blocks)
+        for low, _, _, high in [visited(0, 0, block * 128, block * 128 + 128, 64)]
+        for head in range(many)
+        for member in range(GROUP)
+        for i in range(low, high)
+    }
+    assert done == Counter(wanted)
+    assert tiles == Counter((block, head) for block in range(blocks) for head in range(many))
+    counted = {turn: kernel.parts_of(turn, sizes) for turn in range(shares.split)}
+    assert +parts == Counter(counted)
 
 
 @pytest.mark.parametrize(

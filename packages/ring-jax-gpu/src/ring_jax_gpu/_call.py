@@ -20,12 +20,13 @@ from jax.interpreters import mlir
 from ring_core.triton.blocks import HOPPER, stages_that_fit
 from ring_core.triton.table import Blocks
 from ring_jax._ring import axes_of, vary_alike
-from ring_jax._types import Array
+from ring_jax._types import Array, Rectangle
 
 Arrays = dict[str, Array]
 Kernel = Literal["attend", "add_to_queries", "add_to_keys", "add_to_bias"]
 
 _GLUON = (3, 9)  # of Triton
+ONLY_HOPPER = "rank"  # whose queries these are, int32[]
 
 # Parameters of kernels that are other views of an array: of what comes by the copy engine, for
 # blocks that are done with care; of keys and values side by side, for each by itself.
@@ -46,7 +47,7 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # kernels for Hopper can do it
-    is_full: bool = False  # all queries see all keys
+    rectangles: tuple[Rectangle, ...] = ()  # of Static
     otherwise: tuple[Launch, ...] = ()  # what to launch instead where they cannot
 
 
@@ -144,9 +145,10 @@ def kernel_of(launch: Launch) -> Any:
 
 
 def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
-    """All but what another launch changes."""
+    """All but what another launch changes, and what kernels for Hopper alone take."""
     known = kernel_of(launch).arg_names
-    return {name: x for name, x in arrays.items() if name not in may_change or name in known}
+    others = {*may_change, ONLY_HOPPER}
+    return {name: x for name, x in arrays.items() if name not in others or name in known}
 
 
 def name_is_static(kernel: Any, name: str) -> bool:

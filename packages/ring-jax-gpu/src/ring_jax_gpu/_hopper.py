@@ -38,16 +38,36 @@ _INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
-def job_of(ticket, tiles, sizes, facts: gl.constexpr):
-    """``(tile, part, turn)`` of a ticket: the last is a shared tile's number among these, or -1."""
-    tile, part, turn = ticket, 0, -1
+def job_of(ticket, sizes, facts: gl.constexpr):
+    """``(block, flat, part, turn)``: which queries of which head, which part of their keys.
+
+    ``turn`` is a shared tile's number among these, else -1. Queries that see something come first,
+    and of parts the first ones; blocks are from the last on.
+    """
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    many = batch * heads
+    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
+    part, turn = 0, -1
     if facts.SHARED:
-        q_len, k_len, batch, heads, group, together, split, own, each = sizes
-        place = ticket - (tiles - split)
-        if place >= 0:  # first parts before the others
-            turn, part = place % split, place // split
-            tile = tiles - split + turn
-    return tile, part, turn
+        first, busy = gl.load(shares), gl.load(shares + 1)
+        split, each = gl.load(shares + 2), gl.load(shares + 4)
+        whole = busy * many - split
+        tile = ticket
+        if ticket >= whole + split * each:
+            tile = ticket - split * (each - 1)
+        elif ticket >= whole:
+            turn, part = (ticket - whole) % split, (ticket - whole) // split
+            tile = whole + turn
+        if tile < busy * many:
+            place, flat = place_of(tile, busy, together)
+            block = first + busy - 1 - place
+        else:
+            place, flat = place_of(tile - busy * many, blocks - busy, together)
+            block = place + gl.where(place >= first, busy, 0)
+    else:
+        place, flat = place_of(ticket, blocks, together)
+        block = blocks - 1 - place
+    return block, flat, part, turn
 
 
 @gluon.jit
@@ -57,12 +77,11 @@ def seen_in_part(items, n, row, row_stop, part, turn, sizes, facts: gl.constexpr
         items, n, row, row_stop, facts.BLOCK, ROWS_OUTSIDE=True
     )
     if facts.SHARED:
-        q_len, k_len, batch, heads, group, together, split, own, each = sizes
-        length = high - low
-        first = gl.where(turn >= 0, gl.minimum(own, length), length)
-        rest = length - first
-        begin = gl.where(part > 0, first + rest * (part - 1) // (each - 1), 0)
-        low = high - (first + rest * part // (each - 1))
+        shares, length = sizes[6], high - low
+        others = gl.maximum(gl.load(shares + 4) - 1, 1)
+        own = gl.where(turn >= 0, gl.minimum(gl.load(shares + 3), length), length)
+        begin = gl.where(part > 0, own + (length - own) * (part - 1) // others, 0)
+        low = high - (own + (length - own) * part // others)
         high -= begin
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
         whole_high = gl.maximum(gl.minimum(whole_high, high), whole_low)
@@ -71,8 +90,8 @@ def seen_in_part(items, n, row, row_stop, part, turn, sizes, facts: gl.constexpr
 
 @gluon.jit
 def attend_fast(
-    q, k, v, items, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads, group,
-    together, split, own, each, facts: gl.constexpr,
+    q, k, v, items, shares, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads, group,
+    together, facts: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 128 queries of one head, the last ones first; a GPU's programs share them.
 
@@ -81,9 +100,9 @@ def attend_fast(
     ``lse [B * H, T]`` are merged into unless ``facts.FRESH``; with ``before``, like ``out``, that
     is what ``out`` held. ``marks``, all zeros, are ``[B * H, blocks, 2]``, which says what 64
     queries were left out because of NaN, then a number of tickets drawn, then ``[split, 2]`` parts
-    that are done. With ``facts.SHARED`` the last ``split`` tiles come in parts, ``each`` many, the
-    first of ``own`` blocks of keys; they leave ``parts [split * each, 2, 64, D]`` and ``sums [split
-    * each, 2, 2, 64]``. ``together`` heads take turns, so many that the cache holds their keys.
+    that are done. With ``facts.SHARED``, ``shares`` is what ``_shares.Shares`` says; parts of tiles
+    leave ``parts [split * each, 2, 64, D]`` and ``sums [split * each, 2, 2, 64]``. ``together``
+    heads take turns, so many that the cache holds their keys.
     """
     stages: gl.constexpr = facts.STAGES
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -107,7 +126,7 @@ def attend_fast(
         mbarrier.init(turns.index(n), count=1)
     tiles = (q_tiles, k_tiles, v_tiles, tickets)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
-    sizes = (q_len, k_len, batch, heads, group, together, split, own, each)
+    sizes = (q_len, k_len, batch, heads, group, together, shares)
     kept = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
@@ -131,18 +150,17 @@ def fetch_for_queries(q, k, v, tiles, bars, items, marks, before, sizes, facts: 
     """The warp that fetches: queries of a tile, then the keys and values that they see."""
     q_tiles, k_tiles, v_tiles, tickets = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, turns = bars
-    q_len, k_len, batch, heads, group, together, split, own, each = sizes
+    q_len, k_len, batch, heads, group, together, shares = sizes
     many = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     stop = blocks * many
     if facts.SHARED:
-        stop += split * (each - 1)
+        stop += gl.load(shares + 2) * (gl.load(shares + 4) - 1)
     ticket = gl.program_id(0)
     done, count = 0, 0
     while ticket < stop:
-        tile, part, turn = job_of(ticket, blocks * many, sizes, facts)
-        place, flat = place_of(tile, blocks, together)
-        row = (blocks - 1 - place) * (ROWS * GROUPS)
+        block, flat, part, turn = job_of(ticket, sizes, facts)
+        row = block * (ROWS * GROUPS)
         b, head = flat // heads, flat % heads
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         if has_work(items, row, row_stop, before, facts):
@@ -218,18 +236,16 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
     """A group of warps, which takes 64 queries of each tile."""
     q_tiles, _, _, tickets = tiles
     q_full, q_free, _, _, _, _, _ = bars
-    q_len, k_len, batch, heads, group, together, split, own, each = sizes
+    q_len, k_len, batch, heads, group, together, shares = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     many = batch * heads
-    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     done, count = 0, 0
     ticket = taken_over(tickets, q_full, done)
     while ticket >= 0:
-        tile, part, turn = job_of(ticket, blocks * many, sizes, facts)
-        place, flat = place_of(tile, blocks, together)
-        row = (blocks - 1 - place) * (ROWS * GROUPS)
+        block, flat, part, turn = job_of(ticket, sizes, facts)
+        row = block * (ROWS * GROUPS)
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
         top, total, acc = start_of(
@@ -244,13 +260,13 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
             )
         if not facts.FRESH:
             # Found anew: else the addresses that were read from stay in registers until now.
-            tile = job_of(ticket_at(tickets.index(slot)), blocks * many, sizes, facts)[0]
-            place, flat = place_of(tile, blocks, together)
+            block, flat, part, turn = job_of(ticket_at(tickets.index(slot)), sizes, facts)
         mbarrier.arrive(q_free.index(slot), count=1)
         is_whole = True
         if facts.SHARED:
             is_whole = turn < 0
             if turn >= 0:
+                each = gl.load(shares + 4)
                 share(kept, turn * each + part, top, total, acc, WHICH, o_layout, facts)
                 number = turn * GROUPS + WHICH
                 is_last = gl.atomic_add(drawn_at(marks, q_len, many) + 1 + number, 1) == each - 1
@@ -260,7 +276,6 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
                         kept, turn * each, each, WHICH, s_rows, o_layout, facts
                     )
         if is_whole:
-            block = blocks - 1 - place
             keep(kept, marks, top, total, acc, flat, block, WHICH, q_len, heads, o_layout, facts)
         done += 1
         ticket = taken_over(tickets, q_full, done)

@@ -33,8 +33,8 @@ _INF = gl.constexpr(float("inf"))
 
 @gluon.jit
 def add_fast(
-    q, k, v, dout, mass, slant, dq, items, marks, parts, dk, dv, flags, q_len, k_len, batch, heads,
-    group, together, split, own, helpers, facts: gl.constexpr,
+    q, k, v, dout, mass, slant, dq, items, shares, marks, parts, dk, dv, flags, q_len, k_len, batch,
+    heads, group, together, facts: gl.constexpr,
 ):  # fmt: skip
     """Add to ``dq``, ``dk`` and ``dv`` what blocks of 128 keys of one head give and get.
 
@@ -43,10 +43,9 @@ def add_fast(
     then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
     to whole blocks, ``mass`` is minus ``lse`` over the scale, ``-inf`` for rows that saw nothing,
     and ``slant`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1, dK and
-    dV, because of NaN; 2, all, because of keys that are not finite. With ``facts.SHARED`` the last
-    ``split`` tiles are shared: ``own`` blocks of queries are of a program of their own, ``helpers``
-    have the rest. ``parts [split, 2, 128, D]`` and ``marks [split]``, which says how many parts are
-    done, are all zeros.
+    dV, because of NaN; 2, all, because of keys that are not finite. With ``facts.SHARED``,
+    ``shares`` is what ``_shares.Helped`` says; ``parts [split, 2, 128, D]`` and ``marks [split]``,
+    which says how many parts are done, are all zeros.
     """
     stages: gl.constexpr = facts.STAGES
     k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, facts.D], k.layout)
@@ -70,7 +69,7 @@ def add_fast(
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
-    sizes = (q_len, k_len, batch, heads, group, together, split, own, helpers)
+    sizes = (q_len, k_len, batch, heads, group, together, shares)
     kept = (dk, dk if facts.BESIDE else dv, flags, marks, parts)
     gl.warp_specialize(
         [
@@ -84,44 +83,64 @@ def add_fast(
 
 @gluon.jit
 def work_of(sizes, facts: gl.constexpr):
-    """``(tile, begin, end, first, length)``: the blocks of queries that this program has.
+    """``(tile, pieces, begin, end, skipped, length)``: what this program does.
 
-    They are ``[begin, end)`` of a row of tiles, which begins with ``tile``: of each, blocks from
-    ``first`` on, ``length`` over all heads of its group.
+    It has something of ``pieces`` tiles from ``tile`` on: of blocks of queries ``[begin, end)`` in
+    a row of them; of each tile ``length`` blocks, over all heads of its group, from ``skipped`` on.
     """
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    tile, pieces = gl.program_id(0), 1
+    begin, skipped = 0, 0
     length = group * ((q_len + facts.BLOCK - 1) // facts.BLOCK)
-    tile = gl.program_id(0)
-    begin, end, first = 0, length, 0
+    end = length
     if facts.SHARED:
-        turn = tile - whole_tiles(sizes)
-        if turn >= 0:
-            end = own
-        if turn >= split:
-            first = own
+        whole, split, own, helpers = shared_of(sizes)
+        length = group * gl.load(shares + 6)
+        turn = tile - whole
+        tiles = (k_len + KEYS - 1) // KEYS * batch * (heads // group)
+        if turn >= split + helpers:  # keys that nobody sees
+            tile -= helpers
+            pieces = gl.where(tile < tiles, 1, 0)
+        elif turn >= split:
+            skipped = own
             length -= own
             begin = (turn - split) * split * length // helpers
             end = (turn - split + 1) * split * length // helpers
-            tile += begin // length - turn
+            tile = whole + begin // length
             end -= begin // length * length
             begin = begin % length
-    return tile, begin, end, first, length
+            pieces = (end + length - 1) // length
+        else:
+            end = gl.where(turn >= 0, own, length)
+    return tile, pieces, begin, end, skipped, length
 
 
 @gluon.jit
-def pieces_of(end, length, facts: gl.constexpr):
-    """How many tiles a program has something of."""
-    pieces = 1
+def shared_of(sizes):
+    """``(whole, split, own, helpers)``: how many tiles are not shared, and what ``shares`` says."""
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    split = gl.load(shares + 2)
+    whole = gl.load(shares + 1) * batch * (heads // group) - split
+    return whole, split, gl.load(shares + 3), gl.load(shares + 4)
+
+
+@gluon.jit
+def keys_of(tile, sizes, facts: gl.constexpr):
+    """``(block, flat)`` of a tile: which keys of which head; those that are seen come first."""
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    blocks = (k_len + KEYS - 1) // KEYS
     if facts.SHARED:
-        pieces = (end + length - 1) // length
-    return pieces
-
-
-@gluon.jit
-def whole_tiles(sizes):
-    """How many tiles are not shared."""
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
-    return (k_len + KEYS - 1) // KEYS * batch * (heads // group) - split
+        first, busy = gl.load(shares), gl.load(shares + 1)
+        seen = busy * batch * (heads // group)
+        if tile < seen:
+            block, flat = place_of(tile, busy, together)
+            block += first
+        else:
+            block, flat = place_of(tile - seen, blocks - busy, together)
+            block += gl.where(block >= first, busy, 0)
+    else:
+        block, flat = place_of(tile, blocks, together)
+    return block, flat
 
 
 @gluon.jit
@@ -133,7 +152,8 @@ def seen_in_part(
         items, item, start, stop, facts.BLOCK, ROWS_OUTSIDE=False
     )
     if facts.SHARED:
-        before = member * ((sizes[0] + facts.BLOCK - 1) // facts.BLOCK)
+        shares = sizes[6]
+        before = member * gl.load(shares + 6) - gl.load(shares + 5)
         low = gl.maximum(low, part - before)
         high = gl.maximum(gl.minimum(high, part_stop - before), low)
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
@@ -153,16 +173,15 @@ def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts:
     """The warp that fetches: a block of keys and its values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
-    blocks = (k_len + KEYS - 1) // KEYS
+    q_len, k_len, batch, heads, group, together, shares = sizes
     kv_heads = heads // group
     padded = (q_len + facts.BLOCK - 1) // facts.BLOCK * facts.BLOCK
-    tile, begin, end, skipped, length = work_of(sizes, facts)
+    tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
     count = 0
-    for n in range(pieces_of(end, length, facts)):
+    for n in range(pieces):
         part = skipped + gl.maximum(begin - n * length, 0)
         part_stop = skipped + gl.minimum(end - n * length, length)
-        block, flat = place_of(tile + n, blocks, together)
+        block, flat = keys_of(tile + n, sizes, facts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         stop = gl.minimum(start + KEYS, k_len)
@@ -202,17 +221,16 @@ def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.co
     """The warps that compute."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    q_len, k_len, batch, heads, group, together, shares = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.D, 16])
-    blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
-    tile, begin, end, skipped, length = work_of(sizes, facts)
+    tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
     count = 0
-    for n in range(pieces_of(end, length, facts)):
+    for n in range(pieces):
         part = skipped + gl.maximum(begin - n * length, 0)
         part_stop = skipped + gl.minimum(end - n * length, length)
-        block, flat = place_of(tile + n, blocks, together)
+        block, flat = keys_of(tile + n, sizes, facts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         block_stop = gl.minimum(start + KEYS, k_len)
@@ -244,8 +262,9 @@ def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.co
                     count += 1
         mbarrier.arrive(kv_free, count=1)
         is_whole = True
-        if facts.SHARED:  # noqa: SIM102  # known when this is compiled
-            if tile + n >= whole_tiles(sizes):
+        if facts.SHARED:
+            whole, split, own, helpers = shared_of(sizes)
+            if (tile + n >= whole) & (tile + n < whole + split):
                 dk, dv, is_whole = joined(kept, tile + n, dk, dv, sizes, o_layout, facts)
         if is_whole:
             keep(kept, block, flat, odd, dk, dv, sizes, o_layout, facts)
@@ -253,22 +272,31 @@ def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.co
 
 
 @gluon.jit
+def parts_of(turn, sizes):
+    """In how many parts a shared tile comes: of who has it, and of those who help."""
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    whole, split, own, helpers = shared_of(sizes)
+    each = group * gl.load(shares + 6) - own
+    # Who helps with a block of queries: the last one that begins no later.
+    first = ((turn * each + 1) * helpers - 1) // (split * each)
+    last = ((turn + 1) * each * helpers - 1) // (split * each)
+    return last - first + 2
+
+
+@gluon.jit
 def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
     """Add a part of a tile to the others; who is the last one gets the sum, and ``True``."""
     _, _, _, marks, parts = kept
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
-    turn = tile - whole_tiles(sizes)
-    each = group * ((q_len + facts.BLOCK - 1) // facts.BLOCK) - own
-    # Who has a block of queries: the last helper that begins no later.
-    first = ((turn * each + 1) * helpers - 1) // (split * each)
-    last = ((turn + 1) * each * helpers - 1) // (split * each)
+    q_len, k_len, batch, heads, group, together, shares = sizes
+    whole, split, own, helpers = shared_of(sizes)
+    turn = tile - whole
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
     at = parts + turn * (2 * KEYS * facts.D) + rows[:, None] * facts.D + dims[None, :]
     gl.atomic_add(at, dk, sem="relaxed")
     gl.atomic_add(at + KEYS * facts.D, dv, sem="relaxed")
     gl.barrier()
-    is_last = gl.atomic_add(marks + turn, 1) == last - first + 1
+    is_last = gl.atomic_add(marks + turn, 1) == parts_of(turn, sizes) - 1
     if is_last:
         dk = gl.load(at)
         dv = gl.load(at + KEYS * facts.D)
@@ -279,7 +307,7 @@ def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr)
 def keep(kept, block, flat, odd, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
     """Write the gradients of a block of keys; if there is a NaN, only say so."""
     to_k, to_v, flags, _, _ = kept
-    q_len, k_len, batch, heads, group, together, split, own, helpers = sizes
+    q_len, k_len, batch, heads, group, together, shares = sizes
     blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads

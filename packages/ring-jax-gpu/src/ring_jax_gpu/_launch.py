@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, Mask, Plan, UnsupportedError
+from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.blocks import choose_blocks, come_in_eights, heads_together, padded
 from ring_core.triton.table import Blocks, Pass, Table
 from ring_jax._types import Array, Columns, Result, Rows, Static, Upstream, Work
-from ring_jax_gpu._call import Kernel, Launch, run
+from ring_jax_gpu._call import ONLY_HOPPER, Kernel, Launch, run
 from ring_jax_gpu._visits import (
     FULL,
     PARTIAL,
@@ -166,8 +166,10 @@ class Call:
         hopper = name in ("attend", "add_to_all") and self.on_hopper
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
-            hopper=hopper, is_full=self.static.plan.mask == Mask(),
+            hopper=hopper, rectangles=self.static.rectangles if hopper else (),
         )  # fmt: skip
+        if launch.rectangles:
+            given[ONLY_HOPPER] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
         return launch, given
 
     def _together(self, name: Pass) -> int:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ring_core.triton.blocks import FLAGS_TOGETHER
-from ring_jax_gpu._call import Arrays, Launch, arguments_of, kernel_of
+from ring_jax_gpu._call import ONLY_HOPPER, Arrays, Launch, arguments_of, kernel_of
 from ring_jax_gpu._compiled import HEADS_BEHIND, Made, Parameter, Taken, Tiles, call
+from ring_jax_gpu._shares import Helped, Shares, of_keys, of_queries
 
 _QUERIES, _KEYS = 128, 128  # of a block
-_MOST_PARTS = 16  # of a tile in the forward
-_MOST_SHARERS = 4  # of a tile in the backward
-_JOINING = 4  # blocks that take about as long as to begin a part and to leave it for another
 _HALF = 64  # of a block of queries, what one group of warps takes
 _STAGES = 2
 _UNEVEN = {"EVEN_Q": False, "EVEN_K": False}
-_KEY_HEADS_TOGETHER = 2  # which take turns in the backward, if there are as many
+_KEY_HEADS_TOGETHER, _TILES_TOGETHER = 2, 128  # which take turns in the backward, at least
 _CHANGED = {"attend": ("out", "lse"), "add_to_keys": ("dq", "dk", "dv")}
 # Arrays that say how the rows of a parameter lie, by its name in strides and steps.
 _ROWS = {
@@ -42,10 +41,9 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
     q, facts, programs = arrays["q"], dict(launch.facts), _processors()
     batch, heads, q_len, dim = q.shape
     across = 2 * -(-q_len // _QUERIES)  # flags of a head
-    split, own, each = 0, 0, 1
-    if launch.is_full and facts["ITEMS"] == 1:
-        tiles, length = batch * heads * across // 2, -(-_keys(arrays).shape[2] // _KEYS)
-        split, own, each = shared_tiles(tiles, length, programs)
+    shares = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
+    split = max((x.split for x in shares.values()), default=0)
+    parts = max((x.split * x.each for x in shares.values()), default=0)
     hot = Hot(
         D=dim, ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_KEYS, STAGES=_STAGES,
         FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=True, SHARED=split > 0,
@@ -54,45 +52,20 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
     marks = jnp.zeros(batch * heads * across + 1 + 2 * split, jnp.int32)
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF), **_key_tiles(arrays, hot.BLOCK), "items": Taken(arrays["items"]),
+        "shares": _looked_up(shares, arrays) if split else None,
         "marks": Taken(marks, changes=True),
         "before": None if before is None else Taken(before, layout=HEADS_BEHIND),
         "lse": _result(arrays["lse"], facts["FRESH"]),
         "out": _result(arrays["out"], facts["FRESH"] or before is not None, HEADS_BEHIND),
-        "parts": Made((split * each, 2, _HALF, dim), "float32") if split else None,
-        "sums": Made((split * each, 2, 2, _HALF), "float32") if split else None,
-        **_sizes(arrays), "together": dict(launch.numbers)["together"], "split": split, "own": own,
-        "each": each,
+        "parts": Made((parts, 2, _HALF, dim), "float32") if split else None,
+        "sums": Made((parts, 2, 2, _HALF), "float32") if split else None,
+        **_sizes(arrays), "together": dict(launch.numbers)["together"],
     }  # fmt: skip
     found = call(attend_fast, parameters, {"facts": hot}, warps=4, programs=programs)
     arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
     many = batch * heads * across
     numbers = {"only_across": across, "only_many": many}
     return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF, _HALF)
-
-
-def shared_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """How many of the last tiles programs share in the forward, and how.
-
-    Tiles of the same ``length`` in blocks of keys take as many rounds as the program with most of
-    them has. In a round that is not full, programs that have no tile help the others, if that makes
-    it shorter.
-
-    Returns:
-        ``(split, own, each)``: so many tiles, each in so many parts, the first of ``own`` blocks
-        and the others of equal shares of the rest.
-    """
-    split = tiles % programs
-    best, took = (0, 0, 1), length
-    for each in range(2, min(_MOST_PARTS, length) + 1 if split else 2):
-        # Rounds of the other parts, which those without a tile draw.
-        rounds = -(-split * (each - 1) // (programs - split))
-        share = rounds / (each - 1)
-        own = math.ceil((share * length + (rounds - 1) * _JOINING) / (1 + share))
-        other = -(-(length - own) // (each - 1))
-        takes = max(own + _JOINING, rounds * (other + _JOINING)) + each
-        if takes < took and own < length:
-            best, took = (split, own, each), takes
-    return best
 
 
 def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
@@ -103,10 +76,9 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
     sizes = _sizes(arrays)
     many = sizes["batch"] * sizes["heads"] // sizes["group"]
     blocks = -(-sizes["k_len"] // _KEYS)
-    split, own, helpers = 0, 0, 0
-    if launch.is_full and facts["ITEMS"] == 1:
-        length = sizes["group"] * -(-sizes["q_len"] // _HALF)
-        split, own, helpers = helped_tiles(many * blocks, length, _processors())
+    shares = {x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles}
+    split = max((x.split for x in shares.values()), default=0)
+    helpers = max((x.helpers for x in shares.values()), default=0)
     hot = Hot(
         D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_HALF, STAGES=_STAGES,
         FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=False, SHARED=split > 0,
@@ -119,13 +91,13 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
         "slant": _numbers(-arrays["delta"], hot.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hot.BLOCK), changes=True),
         "items": Taken(arrays["items"]),
+        "shares": _looked_up(shares, arrays) if split else None,
         "marks": Taken(jnp.zeros(split, jnp.int32), changes=True) if split else None,
         "parts": Taken(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
         "dk": _result(arrays["dk"], facts["FRESH"], HEADS_BEHIND),
         "dv": None if dv is None else _result(dv, facts["FRESH"], HEADS_BEHIND),
         "flags": Made((many, blocks), "int32"),
-        **sizes, "together": math.gcd(many, _KEY_HEADS_TOGETHER), "split": split, "own": own,
-        "helpers": helpers,
+        **sizes, "together": _key_heads_together(many, blocks),
     }  # fmt: skip
     programs = many * blocks + helpers
     found = call(add_fast, parameters, {"facts": hot}, warps=8, programs=programs)
@@ -134,21 +106,19 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
     return _rest(launch, arrays, {"only_across": blocks}, many * blocks, _HALF, _KEYS)
 
 
-def helped_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """How many of the last tiles programs share in the backward.
+def _key_heads_together(many: int, blocks: int) -> int:
+    """How many take turns in the backward: few, but enough that programs meet at few queries."""
+    wanted = max(_KEY_HEADS_TOGETHER, _TILES_TOGETHER // blocks)
+    return next(n for n in range(min(wanted, many), many + 1) if many % n == 0)
 
-    Tiles of the same ``length`` in blocks of queries take as many rounds as the program with most
-    of them has. In a round that is not full, programs that have no tile help the others.
 
-    Returns:
-        ``(split, own, helpers)``: so many tiles, of each of which a program does the first ``own``
-        blocks, and so many programs for the rest.
-    """
-    split = tiles % programs
-    helpers = min(programs - split, split * (_MOST_SHARERS - 1))
-    own = -(-split * (length + _JOINING) // max(split + helpers, 1))
-    fits = split * length * helpers < 2**31  # the kernel counts in 32 bits
-    return (split, own, helpers) if split > 0 and own < length and fits else (0, 0, 0)
+def _looked_up(shares: Mapping[int, Shares | Helped], arrays: Arrays) -> Taken:
+    """A rank's row; zeros for one that computes nothing now."""
+    (width,) = {len(x) for x in shares.values()}
+    table = np.zeros((max(shares) + 1, width), np.int32)
+    for rank, row in shares.items():
+        table[rank] = row
+    return Taken(jnp.asarray(table)[arrays[ONLY_HOPPER]])
 
 
 def _rest(
@@ -156,6 +126,7 @@ def _rest(
 ) -> Arrays:
     """Do the blocks that ``only`` names, in plain Triton; returns what the launch changed."""
     kernel = kernel_of(launch)
+    arrays = {name: x for name, x in arrays.items() if name != ONLY_HOPPER}
     strides, steps = _heads_behind(launch, arrays)
     facts = dict(launch.facts) | steps | {"BLOCK_Q": block_q, "BLOCK_K": block_k} | _UNEVEN
     rest = replace(

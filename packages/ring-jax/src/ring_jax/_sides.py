@@ -14,8 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import TABLE_COLUMNS, Layout, Plan
-from ring_jax._types import Array, Columns, Inputs, Message, Queries, Rows, Static, Work
+from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan
+from ring_jax._types import (
+    Array,
+    Columns,
+    Inputs,
+    Message,
+    Queries,
+    Rectangle,
+    Rows,
+    Static,
+    Work,
+)
 
 Table = npt.NDArray[np.int32]
 
@@ -23,13 +33,15 @@ Table = npt.NDArray[np.int32]
 class StepTables(NamedTuple):
     """What ranks compute in a step: ``int32 [P, R, C]`` for their own queries and for others'.
 
-    ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that do.
+    ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that do. ``rectangles`` are
+    all of ``own``, if each rank has at most one row there, without a band.
     """
 
     own: Table
     helped: Table
     helpers: tuple[int, ...]
     has_documents: bool
+    rectangles: tuple[Rectangle, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -42,7 +54,8 @@ def step_tables(plan: Plan, step: int) -> StepTables:
     helped = live & ~is_own
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
-    return StepTables(_pick(table, live & is_own), _pick(table, helped), helpers, has_documents)
+    own = _pick(table, live & is_own)
+    return StepTables(own, _pick(table, helped), helpers, has_documents, _rectangles(own))
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -50,6 +63,22 @@ def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     order = np.argsort(~wanted, axis=1, kind="stable")[..., None]
     width = int(wanted.sum(axis=1).max(initial=0))
     return np.take_along_axis(np.where(wanted[..., None], table, 0), order, axis=1)[:, :width]
+
+
+def _rectangles(table: Table) -> tuple[Rectangle, ...]:
+    rows = [
+        dict(zip(TABLE_COLUMNS, row, strict=True))
+        for row in table[:, :1].reshape(-1, table.shape[2]).tolist()
+    ]
+    rows = [row for row in rows if row["q_stop"] > row["q_start"]]
+    banded = any(
+        (row["lo"], row["hi"]) != (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
+        or row["doc_stop"] > row["doc_start"]
+        for row in rows
+    )
+    if table.shape[1] != 1 or banded:
+        return ()
+    return tuple(Rectangle(**{name: row[name] for name in Rectangle._fields}) for row in rows)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,9 @@ class Loop:
         if work is None:
             return into
         rows, columns = self._own(step, q, held)
-        result: Result = self._kernel("forward", rows, columns, work, into, fresh=fresh, last=last)
+        found = step_tables(self.static.plan, step).rectangles
+        static = replace(self.static, fresh=fresh, last=last, rectangles=found)
+        result: Result = _kernel("forward", static, rows, columns, work, into)
         return result
 
     def differentiate(
@@ -183,7 +185,9 @@ class Loop:
             return grads, dkv
         rows, columns = self._own(step, q, held)
         into = Grads(grads.dq, dkv, self._no_bias_grad(rows.bias))
-        dq, dkv, part = self._kernel("backward", rows, columns, upstream, work, into, fresh=fresh)
+        found = step_tables(self.static.plan, step).rectangles
+        static = replace(self.static, fresh=fresh, rectangles=found)
+        dq, dkv, part = _kernel("backward", static, rows, columns, upstream, work, into)
         return RowGrads(dq, _scattered(grads.dbias, columns.positions, part)), dkv
 
     def ship(
@@ -202,7 +206,8 @@ class Loop:
         """Attend for another rank's queries, over this device's own keys."""
         rows, columns, work = self._theirs(step, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
-        result: Result = self._kernel("forward", rows, columns, work, empty, fresh=True)
+        static = replace(self.static, fresh=True)
+        result: Result = _kernel("forward", static, rows, columns, work, empty)
         return result
 
     def help_backward(
@@ -211,7 +216,7 @@ class Loop:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(step, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self._no_bias_grad(rows.bias))
-        grads: Grads = self._kernel("backward", rows, columns, helping.upstream, work, into)
+        grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
         return RowGrads(grads.dq, grads.dbias), grads.dkv
 
     def home[R: (Result, RowGrads)](self, step: int, results: R) -> R:
@@ -251,18 +256,18 @@ class Loop:
     def _no_bias_grad(self, bias: Array | None) -> Array | None:
         return None if bias is None else self.zeros(bias.shape)
 
-    def _kernel(self, name: str, *args: Any, fresh: bool = False, last: bool = False) -> Any:
-        """Call the kernel of the platform that is compiled for."""
-        kernels, static = self.static.kernels, replace(self.static, fresh=fresh, last=last)
-        calls = [partial(getattr(kernel, name), static) for kernel in kernels]
-        if len(calls) == 1:
-            return calls[0](*args)
-        chosen = {
-            device: call
-            for kernel, call in zip(kernels, calls, strict=True)
-            for device in kernel.capabilities.devices or ("default",)
-        }
-        return lax.platform_dependent(*args, **chosen)
+
+def _kernel(name: str, static: Static, *args: Any) -> Any:
+    """Call the kernel of the platform that is compiled for."""
+    calls = [partial(getattr(kernel, name), static) for kernel in static.kernels]
+    if len(calls) == 1:
+        return calls[0](*args)
+    chosen = {
+        device: call
+        for kernel, call in zip(static.kernels, calls, strict=True)
+        for device in kernel.capabilities.devices or ("default",)
+    }
+    return lax.platform_dependent(*args, **chosen)
 
 
 def _scattered(dbias: Array | None, keys: Array, part: Array | None) -> Array | None:

@@ -105,6 +105,17 @@ class Grads(NamedTuple):
     dbias: Array | None  # like the rows' bias
 
 
+class Rectangle(NamedTuple):
+    """Local queries of a rank that see the same local keys of a rank, all of them."""
+
+    q_rank: int
+    kv_rank: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
 @dataclass(frozen=True)
 class Static:
     """What is known of a call when it is traced; hashable.
@@ -113,6 +124,7 @@ class Static:
         fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
             result, or to ``dkv`` of the gradients. It may write there instead.
         last: Nothing is merged into a kernel's result any more. It may be rounded.
+        rectangles: All that any pair of ranks computes now, if that is at most one each.
     """
 
     plan: Plan
@@ -126,6 +138,7 @@ class Static:
     head_dim: int
     fresh: bool = False
     last: bool = False
+    rectangles: tuple[Rectangle, ...] = ()
 
     @property
     def wide(self) -> jnp.dtype:
