@@ -34,7 +34,7 @@ class StepTables(NamedTuple):
     """What ranks compute in a step: ``int32 [P, R, C]`` for their own queries and for others'.
 
     ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that do. ``rectangles`` are
-    all of ``own``, if each rank has at most one row there, without a band.
+    all of ``own``, if ranks show each other all or nothing of one rectangle.
     """
 
     own: Table
@@ -55,7 +55,8 @@ def step_tables(plan: Plan, step: int) -> StepTables:
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
     own = _pick(table, live & is_own)
-    return StepTables(own, _pick(table, helped), helpers, has_documents, _rectangles(own))
+    rectangles = _rectangles(own) if plan.blocks is None else ()
+    return StepTables(own, _pick(table, helped), helpers, has_documents, rectangles)
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -66,19 +67,15 @@ def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
 
 
 def _rectangles(table: Table) -> tuple[Rectangle, ...]:
-    rows = [
-        dict(zip(TABLE_COLUMNS, row, strict=True))
-        for row in table[:, :1].reshape(-1, table.shape[2]).tolist()
-    ]
-    rows = [row for row in rows if row["q_stop"] > row["q_start"]]
-    banded = any(
-        (row["lo"], row["hi"]) != (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
-        or row["doc_stop"] > row["doc_start"]
-        for row in rows
-    )
-    if table.shape[1] != 1 or banded:
+    """The rows, if each rank has at most one and none has a band or several documents."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    live = column["q_stop"] > column["q_start"]
+    is_plain = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
+    is_plain &= column["doc_stop"] <= column["doc_start"]
+    if table.shape[1] != 1 or not is_plain[live].all():
         return ()
-    return tuple(Rectangle(**{name: row[name] for name in Rectangle._fields}) for row in rows)
+    wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
+    return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())
 
 
 @dataclass(frozen=True)

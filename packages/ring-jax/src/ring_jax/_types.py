@@ -124,7 +124,8 @@ class Static:
         fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
             result, or to ``dkv`` of the gradients. It may write there instead.
         last: Nothing is merged into a kernel's result any more. It may be rounded.
-        rectangles: All that any pair of ranks computes now, if that is at most one each.
+        rectangles: All that ranks compute now, if that is at most one each; but for segment ids,
+            which may hide some of it.
     """
 
     plan: Plan

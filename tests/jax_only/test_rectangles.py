@@ -1,0 +1,47 @@
+"""What a step is known to be when it is traced: what ranks show each other, if all or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ring_core import Mask, make_plan
+from ring_jax._sides import step_tables
+
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(causal=True, window=(9, 0)),
+    "documents": Mask(causal=True, cu_seqlens=(0, 20, 64)),
+    "predicate": Mask(predicate=lambda q, k: (q + k) % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("name", MASKS)
+def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
+    plan = make_plan(MASKS[name], seq_len=64, cp_size=4, schedule=schedule)
+    for step, what in enumerate(plan.steps):
+        items = {
+            rank: [item for item in plan.items(rank, step) if item.q_rank == rank]
+            for rank in range(plan.cp_size)
+        }
+        found = {x.q_rank: x for x in step_tables(plan, step).rectangles}
+        if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
+            assert found == {}
+            continue
+        assert found.keys() == {rank for rank, some in items.items() if some}
+        for rank, x in found.items():
+            (item,) = items[rank]
+            assert x.kv_rank == item.kv_rank == (rank - what.shift) % plan.cp_size
+            assert (x.q_start, x.q_stop) == (item.q_start, item.q_stop)
+            assert (x.k_start, x.k_stop) == (item.k_start, item.k_stop)
+
+
+def test_steps_of_a_causal_ring_are_rectangles() -> None:
+    """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    steps = [step_tables(plan, step).rectangles for step in range(plan.num_steps)]
+    assert [len(x) for x in steps] == [0, 4, 4, 4]
+    assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}
