@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,12 @@ SEEN = {
 }
 
 
+#: What programs work out among themselves.
+NAMES = (
+    "job_of", "seen_in_part", "work_of", "piece_of", "shared_of", "keys_of", "place_of", "parts_of",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Pointer:
     """Where a kernel reads numbers."""
@@ -38,15 +46,7 @@ class Pointer:
 
 def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
     """Have what a kernel's programs work out among themselves run here, a program at a time."""
-    for name in (
-        "job_of",
-        "seen_in_part",
-        "work_of",
-        "shared_of",
-        "keys_of",
-        "place_of",
-        "parts_of",
-    ):
+    for name in NAMES:
         if hasattr(module, name):
             patched.setattr(module, name, getattr(module, name).fn)
     for name in ("ROWS", "GROUPS", "KEYS"):
@@ -57,7 +57,19 @@ def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
         "load": lambda pointer: pointer.numbers[pointer.at], "minimum": min, "maximum": max,
         "where": lambda yes, a, b: a if yes else b,
     }  # fmt: skip
-    patched.setattr(module, "gl", SimpleNamespace(**numbers, constexpr=None))
+    patched.setattr(module, "gl", SimpleNamespace(**numbers))
+
+
+def seen_by_tiles(outer: tuple[int, int], inner: tuple[int, int]) -> Callable[..., Any]:
+    """Which blocks tiles of outer tokens see, as the kernels' ``visited``."""
+
+    def visited(_i: Any, _n: Any, start: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
+        if max(start, outer[0]) >= min(stop, outer[1]):
+            return 0, 0, 0, 0
+        first, last = inner
+        return first // size, -(-first // size), last // size, -(-last // size)
+
+    return visited
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
@@ -70,42 +82,30 @@ def test_all_is_done_once(
     seen = SEEN[name]
     shares = of_queries(seen, BATCH * HEADS, programs)
     assert shares.split > 0 or programs == 132 or name == "nothing"
-
-    def visited(_i: Any, _n: Any, row: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
-        if max(row, seen.q_start) >= min(stop, seen.q_stop):
-            return 0, 0, 0, 0
-        low, high = seen.k_start // size, -(-seen.k_stop // size)
-        return low, -(-seen.k_start // size), seen.k_stop // size, high
-
+    visited = seen_by_tiles((seen.q_start, seen.q_stop), (seen.k_start, seen.k_stop))
     as_python(_hopper, monkeypatch, visited)
     kernel: Any = _hopper
     facts = SimpleNamespace(SHARED=True, BLOCK=128)
     sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
-    blocks = -(-LENGTHS[0] // 128)
-    done: Counter[tuple[int, int, int]] = Counter()
-    tiles: Counter[tuple[int, int]] = Counter()
+    rows, heads = range(-(-LENGTHS[0] // 128)), range(BATCH * HEADS)
+    done: list[tuple[int, int, int]] = []
+    first: list[tuple[int, int]] = []
     parts: Counter[int] = Counter()
-    for ticket in range(blocks * BATCH * HEADS + shares.split * (shares.each - 1)):
+    for ticket in range(len(rows) * len(heads) + shares.split * (shares.each - 1)):
         block, head, part, turn = kernel.job_of(ticket, sizes, facts)
         row = (block * 128, min(block * 128 + 128, LENGTHS[0]))
         low, whole_low, whole_high, high = kernel.seen_in_part(
             None, 0, *row, part, turn, sizes, facts
         )
         assert low <= whole_low <= whole_high <= high
-        done.update((block, head, i) for i in range(low, high))
-        tiles[block, head] += part == 0
+        done += [(block, head, i) for i in range(low, high)]
+        first += [(block, head)] if part == 0 else []
         parts[turn] += turn >= 0
-    heads = range(BATCH * HEADS)
-    rows = range(blocks)
-    wanted = {
-        (block, head, i)
-        for block in rows
-        for low, _, _, high in [visited(0, 0, block * 128, block * 128 + 128, 128)]
-        for head in heads
-        for i in range(low, high)
-    }
-    assert done == Counter(wanted)
-    assert tiles == Counter((block, head) for block in rows for head in heads)
+    blocks = {row: visited(None, 0, row * 128, row * 128 + 128, 128) for row in rows}
+    assert sorted(done) == [
+        (b, h, i) for b, x in blocks.items() for h in heads for i in range(x[0], x[3])
+    ]
+    assert sorted(first) == list(product(rows, heads))
     assert +parts == Counter(dict.fromkeys(range(shares.split), shares.each))
 
 
@@ -115,56 +115,43 @@ def test_all_is_done_once(
 def test_all_is_done_once_backwards(
     name: str, programs: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = SEEN[name]
-    many = BATCH * HEADS // GROUP
-    shares = of_keys(seen, many, GROUP, programs)
+    seen, heads = SEEN[name], range(BATCH * HEADS // GROUP)
+    shares = of_keys(seen, len(heads), GROUP, programs)
     assert shares.split > 0 or name != "all"
-
-    def visited(_i: Any, _n: Any, start: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
-        if max(start, seen.k_start) >= min(stop, seen.k_stop):
-            return 0, 0, 0, 0
-        low, high = seen.q_start // size, -(-seen.q_stop // size)
-        return low, -(-seen.q_start // size), seen.q_stop // size, high
-
+    visited = seen_by_tiles((seen.k_start, seen.k_stop), (seen.q_start, seen.q_stop))
     as_python(_hopper_backward, monkeypatch, visited)
     kernel: Any = _hopper_backward
     facts = SimpleNamespace(SHARED=True, BLOCK=64)
     sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
-    blocks = -(-LENGTHS[1] // 128)
-    done: Counter[tuple[int, int, int, int]] = Counter()
-    tiles: Counter[tuple[int, int]] = Counter()
+    columns = range(-(-LENGTHS[1] // 128))
+    whole, split, _, helpers = kernel.shared_of(sizes)
+    done: list[tuple[int, int, int, int]] = []
+    first: list[tuple[int, int]] = []
     parts: Counter[int] = Counter()
-    for program in range(blocks * many + shares.helpers + 5):  # other ranks may have more helpers
-        monkeypatch.setattr(
-            kernel.gl, "program_id", lambda _, program=program: program, raising=False
-        )
-        tile, pieces, begin, end, skipped, length = kernel.work_of(sizes, facts)
+    programs = len(columns) * len(heads) + helpers + 5  # another rank may have more helpers
+    for program in range(programs):
+        kernel.gl.program_id = dict.fromkeys([0], program).get
+        tile, pieces, *work = kernel.work_of(sizes, facts)
         for n in range(pieces):
-            part = skipped + max(begin - n * length, 0)
-            part_stop = skipped + min(end - n * length, length)
-            block, head = kernel.keys_of(tile + n, sizes, facts)
+            block, head, part, part_stop = kernel.piece_of(n, tile, *work, sizes, facts)
             row = (block * 128, min(block * 128 + 128, LENGTHS[1]))
             for member in range(GROUP):
                 low, whole_low, whole_high, high = kernel.seen_in_part(
                     None, 0, *row, part, part_stop, member, sizes, facts
                 )
                 assert low <= whole_low <= whole_high <= high
-                done.update((block, head, member, i) for i in range(low, high))
-            whole, split, _, _ = kernel.shared_of(sizes)
-            tiles[block, head] += skipped == 0
+                done += [(block, head, member, i) for i in range(low, high)]
+            is_helped = program >= whole + split and whole <= tile + n < whole + split
+            first += [] if is_helped else [(block, head)]
             parts[tile + n - whole] += whole <= tile + n < whole + split
-    wanted = {
-        (block, head, member, i)
-        for block in range(blocks)
-        for low, _, _, high in [visited(0, 0, block * 128, block * 128 + 128, 64)]
-        for head in range(many)
-        for member in range(GROUP)
-        for i in range(low, high)
-    }
-    assert done == Counter(wanted)
-    assert tiles == Counter((block, head) for block in range(blocks) for head in range(many))
-    counted = {turn: kernel.parts_of(turn, sizes) for turn in range(shares.split)}
-    assert +parts == Counter(counted)
+    blocks = {x: visited(None, 0, x * 128, x * 128 + 128, 64) for x in columns}
+    assert sorted(done) == [
+        (b, h, m, i)
+        for (b, x), h, m in product(blocks.items(), heads, range(GROUP))
+        for i in range(x[0], x[3])
+    ]
+    assert sorted(first) == list(product(columns, heads))
+    assert +parts == Counter({turn: kernel.parts_of(turn, sizes) for turn in range(split)})
 
 
 @pytest.mark.parametrize(

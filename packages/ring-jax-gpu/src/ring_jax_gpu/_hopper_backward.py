@@ -116,6 +116,15 @@ def work_of(sizes, facts: gl.constexpr):
 
 
 @gluon.jit
+def piece_of(n, tile, begin, end, skipped, length, sizes, facts: gl.constexpr):
+    """``(block, flat, part, part_stop)`` of the ``n``-th: blocks of queries for keys of a head."""
+    part = skipped + gl.maximum(begin - n * length, 0)
+    part_stop = skipped + gl.minimum(end - n * length, length)
+    block, flat = keys_of(tile + n, sizes, facts)
+    return block, flat, part, part_stop
+
+
+@gluon.jit
 def shared_of(sizes):
     """``(whole, split, own, helpers)``: how many tiles are not shared, and what ``shares`` says."""
     q_len, k_len, batch, heads, group, together, shares = sizes
@@ -179,9 +188,7 @@ def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts:
     tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
     count = 0
     for n in range(pieces):
-        part = skipped + gl.maximum(begin - n * length, 0)
-        part_stop = skipped + gl.minimum(end - n * length, length)
-        block, flat = keys_of(tile + n, sizes, facts)
+        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, facts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         stop = gl.minimum(start + KEYS, k_len)
@@ -228,9 +235,7 @@ def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.co
     tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
     count = 0
     for n in range(pieces):
-        part = skipped + gl.maximum(begin - n * length, 0)
-        part_stop = skipped + gl.minimum(end - n * length, length)
-        block, flat = keys_of(tile + n, sizes, facts)
+        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, facts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         block_stop = gl.minimum(start + KEYS, k_len)
