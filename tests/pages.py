@@ -139,7 +139,7 @@ def check_jax_matrix(printed: str, kernel: str) -> None:
     shown = columns_of(rest.partition("<!-- end of jax support matrix -->")[0].strip())
     found = columns_of(printed.strip())
     assert list(shown) == ["", "`xla`", "`pallas`", "`triton`"]
-    assert list(found) == ["", "`xla`", f"`{kernel}`"]
+    assert {"", "`xla`", f"`{kernel}`"} <= found.keys()
     for name, cells in found.items():
         assert shown[name] == cells
         assert name == "" or all(cells)
