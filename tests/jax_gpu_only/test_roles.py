@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from triton.experimental.gluon import language as gl
 
 from ring_jax._types import Rectangle
 from ring_jax_gpu import _hopper, _hopper_backward
@@ -49,9 +50,9 @@ def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
     for name in NAMES:
         if hasattr(module, name):
             patched.setattr(module, name, getattr(module, name).fn)
-    for name in ("ROWS", "GROUPS", "KEYS"):
-        if hasattr(module, name):
-            patched.setattr(module, name, getattr(module, name).value)
+    constants = {name: x.value for name, x in vars(module).items() if isinstance(x, gl.constexpr)}
+    for name, value in constants.items():
+        patched.setattr(module, name, value)
     patched.setattr(module, "visited", seen)
     numbers = {
         "load": lambda pointer: pointer.numbers[pointer.at], "minimum": min, "maximum": max,
@@ -128,8 +129,8 @@ def test_all_is_done_once_backwards(
     done: list[tuple[int, int, int, int]] = []
     first: list[tuple[int, int]] = []
     parts: Counter[int] = Counter()
-    programs = len(columns) * len(heads) + helpers + 5  # another rank may have more helpers
-    for program in range(programs):
+    launched = len(columns) * len(heads) + helpers + 5  # another rank may have more helpers
+    for program in range(launched):
         kernel.gl.program_id = dict.fromkeys([0], program).get
         tile, pieces, *work = kernel.work_of(sizes, facts)
         for n in range(pieces):

@@ -29,12 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ring_jax_gpu._hopper_common import LN2, LOG2E, columns_of, place_of, seen_by, visited
+from ring_jax_gpu._shares import Shares
 
 ROWS = gl.constexpr(64)  # queries of one group of warps
 GROUPS = gl.constexpr(2)
 HELD = gl.constexpr(2)  # tiles of queries that a program has at once
 NO_MORE = gl.constexpr(-1)  # no ticket
 _INF = gl.constexpr(float("inf"))
+# Where ``shares`` has what.
+FIRST = gl.constexpr(Shares._fields.index("first"))
+BUSY = gl.constexpr(Shares._fields.index("busy"))
+SPLIT = gl.constexpr(Shares._fields.index("split"))
+OWN = gl.constexpr(Shares._fields.index("own"))
+EACH = gl.constexpr(Shares._fields.index("each"))
 
 
 @gluon.jit
@@ -49,8 +56,8 @@ def job_of(ticket, sizes, facts: gl.constexpr):
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     part, turn = 0, -1
     if facts.SHARED:
-        first, busy = gl.load(shares), gl.load(shares + 1)
-        split, each = gl.load(shares + 2), gl.load(shares + 4)
+        first, busy = gl.load(shares + FIRST), gl.load(shares + BUSY)
+        split, each = gl.load(shares + SPLIT), gl.load(shares + EACH)
         whole = busy * many - split
         tile = ticket
         if ticket >= whole + split * each:
@@ -78,8 +85,8 @@ def seen_in_part(items, n, row, row_stop, part, turn, sizes, facts: gl.constexpr
     )
     if facts.SHARED:
         shares, length = sizes[6], high - low
-        others = gl.maximum(gl.load(shares + 4) - 1, 1)
-        own = gl.where(turn >= 0, gl.minimum(gl.load(shares + 3), length), length)
+        others = gl.maximum(gl.load(shares + EACH) - 1, 1)
+        own = gl.where(turn >= 0, gl.minimum(gl.load(shares + OWN), length), length)
         begin = gl.where(part > 0, own + (length - own) * (part - 1) // others, 0)
         low = high - (own + (length - own) * part // others)
         high -= begin
@@ -155,7 +162,7 @@ def fetch_for_queries(q, k, v, tiles, bars, items, marks, before, sizes, facts: 
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     stop = blocks * many
     if facts.SHARED:
-        stop += gl.load(shares + 2) * (gl.load(shares + 4) - 1)
+        stop += gl.load(shares + SPLIT) * (gl.load(shares + EACH) - 1)
     ticket = gl.program_id(0)
     done, count = 0, 0
     while ticket < stop:
@@ -266,7 +273,7 @@ def attend_group(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, fa
         if facts.SHARED:
             is_whole = turn < 0
             if turn >= 0:
-                each = gl.load(shares + 4)
+                each = gl.load(shares + EACH)
                 share(kept, turn * each + part, top, total, acc, WHICH, o_layout, facts)
                 number = turn * GROUPS + WHICH
                 is_last = gl.atomic_add(drawn_at(marks, q_len, many) + 1 + number, 1) == each - 1

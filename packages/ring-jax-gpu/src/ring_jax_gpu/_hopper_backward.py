@@ -26,9 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ring_jax_gpu._hopper_common import LOG2E, columns_of, place_of, seen_by, visited
+from ring_jax_gpu._shares import Helped
 
 KEYS = gl.constexpr(128)  # keys a block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
+# Where ``shares`` has what.
+FIRST = gl.constexpr(Helped._fields.index("first"))
+BUSY = gl.constexpr(Helped._fields.index("busy"))
+SPLIT = gl.constexpr(Helped._fields.index("split"))
+OWN = gl.constexpr(Helped._fields.index("own"))
+HELPERS = gl.constexpr(Helped._fields.index("helpers"))
+Q_FIRST = gl.constexpr(Helped._fields.index("q_first"))
+Q_MANY = gl.constexpr(Helped._fields.index("q_many"))
 
 
 @gluon.jit
@@ -95,7 +104,7 @@ def work_of(sizes, facts: gl.constexpr):
     end = length
     if facts.SHARED:
         whole, split, own, helpers = shared_of(sizes)
-        length = group * gl.load(shares + 6)
+        length = group * gl.load(shares + Q_MANY)
         turn = tile - whole
         tiles = (k_len + KEYS - 1) // KEYS * batch * (heads // group)
         if turn >= split + helpers:  # keys that nobody sees
@@ -128,9 +137,9 @@ def piece_of(n, tile, begin, end, skipped, length, sizes, facts: gl.constexpr):
 def shared_of(sizes):
     """``(whole, split, own, helpers)``: how many tiles are not shared, and what ``shares`` says."""
     q_len, k_len, batch, heads, group, together, shares = sizes
-    split = gl.load(shares + 2)
-    whole = gl.load(shares + 1) * batch * (heads // group) - split
-    return whole, split, gl.load(shares + 3), gl.load(shares + 4)
+    split = gl.load(shares + SPLIT)
+    whole = gl.load(shares + BUSY) * batch * (heads // group) - split
+    return whole, split, gl.load(shares + OWN), gl.load(shares + HELPERS)
 
 
 @gluon.jit
@@ -139,7 +148,7 @@ def keys_of(tile, sizes, facts: gl.constexpr):
     q_len, k_len, batch, heads, group, together, shares = sizes
     blocks = (k_len + KEYS - 1) // KEYS
     if facts.SHARED:
-        first, busy = gl.load(shares), gl.load(shares + 1)
+        first, busy = gl.load(shares + FIRST), gl.load(shares + BUSY)
         seen = busy * batch * (heads // group)
         if tile < seen:
             block, flat = place_of(tile, busy, together)
@@ -162,7 +171,7 @@ def seen_in_part(
     )
     if facts.SHARED:
         shares = sizes[6]
-        before = member * gl.load(shares + 6) - gl.load(shares + 5)
+        before = member * gl.load(shares + Q_MANY) - gl.load(shares + Q_FIRST)
         low = gl.maximum(low, part - before)
         high = gl.maximum(gl.minimum(high, part_stop - before), low)
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
@@ -281,7 +290,7 @@ def parts_of(turn, sizes):
     """In how many parts a shared tile comes: of who has it, and of those who help."""
     q_len, k_len, batch, heads, group, together, shares = sizes
     whole, split, own, helpers = shared_of(sizes)
-    each = group * gl.load(shares + 6) - own
+    each = group * gl.load(shares + Q_MANY) - own
     # Who helps with a block of queries: the last one that begins no later.
     first = ((turn * each + 1) * helpers - 1) // (split * each)
     last = ((turn + 1) * each * helpers - 1) // (split * each)

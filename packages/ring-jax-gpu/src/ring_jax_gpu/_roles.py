@@ -13,9 +13,17 @@ import numpy as np
 from ring_core.triton.blocks import FLAGS_TOGETHER
 from ring_jax_gpu._call import ONLY_HOPPER, Arrays, Launch, arguments_of, kernel_of
 from ring_jax_gpu._compiled import HEADS_BEHIND, Made, Parameter, Taken, Tiles, call
-from ring_jax_gpu._shares import Helped, Shares, of_keys, of_queries
+from ring_jax_gpu._shares import (
+    KEYS,
+    KEYS_A_BLOCK,
+    QUERIES,
+    QUERIES_A_BLOCK,
+    Helped,
+    Shares,
+    of_keys,
+    of_queries,
+)
 
-_QUERIES, _KEYS = 128, 128  # of a block
 _HALF = 64  # of a block of queries, what one group of warps takes
 _STAGES = 2
 _UNEVEN = {"EVEN_Q": False, "EVEN_K": False}
@@ -40,12 +48,12 @@ def _attend(launch: Launch, arrays: Arrays) -> Arrays:
 
     q, facts, programs = arrays["q"], dict(launch.facts), _processors()
     batch, heads, q_len, dim = q.shape
-    across = 2 * -(-q_len // _QUERIES)  # flags of a head
+    across = 2 * -(-q_len // QUERIES)  # flags of a head
     shares = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
     split = max((x.split for x in shares.values()), default=0)
     parts = max((x.split * x.each for x in shares.values()), default=0)
     hot = Hot(
-        D=dim, ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_KEYS, STAGES=_STAGES,
+        D=dim, ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
         FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=True, SHARED=split > 0,
     )  # fmt: skip
     before = arrays.get("before")
@@ -75,17 +83,17 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
     q, lse, facts = arrays["q"], arrays["lse"], dict(launch.facts)
     sizes = _sizes(arrays)
     many = sizes["batch"] * sizes["heads"] // sizes["group"]
-    blocks = -(-sizes["k_len"] // _KEYS)
+    blocks = -(-sizes["k_len"] // KEYS)
     shares = {x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles}
     split = max((x.split for x in shares.values()), default=0)
     helpers = max((x.helpers for x in shares.values()), default=0)
     hot = Hot(
-        D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=_HALF, STAGES=_STAGES,
+        D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=QUERIES_A_BLOCK, STAGES=_STAGES,
         FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=False, SHARED=split > 0,
     )  # fmt: skip
-    dv, parts = arrays.get("dv"), (split, 2, _KEYS, hot.D)
+    dv, parts = arrays.get("dv"), (split, 2, KEYS, hot.D)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, hot.BLOCK), **_key_tiles(arrays, _KEYS),
+        "q": _tiles(q, hot.BLOCK), **_key_tiles(arrays, KEYS),
         "dout": _tiles(arrays["dout"], hot.BLOCK),
         "mass": _numbers(jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hot.SCALE)), hot.BLOCK),
         "slant": _numbers(-arrays["delta"], hot.BLOCK),
@@ -103,7 +111,7 @@ def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
     found = call(add_fast, parameters, {"facts": hot}, warps=8, programs=programs)
     arrays = arrays | {"only": found.pop("flags")}
     arrays |= {name: x for name, x in found.items() if name in arrays}
-    return _rest(launch, arrays, {"only_across": blocks}, many * blocks, _HALF, _KEYS)
+    return _rest(launch, arrays, {"only_across": blocks}, many * blocks, _HALF, KEYS)
 
 
 def _key_heads_together(many: int, blocks: int) -> int:

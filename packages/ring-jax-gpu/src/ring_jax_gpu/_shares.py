@@ -8,9 +8,10 @@ others. What is here is decided when a call is traced; a kernel reads it as a ro
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ring_jax._types import Rectangle
+if TYPE_CHECKING:  # kernels import what is here, and no JAX
+    from ring_jax._types import Rectangle
 
 QUERIES, KEYS = 128, 128  # of a tile in the forward, and in the backward
 KEYS_A_BLOCK, QUERIES_A_BLOCK = 128, 64  # which a tile walks along
