@@ -31,7 +31,7 @@ from gpu_methods import Mask, Method, method
 import ring_core
 from ring_core import make_plan
 from ring_core.checks import Sizes
-from ring_torch import _call, _groups, _pulls
+from ring_torch import _at_once, _call, _groups, _pulls
 from ring_torch.local import LocalRankError, LocalRanks
 
 DIM = 128
@@ -115,11 +115,11 @@ def _as_long(setting: Setting) -> Iterator[None]:
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
     groups = _groups.groups_of(plan, sizes, 2)
-    small = _pulls._SMALL if setting.seq_len <= 8 * K else 0  # noqa: SLF001
+    is_short = _at_once.is_short
     _call._prepare.cache_clear()  # noqa: SLF001
     with (
         patch.object(_call, "groups_of", lambda *_: groups),
-        patch.object(_pulls, "_SMALL", small),
+        patch.object(_pulls, "is_short", lambda *x: setting.seq_len <= 8 * K and is_short(*x)),
     ):
         yield
     _call._prepare.cache_clear()  # noqa: SLF001

@@ -39,10 +39,14 @@ class Alone:
                 ]
             yield Arriving(self.made[place], lambda _: None)
 
-    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
         """New ones."""
-        size, call = sums.numel(gather.length), self.call
-        return [torch.empty(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+        size, call, make = (
+            sums.numel(gather.length),
+            self.call,
+            torch.zeros if zero else torch.empty,
+        )
+        return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
 
     def send_home(
         self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,

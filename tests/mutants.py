@@ -379,5 +379,5 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 #: Other ways to the same results.
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
-    "by-copies": lambda: [(_torch("_pulls"), "_SMALL", 0)],  # short calls, too
+    "by-copies": lambda: [(_torch("_pulls"), "is_short", lambda *_: False)],  # short calls, too
 }

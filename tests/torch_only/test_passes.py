@@ -37,16 +37,3 @@ def test_add(count: int, interpreted: Callable[[str], None]) -> None:
     passes.add_on_gpu(room[:, 5:38], parts)
     assert torch.equal(room, expected)
 
-
-def test_fetch(interpreted: Callable[[str], None]) -> None:
-    """Pieces of unlike lengths, from anywhere to anywhere."""
-    interpreted("_fetch")
-    sources = [torch.randn(n, 8, dtype=torch.bfloat16) for n in (9000, 3, 1)]
-    target = torch.zeros(9010, 8, dtype=torch.bfloat16)
-    expected, rows, at = target.clone(), [], 2
-    for source in sources:
-        expected[at : at + len(source)] = source
-        rows.append([source.data_ptr(), 16 * at, source.nbytes])
-        at += len(source) + 1
-    passes.fetch_on_gpu(torch.tensor(rows), 16 * 9000, target)
-    assert torch.equal(target, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import KernelConfig, Mask, Schedule
-from ring_torch._autograd import RingAttention
+from ring_torch._autograd import RingAttention, forward_pass
 from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
 from ring_torch._compiled import attend_in_graph
@@ -156,8 +156,9 @@ def attend(
     A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
     """
     run = _run
-    if torch.compiler.is_compiling() and (options.mask is None or options.mask.predicate is None):
-        run = attend_in_graph
+    if torch.compiler.is_compiling():
+        plain = options.mask is None or options.mask.predicate is None
+        run = attend_in_graph if plain else _run_outside
     out, lse = run(
         group, schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
@@ -165,7 +166,6 @@ def attend(
     return (out, lse) if options.return_lse else out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
     group: Group,
     schedule: Schedule,
@@ -185,5 +185,11 @@ def _run(
         ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
         bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
+    if not call.needs_grad:  # nor anything to keep for a backward
+        out, lse, _ = forward_pass(call, inputs)
+        return out, lse
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
     return results
+
+
+_run_outside = torch.compiler.disable(_run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -42,8 +41,7 @@ class Inputs(NamedTuple):
         return self._replace(q=q, k=k, v=v)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Everything static about a call."""
 
     ring: Ring
@@ -149,7 +147,7 @@ def check_call(
         for ids in (q_ids, k_ids):
             _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
-    names = ("q", "k", "v", "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+    names = ("segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
     if grad is None:
         grad = torch.is_grad_enabled() and any(
             isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
@@ -159,9 +157,9 @@ def check_call(
         bias_grad = grad and bias is not None
     if isinstance(options.cu_seqlens, list):
         options = options._replace(cu_seqlens=tuple(options.cu_seqlens))
-    facts = tuple(
-        None if x is None and name not in ("q", "k", "v") else _fact(x, name)
-        for x, name in zip(inputs, names, strict=True)
+    facts = (
+        *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
+        *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
     )
     given = (ring, schedule, facts, options, _types(options), (grad, bias_grad), number > 0)
     try:
@@ -172,7 +170,7 @@ def check_call(
         call = _prepare(*given)
     if is_capturing():
         _check_capture(call)
-    return replace(call, number=number), inputs
+    return call._replace(number=number), inputs
 
 
 def _check_capture(call: Call) -> None:

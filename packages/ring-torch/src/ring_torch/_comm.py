@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,6 +30,7 @@ _MOST_AGREED = 4096
 class _Past:
     """What has happened on a group."""
 
+    ring: Ring
     calls: int = 0
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
     verdict: tuple[Verdict, bytes] | None = None  # the last, which all ranks have read
@@ -79,7 +81,7 @@ class Ring:
         """
         if self.group is None:
             return 0
-        past = _pasts.setdefault(self.group, _Past())
+        past = _past_of(self)
         past.calls += 1
         return past.calls
 
@@ -116,6 +118,14 @@ class Transfer:
 NOTHING = Transfer()
 
 
+def _past_of(ring: Ring) -> _Past:
+    """What has happened on a ring's group."""
+    assert ring.group is not None
+    if (past := _pasts.get(ring.group)) is None:
+        past = _pasts[ring.group] = _Past(ring)
+    return past
+
+
 def ring_of(group: Any) -> Ring:
     """The ring of a process group, a one-dimensional ``DeviceMesh``, or ``None``.
 
@@ -128,6 +138,8 @@ def ring_of(group: Any) -> Ring:
         if not (dist.is_available() and dist.is_initialized()):
             return Ring(None, 0, 1)
         group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup) and (past := _pasts.get(group)) is not None:
+        return past.ring
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             raise ValueError(
@@ -254,8 +266,7 @@ def _from_behind(ring: Ring, mine: Tensor, number: int, facts: Facts) -> Tensor:
 
 def _remember(ring: Ring, facts: Facts, verdict: Verdict) -> None:
     """Note that all ranks make such calls; what they said before this one, all have read."""
-    assert ring.group is not None
-    past = _pasts.setdefault(ring.group, _Past())
+    past = _past_of(ring)
     if past.verdict is not None and ring.rank == 0:
         last, digest = past.verdict
         last.forget(digest)
@@ -286,8 +297,7 @@ def explained(ring: Ring, number: int, facts: Facts) -> Iterator[None]:
 
 def has_agreed(ring: Ring, facts: Facts) -> bool:
     """Whether this group has compared such calls in words before."""
-    assert ring.group is not None
-    return facts.digest in _pasts.setdefault(ring.group, _Past()).agreed
+    return facts.digest in _past_of(ring).agreed
 
 
 def _difference(mine_text: bytes, received: bytes) -> str:
@@ -341,3 +351,9 @@ class Packing:
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
         return buffer
+
+
+@lru_cache(maxsize=256)
+def flat(numel: int, dtype: torch.dtype) -> Packing:
+    """The packing of so many numbers."""
+    return Packing.of(((numel,), dtype))

@@ -45,8 +45,11 @@ class Carrier(Protocol):
         """
         ...
 
-    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
-        """Room for the sums of gradients of what was fetched, flat; in a backward, called first."""
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """Room for the sums of gradients of what was fetched, flat; in a backward, called first.
+
+        Full of zeros if ``zero``, else of anything.
+        """
         ...
 
     def send_home(
@@ -124,10 +127,14 @@ class Messages:
 
         return Arriving(tensors, wait)
 
-    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
         """New ones."""
-        size, call = sums.numel(gather.length), self.call
-        return [torch.empty(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+        size, call, make = (
+            sums.numel(gather.length),
+            self.call,
+            torch.zeros if zero else torch.empty,
+        )
+        return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
 
     def send_home(
         self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,

@@ -139,7 +139,8 @@ def _back_in_one_launch(
     rank, groups = call.ring.rank, carrier.groups
     gather, rows, sums = call.plan.gather(rank), call.rows(inputs), _sums(call, inputs, carrier)
     items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
-    room = carrier.accumulators(gather, sums)
+    # A kernel's parts add, where launches by themselves write what comes first.
+    room = carrier.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
     row_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
     shape = (carrier.keys.batch, carrier.keys.length, inputs.k.shape[2])
     dk, dv = (
@@ -154,8 +155,6 @@ def _back_in_one_launch(
         _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
 
     for n, columns in enumerate(_keys_by_group(call, gather, inputs, carrier, kept)):
-        if sums.by_head or len(items) == 0:
-            room[n].zero_()
         part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
         for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
             work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
@@ -317,7 +316,7 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
     gather, rows, sums = plan.gather(rank, own=False), call.rows(inputs), Sums(keys, by_head=False)
     row_grads = zero_row_grads(call, rows)
-    others = carrier.accumulators(gather, sums)[0].zero_()
+    (others,) = carrier.accumulators(gather, sums, zero=True)
     (arriving,) = carrier.fetch(gather, inputs)
     home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
     columns = _columns(call, gather, keys, arriving.tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -36,9 +36,7 @@ class Keys:
     def of(cls, inputs: Inputs, groups: int = 1) -> Keys:
         """The shape of a call's, for one of so many groups of heads."""
         k, v = inputs.k, inputs.v
-        batch, length, heads, dim = k.shape
-        ids = inputs.k_ids is not None
-        return cls(batch, length, heads // groups, dim, v.shape[3], k.dtype, ids)
+        return _keys(*k.shape, v.shape[3], k.dtype, inputs.k_ids is not None, groups)
 
     @property
     def width(self) -> int:
@@ -59,13 +57,16 @@ class Keys:
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""
+        if self.dim == self.v_dim:
+            k, v = both.view(*both.shape[:2], 2, self.heads, self.dim).unbind(dim=2)
+            return k, v
         k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
     def write(self, message: Sequence[Tensor], inputs: Inputs, span: slice = ALL) -> None:
         """Put a rank's own, or a span of its tokens, into a message of that length."""
         own_k, own_v = inputs.k[:, span], inputs.v[:, span]
-        if message[0].is_cuda and has_triton() and _are_rows(own_k) and _are_rows(own_v):
+        if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
             from ring_torch.kernels._triton import pack_on_gpu
 
             pack_on_gpu(own_k, own_v, message[0])
@@ -75,6 +76,14 @@ class Keys:
             v.copy_(own_v)
         if inputs.k_ids is not None:
             message[1].copy_(inputs.k_ids[:, span])
+
+
+@lru_cache(maxsize=256)
+def _keys(
+    batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype, segments: bool,
+    groups: int,
+) -> Keys:  # fmt: skip
+    return Keys(batch, length, heads // groups, dim, v_dim, dtype, segments)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,6 @@ class Sums:
         return [x.flatten(0, 1)[:, span] for x in self.views(flat, length)]
 
 
-def _are_rows(x: Tensor) -> bool:
+def are_rows(x: Tensor) -> bool:
     """Whether all heads of a token lie together."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ring_core import Gather, Plan
+from ring_torch._at_once import AtOnce, is_short
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, Packing, agree, has_agreed
+from ring_torch._comm import Facts, agree, flat, has_agreed
 from ring_torch._copies import copy
 from ring_torch._gather import (
     Arriving,
+    Carrier,
     Returning,
     Where,
     add_landed,
@@ -26,8 +28,6 @@ from ring_torch._gather import (
 from ring_torch._keys import Keys, Sums
 from ring_torch._window import Window, restored, window_of
 from ring_torch.kernels._api import has_triton
-
-_SMALL = 64 << 20  # bytes up to which one kernel that fetches all beats copy engines
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
@@ -52,15 +52,14 @@ class Pulls:
     def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
         """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
 
-        Only those go into the window that are fetched from it. The own ones are not, unless one
-        kernel fetches all, or there are kernels of other groups, which a copy does not hold up.
+        Only those go into the window that are fetched from it. The own ones are not, unless there
+        are kernels of other groups, which a copy does not hold up.
         """
         window, message, rank = self.window, self.keys.message, self.call.ring.rank
-        every, at_once = range(self.groups), self._is_small(gather)
-        in_window = at_once or self.groups > 1
+        every, in_window = range(self.groups), self.groups > 1
         asked = [one for _, one in asked_of(self.call, own=gather.own)]
         spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
-        own = [window.views(rank, n * message.size, message) for n in every]
+        own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
             [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
         ]
@@ -79,11 +78,8 @@ class Pulls:
         copied: list[Done] = []
         for n in every:
             with restored(main):
-                if at_once:
-                    done = self._pull_at_once(gather, tensors[n], met)
-                else:
-                    here = None if in_window else (inputs, ready)
-                    done = self._pull(gather, n, tensors[n], met, here)
+                here = None if in_window else (inputs, ready)
+                done = self._pull(gather, n, tensors[n], met, here)
                 copied += done
                 if n + 1 == self.groups:
                     window.leave(_last(copied))
@@ -92,14 +88,6 @@ class Pulls:
                 yield begun[n - 1]
         yield begun[-1]
         window.join(main)
-
-    def _pull_at_once(self, gather: Gather, tensors: list[Tensor], met: Event) -> list[Done]:
-        """Copy all keys by one kernel."""
-        from ring_torch.kernels._triton import fetch_on_gpu
-
-        stream = self.window.copying(-1, after=met)
-        fetch_on_gpu(*self.window.table(gather, self.keys.message), tensors[0])
-        return [(stream, stream.record_event())] * len(gather.fetches)
 
     def _pull(
         self, gather: Gather, group: int, tensors: list[Tensor], met: Event,
@@ -116,27 +104,20 @@ class Pulls:
                 self.keys.write(places, inputs, one.source)
             else:
                 stream = window.copying(one.rank, after=met)
-                theirs = window.views(one.rank, group * message.size, message)
+                theirs = window.memory.views(one.rank, group * message.size, message)
                 for place, source in zip(places, theirs, strict=True):
                     copy(place, source[:, one.source])
             done.append((stream, stream.record_event()))
         return done
 
-    def _is_small(self, gather: Gather) -> bool:
-        """Whether one kernel may fetch all, in words of 16 bytes, and no other runs meanwhile."""
-        keys = self.keys
-        if self.groups > 1 or gather.in_place:
-            return False
-        aligned = keys.width * keys.dtype.itemsize % 16 == 0 and not keys.segments
-        return aligned and has_triton() and keys.size(gather.length) <= _SMALL
-
-    def accumulators(self, gather: Gather, sums: Sums) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
         rank, every = self.call.ring.rank, range(self.groups)
         if gather.length == 0:  # nobody fetches any
             return [torch.empty(0, dtype=self.call.wide, device=self.call.device) for _ in every]
-        return [self._grads_of(rank, n, sums, gather.length) for n in every]
+        room = [self._grads_of(rank, n, sums, gather.length) for n in every]
+        return [x.zero_() for x in room] if zero else room
 
     def send_home(
         self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
@@ -190,13 +171,13 @@ class Pulls:
         return Returning(add_to)
 
     def _grads_of(self, rank: int, group: int, sums: Sums, length: int) -> Tensor:
-        packing = _flat(sums.numel(length), self.call.wide)
+        packing = flat(sums.numel(length), self.call.wide)
         start = self.groups * self.keys.message.size + group * self.room
-        return self.window.views(rank, start, packing)[0]
+        return self.window.memory.views(rank, start, packing)[0]
 
 
-def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Pulls:
-    """What moves keys in a pass, with room for it in all windows.
+def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Carrier:
+    """What moves keys in a pass, with room for it in the memory of all ranks.
 
     The first time that a group makes such a call, its facts are compared in words and the host
     waits for it; from then on each call's digest travels with its keys.
@@ -205,25 +186,22 @@ def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Pulls:
         RankMismatchError: A peer is making another call.
         ValueError: It is being captured into a CUDA graph, and is the first such call.
     """
-    window = window_of(call.ring)
     if not has_agreed(call.ring, facts):
         agree(call.ring, call.number, facts, call.device)
     room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
+    digest = facts.signed(call.number)
+    if call.kernel.capabilities.bands == "any" and is_short(call.plan, keys, groups):
+        return AtOnce.of(call, keys, room, digest)
+    window = window_of(call.ring)
     window.reserve(groups * (keys.message.size + room))
-    return Pulls(call, window, keys, groups, room, facts.signed(call.number))
+    return Pulls(call, window, keys, groups, room, digest)
 
 
 @lru_cache(maxsize=256)
 def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
-    return _flat(Sums(keys, by_head=False).numel(longest), dtype).size
-
-
-@lru_cache(maxsize=256)
-def _flat(numel: int, dtype: torch.dtype) -> Packing:
-    """The packing of so many numbers."""
-    return Packing.of(((numel,), dtype))
+    return flat(Sums(keys, by_head=False).numel(longest), dtype).size
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:

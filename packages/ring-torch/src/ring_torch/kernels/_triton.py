@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-_WORDS = 4096  # of 8 bytes a program copies
 _NUMBERS = 2048  # a program adds
 _AT_ONCE = 4  # parts that one kernel adds
 
@@ -42,20 +40,6 @@ def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
         )  # fmt: skip
 
 
-def fetch_on_gpu(table: Tensor, longest: int, target: Tensor) -> None:
-    """Copy pieces of any memory that the GPU reaches into a tensor.
-
-    Args:
-        table: int64 ``[pieces, 3]``: the address of a piece, its offset in ``target`` and its
-            length, in bytes, multiples of 16.
-        longest: Bytes of the longest piece.
-        target: Contiguous, at an address that is a multiple of 16.
-    """
-    if longest > 0:
-        grid = (triton.cdiv(longest, 8 * _WORDS), table.shape[0])
-        _fetch[grid](table, target.view(-1).view(torch.uint8), WORDS=_WORDS, num_warps=8)
-
-
 def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
     """Add float32 ``[rows, n, m]``, in their order; rows may lie apart, in peers' memory, too."""
     rows, size = total.shape[0], total.shape[1] * total.shape[2]
@@ -82,16 +66,6 @@ def _pack(
     y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
     tl.store(place, x, mask=at < K)
     tl.store(place + K, y, mask=at < V)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fetch(table, target, WORDS: tl.constexpr):
-    row = table + 3 * tl.program_id(1)
-    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
-    place = tl.multiple_of((target + tl.load(row + 1)).to(tl.pointer_type(tl.int64)), 16)
-    words = tl.multiple_of(tl.load(row + 2) // 8, 2)
-    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    tl.store(place + at, tl.load(source + at, mask=at < words), mask=at < words)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

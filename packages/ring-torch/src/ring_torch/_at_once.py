@@ -1,0 +1,250 @@
+"""Short passes: all keys come by one kernel, and all gradients go home by one.
+
+Copies that hide behind kernels need streams, events and a proof of equal calls beside them: more of
+the host's time than short kernels take. Here each way is one kernel on the caller's stream, which
+writes, waits for the other ranks and reads (:mod:`ring_torch.kernels._at_once`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core import Fetch, Gather, Plan
+from ring_torch._call import Call, Inputs
+from ring_torch._comm import Ring, flat
+from ring_torch._gather import Arriving, Returning, Where, asked_of
+from ring_torch._held import is_capturing
+from ring_torch._keys import Keys, Sums, are_rows
+from ring_torch._shared import Shared
+from ring_torch._verdict import timeout_of
+from ring_torch.kernels._api import has_triton
+
+_SMALL = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
+_MOST_RANKS = 32
+_HEADER = 8 * (8 + 3 * _MOST_RANKS)  # bytes
+_FIRST = 2  # where in a header the number of the exchange stands
+_MOST_TABLES = 1024
+
+# The meeting of each group: a fact about the group, which is not ours to extend.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
+    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
+
+    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
+    """
+    gathers = [plan.gather(rank) for rank in range(plan.cp_size)]
+    size = keys.size(max(gather.length for gather in gathers))
+    fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
+    plain = keys.dtype != torch.float64 and not keys.segments
+    aligned = keys.width * keys.dtype.itemsize % 16 == 0
+    in_place = any(gather.in_place for gather in gathers)
+    return fits and plain and aligned and not in_place and has_triton()
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of a group exchange: memory, and tables of what is to be read of it."""
+
+    ring: Ring
+    memory: Shared = field(init=False)
+    _place: Any = None
+    _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
+    _tables: dict[object, Tensor] = field(default_factory=dict)
+    _kept: list[Tensor] = field(default_factory=list)  # tables that CUDA graphs read
+
+    def __post_init__(self) -> None:
+        self.memory = Shared(self.ring, _HEADER)
+
+    def reserve(self, size: int) -> Any:
+        """Make room for so many bytes, and let this pass follow the last one."""
+        if self.memory.reserve(size):
+            self._tables.clear()
+            self._place = self._new_place()
+        self._follow()
+        return self._place
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last pass, if that was on another."""
+        device = torch.cuda.current_device()
+        handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
+        same = self._stream is not None and self._stream.cuda_stream == handle
+        if same or is_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _new_place(self) -> Any:
+        from ring_torch.kernels._at_once import Place
+
+        assert self.ring.group is not None
+        headers, rank = self.memory.headers(), self.ring.rank
+        device = headers[rank].device
+        headers[rank][_FIRST] = 1
+        addresses = [x.data_ptr() for x in headers]
+        patience = timeout_of(self.ring.group, device) // timedelta(microseconds=1)
+        every = torch.tensor(addresses, dtype=torch.int64).to(device)
+        return Place(every, addresses[rank], rank, _processors(device), 1000 * patience)
+
+    def table(self, key: object, rows: Iterator[Sequence[int]], width: int) -> Tensor:
+        """Numbers on the device, int64 ``[n, width]``, made once."""
+        if len(self._tables) > _MOST_TABLES:
+            self._tables.clear()
+        if key not in self._tables:
+            found = torch.tensor(list(rows), dtype=torch.int64).view(-1, width)
+            self._tables[key] = found.to(self._place.headers.device)
+        if is_capturing():
+            self._kept.append(self._tables[key])
+        return self._tables[key]
+
+
+def _processors(device: torch.device) -> int:
+    """How many programs run at once, whatever else does."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def meeting_of(ring: Ring) -> Meeting:
+    """A group's meeting."""
+    assert ring.group is not None
+    if ring.group not in _meetings:
+        _meetings[ring.group] = Meeting(ring)
+    return _meetings[ring.group]
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """A :class:`ring_torch._gather.Carrier` for short passes, whose heads are one group.
+
+    A rank's memory holds its keys, and behind them the gradients of what it fetched.
+    """
+
+    call: Call
+    meeting: Meeting
+    keys: Keys
+    place: Any  # in the meeting
+    digest: int  # what tells this pass of this call from any other
+    groups: int = 1
+
+    @classmethod
+    def of(cls, call: Call, keys: Keys, room: int, digest: int) -> AtOnce:
+        """With so much room for the sums of gradients."""
+        meeting = meeting_of(call.ring)
+        return cls(call, meeting, keys, meeting.reserve(keys.message.size + room), digest)
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Put the own keys where peers read them, and fetch all that this rank's queries see."""
+        from ring_torch.kernels._at_once import exchange_keys
+
+        keys = self.keys
+        k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
+        own = self._keys_of(self.call.ring.rank)
+        target = own.new_empty(keys.batch, gather.length, keys.width)
+        table = self.meeting.table((gather, keys), self._pieces(gather), 3)
+        exchange_keys(self.place, self.digest, k, v, own, table, target)
+        yield Arriving([target], _arrived)
+
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """Room where the keys' owners will read."""
+        from ring_torch.kernels._at_once import clear
+
+        if gather.length == 0:  # nobody reads any
+            room = torch.empty(0, dtype=self.call.wide, device=self.call.device)
+        else:
+            room = self._grads_of(self.call.ring.rank, sums, gather.length)
+        clear(self.place, room, zero=zero)
+        return [room]
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """All gradients go at the end."""
+        del grads, group, beside
+        if early:
+            return Returning(lambda _total, _length, _where: None)
+        return Returning(lambda *total: self._add(gather, sums, *total))
+
+    def _add(self, gather: Gather, sums: Sums, total: Tensor, length: int, where: Where) -> None:
+        from ring_torch.kernels._at_once import add_peers
+
+        asked = asked_of(self.call, own=gather.own)
+        spans = _apart([one for _, one in asked])
+        starts = [where(span).start for span in spans]
+        parts = max(self.call.ring.size - 1, 1)
+        rows = self._sums_of_peers(asked, sums, length, zip(spans, starts, strict=True), parts)
+        key = (gather, sums, length, tuple(starts))
+        table = self.meeting.table(key, rows, 2 + parts)
+        add_peers(self.place, self.digest, table, total)
+
+    def _pieces(self, gather: Gather) -> Iterator[Sequence[int]]:
+        """What :func:`exchange_keys` fetches."""
+        from ring_torch.kernels._at_once import CHUNK
+
+        token = self.keys.width * self.keys.dtype.itemsize
+        for one in gather.fetches:
+            for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
+                size, offset = part.shape[0] * token, (n * gather.length + one.target.start) * token
+                for at in range(0, size, CHUNK):
+                    yield part.data_ptr() + at, offset + at, min(CHUNK, size - at)
+
+    def _sums_of_peers(
+        self, asked: Sequence[tuple[int, Fetch]], sums: Sums, length: int,
+        spans: Iterator[tuple[slice, int]], width: int,
+    ) -> Iterator[Sequence[int]]:  # fmt: skip
+        """What :func:`add_peers` adds, with as many addresses a row."""
+        from ring_torch.kernels._at_once import NUMBERS
+
+        like = torch.empty(sums.numel(length), dtype=self.call.wide, device="meta")
+        for span, start in spans:
+            tokens = span.stop - span.start
+            theirs = []
+            for peer, one in asked:
+                if one.source.start <= span.start and span.stop <= one.source.stop:
+                    theirs_length = self.call.plan.gather(peer).length
+                    first = one.target.start + span.start - one.source.start
+                    flat = self._grads_of(peer, sums, theirs_length)
+                    theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))
+            mine = sums.parts(like, length, slice(start, start + tokens))
+            for place, *parts in zip(mine, *theirs, strict=True):
+                for row, *rows in zip(place, *parts, strict=True):
+                    for at in range(0, row.numel(), NUMBERS):
+                        addresses = [x.data_ptr() + at * x.itemsize for x in rows]
+                        rest = [0] * (width - len(addresses))
+                        size = min(NUMBERS, row.numel() - at)
+                        yield row.storage_offset() + at, size, *addresses, *rest
+
+    def _keys_of(self, rank: int) -> Tensor:
+        return self.meeting.memory.views(rank, 0, self.keys.message)[0]
+
+    def _grads_of(self, rank: int, sums: Sums, length: int) -> Tensor:
+        packing = flat(sums.numel(length), self.call.wide)
+        return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
+
+
+def _arrived(fetches: int | None) -> None:
+    """Nothing to wait for: the kernel is on the stream of those that read what it fetched."""
+
+
+def _apart(fetches: Sequence[Fetch]) -> list[slice]:
+    """What is fetched of a rank's keys, in slices that no fetch cuts."""
+    edges = sorted({edge for one in fetches for edge in (one.source.start, one.source.stop)})
+    return [
+        slice(a, b)
+        for a, b in pairwise(edges)
+        if any(one.source.start <= a and b <= one.source.stop for one in fetches)
+    ]

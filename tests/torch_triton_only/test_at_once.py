@@ -1,0 +1,131 @@
+"""Short passes, whose keys and gradients one kernel moves, between processes on CPUs.
+
+The kernels are interpreted, a program a rank, over memory that all processes map.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from backends.torch_ranks import gather, run_rank
+from cases import CASES, Case
+from tolerances import assert_close
+from torch import Tensor
+from triton.runtime import interpreter
+
+from ring_core import gather_refusals
+from ring_torch import _at_once, _autograd
+from ring_torch._call import Call, Inputs
+from ring_torch._comm import Facts, Packing, Ring, agree
+from ring_torch._keys import Keys
+from ring_torch._pulls import _room
+from ring_torch.kernels import _at_once as kernels
+from ring_torch.local import LocalRankError, LocalRanks
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def _is_short(case: Case) -> bool:
+    if case.cp_size not in {2, 3, 4} or case.dtype != "float32" or gather_refusals(case.plan):
+        return False
+    tokens = case.plan.k_layout.local_len
+    segments = case.segments is not None
+    keys = Keys(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
+    return _at_once.is_short(case.plan, keys, 1)
+
+
+SHORT = [case for case in CASES.values() if _is_short(case)]
+
+
+class OnFiles:
+    """In the place of :class:`ring_torch._shared.Shared`: a file for each rank."""
+
+    folder: Path
+    made = 0
+
+    def __init__(self, ring: Ring, header: int) -> None:
+        self.ring, self.header, self.files = ring, header, list[Any]()
+
+    def reserve(self, size: int) -> bool:
+        if self.files and self.files[0].size >= self.header + size:
+            return False
+        OnFiles.made += 1
+        ranks = range(self.ring.size)
+        paths = [self.folder / f"{OnFiles.made}-{rank}" for rank in ranks]
+        np.memmap(paths[self.ring.rank], np.uint8, "w+", shape=(self.header + size,)).flush()
+        dist.barrier()
+        self.files = [np.memmap(path, np.uint8, "r+") for path in paths]
+        return True
+
+    def headers(self) -> list[Tensor]:
+        return [torch.from_numpy(x[: self.header].view(np.int64)) for x in self.files]
+
+    def views(self, rank: int, start: int, packing: Packing) -> list[Tensor]:
+        at = self.header + start
+        # Of its own: the interpreter copies the whole storage of what it is given.
+        return packing.views(torch.from_numpy(self.files[rank][at : at + packing.size]))
+
+
+def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[Arrays, int]:
+    """A rank's part of a case, and how many kernels ran."""
+    OnFiles.folder = folder
+    ran = []
+
+    def carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Any:
+        keys = Keys.of(inputs, groups)
+        agree(call.ring, call.number, facts, call.device)
+        assert _at_once.is_short(call.plan, keys, groups)
+        digest = facts.signed(call.number) + (rank if wrong == "digest" else 0)
+        return _at_once.AtOnce.of(call, keys, _room(call.plan, keys, call.wide), digest)
+
+    def noted(name: str) -> Any:
+        kernel = getattr(kernels, name)
+
+        def run(*given: Any, **options: Any) -> None:
+            ran.append(name)
+            kernel(*given, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_at_once, "Shared", OnFiles)
+        patched.setattr(_at_once, "_processors", lambda _: 1)
+        patched.setattr(_at_once.Meeting, "_follow", lambda _: None)
+        patched.setattr(_autograd, "_carrier", carrier)
+        patched.setattr(kernels, "_now", time.monotonic_ns)
+        checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+        patched.setattr(interpreter.interpreter_builder, "options", checking)
+        patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
+        patched.setattr(kernels, "NUMBERS", 32)
+        for name in ("exchange_keys", "clear", "add_peers"):
+            patched.setattr(kernels, name, noted(name))
+        return run_rank(rank, case, ("eager", "gather"), None, cuda=False), len(ran)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """Ranks by number."""
+    made = {size: LocalRanks(size) for size in (2, 3, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
+def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
+    assert all(ran >= 3 for _, ran in parts)
+    assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+def test_other_calls_are_found_out(tmp_path: Path) -> None:
+    with LocalRanks(2, timeout=5) as ranks, pytest.raises(LocalRankError, match="different calls"):
+        ranks.run(on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], "digest")
