@@ -100,8 +100,9 @@ def nightly(session: nox.Session) -> None:
     for backend in ("torch", "jax", "jax-tpu"):
         install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
         workers = WORKERS.get(backend, "auto")
-        command = ("pytest", "tests", f"--backend={backend}", "--all", "-n", workers)
-        session.run(*command, *session.posargs)
+        for each in (backend, *ALSO.get(backend, [])):
+            command = ("pytest", "tests", f"--backend={each}", "--all", "-n", workers)
+            session.run(*command, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -50,6 +50,12 @@ SLOW_IN_JAX = (
 FEW = ("causal", "window-shard", "documents", "shortest")
 #: Cases of layouts that are dealt out which run in JAX each time.
 DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
+#: Cases of short passes whose kernels are interpreted each time.
+AT_ONCE = (
+    "full-plain-cp2", "causal-zigzag-cp2", "window-both-zigzag-cp3", "window-left-plain-cp4",
+    "mqa-zigzag", "v-dim-zigzag", "bias-zigzag", "keys80-causal-zigzag", "shortest-zigzag-cp3",
+    "causal-random-cp4", "documents-full-dealt-cp4",
+)  # fmt: skip
 HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
@@ -64,7 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
     parser.addoption(
-        "--all", action="store_true", help="jax: all masks everywhere; jax-tpu: all cases, options"
+        "--all",
+        action="store_true",
+        help="jax: all masks everywhere; jax-tpu, torch-triton: all cases",
     )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
@@ -76,13 +84,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
     For torch, start the process that ranks are forked from with all they import, once.
     """
-    if config.getoption("--backend") == "torch" and not config.getoption("--collect-only"):
+    backend, also = (
+        config.getoption("--backend"),
+        {"torch": "ring_torch.hf", "torch-triton": "triton"},
+    )
+    if backend == "torch-triton":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
+    if backend in also and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED
 
-        multiprocessing.set_forkserver_preload([*PRELOADED, "ring_torch.hf"])
+        multiprocessing.set_forkserver_preload([*PRELOADED, also[backend]])
         forkserver.ensure_running()
-    if config.getoption("--backend") == "torch-triton":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
@@ -150,14 +162,15 @@ def _ranks(item: pytest.Item) -> int:
 
 def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
-    if backend == "jax-tpu":
-        return item.name.startswith(SLOW_ON_TPU)
-    if backend == "jax" and item.name.startswith(SLOW_IN_JAX):
+    slow = {"jax-tpu": SLOW_ON_TPU, "jax": SLOW_IN_JAX}.get(backend)
+    if slow and item.name.startswith(slow):
         return True
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if backend not in ("torch", "jax", "jax-cuda") or case is None:
+    if case is None or backend not in ("torch", "torch-triton", "jax", "jax-cuda"):
         return False
+    if backend == "torch-triton":
+        return item.path.name == "test_at_once.py" and case.name not in AT_ONCE
     if case.cp_size == 1:
         return bool(case.schedule != "plain")
     if backend == "torch":  # beside the conformance tests, which run all

@@ -36,4 +36,3 @@ def test_add(count: int, interpreted: Callable[[str], None]) -> None:
     add_landed([expected[:, 5:38]], [[part] for part in parts])
     passes.add_on_gpu(room[:, 5:38], parts)
     assert torch.equal(room, expected)
-

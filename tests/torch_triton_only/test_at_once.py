@@ -20,6 +20,7 @@ from cases import CASES, Case
 from tolerances import assert_close
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
 from ring_torch import _at_once, _autograd
@@ -74,6 +75,12 @@ class OnFiles:
         return packing.views(torch.from_numpy(self.files[rank][at : at + packing.size]))
 
 
+def _now() -> int:
+    """Nanoseconds; who waits leaves its core to those it waits for."""
+    time.sleep(1e-3)
+    return time.monotonic_ns()
+
+
 def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[Arrays, int]:
     """A rank's part of a case, and how many kernels ran."""
     OnFiles.folder = folder
@@ -100,7 +107,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(_at_once, "_processors", lambda _: 1)
         patched.setattr(_at_once.Meeting, "_follow", lambda _: None)
         patched.setattr(_autograd, "_carrier", carrier)
-        patched.setattr(kernels, "_now", time.monotonic_ns)
+        patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)
         patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
@@ -113,7 +120,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, LocalRanks]]:
     """Ranks by number."""
-    made = {size: LocalRanks(size) for size in (2, 3, 4)}
+    made: dict[int, LocalRanks] = {}
     yield made
     for pool in made.values():
         pool.close()
@@ -121,9 +128,31 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
 
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    if case.cp_size not in pools:
+        pools[case.cp_size] = LocalRanks(case.cp_size)
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
     assert all(ran >= 3 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is asked for, once all have read what was there, and of nothing else."""
+    monkeypatch.setattr(kernels, "_now", time.monotonic_ns)
+    monkeypatch.setattr(kernels, "NUMBERS", 8)
+    header = torch.zeros(200, dtype=torch.int64)
+    header[2] = 1
+    place = kernels.Place(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
+    room = torch.ones(40)
+    kernels.clear(place, room[:30], zero=False)
+    assert room.eq(1).all()
+    kernels.clear(place, room[:30], zero=True)
+    assert room[:30].eq(0).all()
+    assert room[30:].eq(1).all()
+    checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", checking)
+    header[2] = 2  # who was to read the first has not
+    with pytest.raises(InterpreterError, match="did not come in time"):
+        kernels.clear(place._replace(patience=10**6), room, zero=True)
 
 
 def test_other_calls_are_found_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ writes, waits for the other ranks and reads (:mod:`ring_torch.kernels._at_once`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -100,12 +100,12 @@ class Meeting:
         every = torch.tensor(addresses, dtype=torch.int64).to(device)
         return Place(every, addresses[rank], rank, _processors(device), 1000 * patience)
 
-    def table(self, key: object, rows: Iterator[Sequence[int]], width: int) -> Tensor:
+    def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Numbers on the device, int64 ``[n, width]``, made once."""
         if len(self._tables) > _MOST_TABLES:
             self._tables.clear()
         if key not in self._tables:
-            found = torch.tensor(list(rows), dtype=torch.int64).view(-1, width)
+            found = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
             self._tables[key] = found.to(self._place.headers.device)
         if is_capturing():
             self._kept.append(self._tables[key])
@@ -154,7 +154,7 @@ class AtOnce:
         k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
         own = self._keys_of(self.call.ring.rank)
         target = own.new_empty(keys.batch, gather.length, keys.width)
-        table = self.meeting.table((gather, keys), self._pieces(gather), 3)
+        table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
         exchange_keys(self.place, self.digest, k, v, own, table, target)
         yield Arriving([target], _arrived)
 
@@ -186,30 +186,37 @@ class AtOnce:
         spans = _apart([one for _, one in asked])
         starts = [where(span).start for span in spans]
         parts = max(self.call.ring.size - 1, 1)
-        rows = self._sums_of_peers(asked, sums, length, zip(spans, starts, strict=True), parts)
-        key = (gather, sums, length, tuple(starts))
-        table = self.meeting.table(key, rows, 2 + parts)
+        pairs = list(zip(spans, starts, strict=True))
+        table = self.meeting.table(
+            (gather, sums, length, tuple(starts)), 2 + parts,
+            lambda: self._sums_of_peers(asked, sums, length, pairs, parts),
+        )  # fmt: skip
         add_peers(self.place, self.digest, table, total)
 
-    def _pieces(self, gather: Gather) -> Iterator[Sequence[int]]:
+    def _pieces(self, gather: Gather) -> Sequence[Sequence[int]]:
         """What :func:`exchange_keys` fetches."""
         from ring_torch.kernels._at_once import CHUNK
 
         token = self.keys.width * self.keys.dtype.itemsize
+        rows: dict[int, list[Sequence[int]]] = {}
         for one in gather.fetches:
             for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
                 size, offset = part.shape[0] * token, (n * gather.length + one.target.start) * token
-                for at in range(0, size, CHUNK):
-                    yield part.data_ptr() + at, offset + at, min(CHUNK, size - at)
+                rows.setdefault(one.rank, []).extend(
+                    (part.data_ptr() + at, offset + at, min(CHUNK, size - at))
+                    for at in range(0, size, CHUNK)
+                )
+        return _mixed(list(rows.values()))
 
     def _sums_of_peers(
         self, asked: Sequence[tuple[int, Fetch]], sums: Sums, length: int,
-        spans: Iterator[tuple[slice, int]], width: int,
-    ) -> Iterator[Sequence[int]]:  # fmt: skip
+        spans: Sequence[tuple[slice, int]], width: int,
+    ) -> Sequence[Sequence[int]]:  # fmt: skip
         """What :func:`add_peers` adds, with as many addresses a row."""
         from ring_torch.kernels._at_once import NUMBERS
 
         like = torch.empty(sums.numel(length), dtype=self.call.wide, device="meta")
+        rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
             theirs = []
@@ -220,13 +227,17 @@ class AtOnce:
                     flat = self._grads_of(peer, sums, theirs_length)
                     theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))
             mine = sums.parts(like, length, slice(start, start + tokens))
-            for place, *parts in zip(mine, *theirs, strict=True):
-                for row, *rows in zip(place, *parts, strict=True):
-                    for at in range(0, row.numel(), NUMBERS):
-                        addresses = [x.data_ptr() + at * x.itemsize for x in rows]
-                        rest = [0] * (width - len(addresses))
-                        size = min(NUMBERS, row.numel() - at)
-                        yield row.storage_offset() + at, size, *addresses, *rest
+            rest = [0] * (width - len(theirs))
+            rows.append([
+                (
+                    row.storage_offset() + at, min(NUMBERS, row.numel() - at),
+                    *(x.data_ptr() + at * x.itemsize for x in peers), *rest,
+                )
+                for place, *parts in zip(mine, *theirs, strict=True)
+                for row, *peers in zip(place, *parts, strict=True)
+                for at in range(0, row.numel(), NUMBERS)
+            ])  # fmt: skip
+        return _mixed(rows)
 
     def _keys_of(self, rank: int) -> Tensor:
         return self.meeting.memory.views(rank, 0, self.keys.message)[0]
@@ -234,6 +245,19 @@ class AtOnce:
     def _grads_of(self, rank: int, sums: Sums, length: int) -> Tensor:
         packing = flat(sums.numel(length), self.call.wide)
         return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
+
+
+def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
+    """All rows of several kinds, evenly mixed.
+
+    Programs take them in turns: so those that run at once read from all ranks at once.
+    """
+    at = [
+        ((n + 0.5) / len(some), which, row)
+        for which, some in enumerate(rows)
+        for n, row in enumerate(some)
+    ]
+    return [row for *_, row in sorted(at)]
 
 
 def _arrived(fetches: int | None) -> None:
