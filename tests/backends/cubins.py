@@ -25,11 +25,26 @@ def taken_by(module: Any) -> dict[str, Any]:
         "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
         "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
         "roles": "setmaxnreg" in module.asm["ptx"], "spilled": spilled_in_loop(code),
+        "bare": bare_arrivals(module.asm["ptx"]),
     }  # fmt: skip
 
 
 def _said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def bare_arrivals(ptx: str) -> list[str]:
+    """Arrivals at barriers of memory with no barrier of their warps right before them.
+
+    One thread arrives for all: what the others have read must be read before.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    return [
+        line
+        for n, line in enumerate(lines)
+        if "mbarrier.arrive.shared" in line
+        and not any(re.match(r"bar(\.warp)?\.sync", before) for before in lines[n - 5 : n])
+    ]
 
 
 def spilled_in_loop(code: str) -> int:

@@ -173,3 +173,19 @@ def test_only_square_causal_items_stay_whole() -> None:
     for columns, lo, hi in ((12, None, None), (12, 0, 3), (8, 0, None)):
         cut = WorkItem(0, 1, 0, 0, 8, 4, columns, lo, hi).cut(4)
         assert [piece.q_start for piece in cut] == [0, 2, 4, 6]
+
+
+def test_what_rows_see() -> None:
+    def seen(item: WorkItem) -> list[tuple[int, int]]:
+        first, stop = item.seen
+        return list(zip(first.tolist(), stop.tolist(), strict=True))
+
+    assert seen(WorkItem(0, 0, 0, 4, 7, 8, 10, None, None)) == [(0, 2)] * 3
+    assert seen(WorkItem(0, 0, 0, 0, 4, 0, 6, -2, 1)) == [(0, 3), (0, 4), (1, 5), (2, 6)]
+    cuts = np.array([0, 3, 6])
+    assert seen(WorkItem(0, 0, 0, 0, 6, 0, 6, 0, 1, cuts, cuts)) == [
+        (0, 1), (0, 2), (1, 3), (3, 4), (3, 5), (4, 6),
+    ]  # fmt: skip
+    fewer = WorkItem(0, 0, 0, 0, 6, 0, 3, None, None, cuts, np.array([0, 0, 3]))
+    first, stop = fewer.seen
+    assert (stop > first).tolist() == [False] * 3 + [True] * 3

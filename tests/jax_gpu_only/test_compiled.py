@@ -63,6 +63,7 @@ def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
         assert x["roles"] and x["copies"] and x["ptx"] == "wgmma", x
         assert x["warps"] == 12 and x["stack"] <= 256, x  # bytes: some addresses, no tile
         assert x["spilled"] <= 8, x  # of some 500 instructions
+        assert x["bare"] == [], x
 
 
 def test_no_roles_for_options() -> None:

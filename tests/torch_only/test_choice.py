@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan
+from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
 from ring_torch import _window, kernels, ring_attention
 from ring_torch._call import _prepare
 from ring_torch._comm import Ring
@@ -36,6 +36,15 @@ def chosen(
     """The transport of a call with four query heads of 8 for each key head, in bfloat16."""
     ring = Ring(None, 0, size)
     return choose_transport(transport, ring, plan, device, widths=(32, 16, 2), probe=probe)
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
+    request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
+    reasons = refusals(fa3.FA3.capabilities, request, plan())
+    wanted = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
+    assert reasons == wanted
+    assert not refusals(fa3.FA3.capabilities, replace(request, deterministic=False), plan())
 
 
 UNGATHERED = {

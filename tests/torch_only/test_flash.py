@@ -33,7 +33,7 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
 )
-from ring_torch.kernels._flash import FlashKernel, Options
+from ring_torch.kernels._flash import FlashKernel, Options, aligned
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,62 @@ def test_any_item_is_its_dense_mask(
         for got, total, want in zip(grads[:3], sums, expected, strict=True):
             _same(got, want)
             _same(total, want + 1)
+
+
+@dataclass(frozen=True)
+class Silent(PlainFlash):
+    """Where a score is no number its ``lse`` is minus infinity, as FlashAttention-3 writes it."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(q, k, v, options, place)
+        return out, lse.masked_fill_(lse.isnan(), -torch.inf)
+
+
+SILENT = FlashKernel(Silent(), CAN)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("cu_k", [(0, 3, 6), (0, 0, 3), (0, 2, 5)], ids=["all", "none", "fewer"])
+def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
+    """It is not taken for a row that sees nothing, of which there may be some, too."""
+    cu_q = np.array([0, 3, 6])
+    hi = None if cu_k == (0, 3, 6) else 0
+    item = WorkItem(0, 0, 0, 0, 6, 0, cu_k[-1], None, hi, cu_q, np.array(cu_k))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, n, 2, 4) for n in (6, cu_k[-1], cu_k[-1]))
+    q[-1, 4, 1] = torch.nan
+    first, stop = item.seen
+    unseen, place = (
+        torch.tensor(stop <= first),
+        Result(torch.empty_like(q), torch.empty(batch, 2, 6)),
+    )
+    given = (
+        Rows(q, None, None, None, None, None),
+        Columns(k, v, None, None),
+        item,
+        Params(Mask(), 1.0),
+    )
+    for result in (SILENT.attend(*given), SILENT.attend(*given, place)):
+        expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
+        expected[-1, 1, 4] = not unseen[4]
+        assert torch.equal(result.lse.isnan(), expected)
+        assert torch.equal(result.lse.isneginf(), unseen.expand(batch, 2, 6))
+        assert torch.equal(result.out.isnan().all(dim=-1), expected.transpose(1, 2))
+        assert result.out[:, unseen].eq(0).all()
+
+
+def test_rows_begin_at_multiples_of_16_bytes() -> None:
+    whole = torch.randn(2, 5, 3, 68).bfloat16()
+    narrow = whole[..., :64]
+    assert torch.equal(aligned(narrow), narrow)
+    assert all(stride % 8 == 0 for stride in aligned(narrow).stride()[:-1])
+    shifted = whole.view(-1)[4 : 4 + 128].view(1, 2, 1, 64)
+    assert torch.equal(aligned(shifted), shifted)
+    assert aligned(shifted).data_ptr() % 16 == 0
+    fitting = torch.randn(2, 5, 4, 64).bfloat16()[:, 1:, :2]
+    assert aligned(fitting) is fitting
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: Params) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_at_once, "Shared", OnFiles)
-        patched.setattr(_at_once, "_processors", lambda _: 1)
+        patched.setattr(_at_once, "_programs", lambda _: 1)
         patched.setattr(_at_once.Meeting, "_follow", lambda _: None)
         patched.setattr(_autograd, "_carrier", carrier)
         patched.setattr(kernels, "_now", _now)

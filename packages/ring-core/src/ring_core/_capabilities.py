@@ -41,6 +41,7 @@ class Capabilities:
         documents: One launch may span several documents (``cu_seqlens``, ``chunk_size``).
         segment_ids, predicate, softcap, bias, alibi, dropout, deterministic: The options of the
             same names.
+        deterministic_head_dim: Largest head dim with ``deterministic``; ``None`` is unlimited.
         any_scale: ``softmax_scale`` may be 0 or less; a kernel that scales what it has masked, or
             the maximum of a row, cannot do that.
         lse_grad: The gradient of ``lse`` reaches Q and K.
@@ -66,6 +67,7 @@ class Capabilities:
     alibi: bool = False
     dropout: bool = False
     deterministic: bool = False
+    deterministic_head_dim: int | None = None
     any_scale: bool = False
     lse_grad: bool = False
     backward: bool = True
@@ -155,6 +157,9 @@ def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[
     for option, words in OPTION_WORDS.items():
         if getattr(request, option) and not getattr(can, option):
             reasons.append(f"has no {words}")
+    most = can.deterministic_head_dim
+    if request.deterministic and can.deterministic and most is not None and largest > most:
+        reasons.append(f"is deterministic for head dims up to {most}, not {largest}")
     if request.grad and not can.backward:
         reasons.append("has no backward")
     return (*reasons, *_mask_refusals(can, plan))

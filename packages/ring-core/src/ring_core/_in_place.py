@@ -66,7 +66,7 @@ def _stretches(plan: Plan, rank: int) -> list[Stretch]:
 
 def _inside(item: WorkItem, own: Stretch, tile: int) -> WorkItem | None:
     """The rows of an item that see these keys only, if they are most of it."""
-    left, right = _sides(item)
+    left, right = item.seen
     first = int(np.searchsorted(left, own.start - item.k_start))
     last = int(np.searchsorted(right, own.stop - item.k_start, side="right"))
     cuts = _cuts(item, tile)
@@ -77,18 +77,6 @@ def _inside(item: WorkItem, own: Stretch, tile: int) -> WorkItem | None:
     part = item.rows(item.q_start + first, item.q_start + last)
     inside = part is not None and own.start <= part.k_start and part.k_stop <= own.stop
     return part if inside else None
-
-
-def _sides(item: WorkItem) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """From which to which column of the item each row of it sees; neither falls from row to row."""
-    row, columns = np.arange(item.q_stop - item.q_start), item.k_stop - item.k_start
-    left = np.zeros_like(row) if item.hi is None else row - item.hi
-    right = np.full_like(row, columns) if item.lo is None else row - item.lo + 1
-    if item.cu_q is not None and item.cu_k is not None:
-        sizes = np.diff(item.cu_q)
-        left = np.maximum(left, np.repeat(item.cu_k[:-1], sizes))
-        right = np.minimum(right, np.repeat(item.cu_k[1:], sizes))
-    return np.maximum(left, 0), np.minimum(right, columns)
 
 
 def _cuts(item: WorkItem, tile: int) -> npt.NDArray[np.int64]:

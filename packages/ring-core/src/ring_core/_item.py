@@ -94,6 +94,22 @@ class WorkItem:
         window = None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
         return window if all(side is None or side >= 0 for side in window) else None
 
+    @property
+    def seen(self) -> tuple[Ints, Ints]:
+        """From which column, and up to which, each row sees: of its rectangle, not for tiles.
+
+        Neither falls from row to row; a row sees nothing where the second is not above the first.
+        """
+        assert self.tiles is None
+        row, columns = np.arange(self.q_stop - self.q_start), self.k_stop - self.k_start
+        left = np.zeros_like(row) if self.hi is None else row - self.hi
+        right = np.full_like(row, columns) if self.lo is None else row - self.lo + 1
+        if self.cu_q is not None and self.cu_k is not None:
+            sizes = np.diff(self.cu_q)
+            left = np.maximum(left, np.repeat(self.cu_k[:-1], sizes))
+            right = np.minimum(right, np.repeat(self.cu_k[1:], sizes))
+        return np.maximum(left, 0), np.minimum(right, columns)
+
     def each_document(self) -> Iterator[WorkItem]:
         """Its documents as items of their own, whose rectangles count from this one's corner."""
         assert self.cu_q is not None and self.cu_k is not None

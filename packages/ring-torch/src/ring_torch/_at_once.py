@@ -63,7 +63,7 @@ class Meeting:
     _place: Any = None
     _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
     _tables: dict[object, Tensor] = field(default_factory=dict)
-    _kept: list[Tensor] = field(default_factory=list)  # tables that CUDA graphs read
+    _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
 
     def __post_init__(self) -> None:
         self.memory = Shared(self.ring, _HEADER)
@@ -73,6 +73,8 @@ class Meeting:
         if self.memory.reserve(size):
             self._tables.clear()
             self._place = self._new_place()
+        if is_capturing():
+            self._kept.append(self._place)
         self._follow()
         return self._place
 
@@ -98,7 +100,7 @@ class Meeting:
         addresses = [x.data_ptr() for x in headers]
         patience = timeout_of(self.ring.group, device) // timedelta(microseconds=1)
         every = torch.tensor(addresses, dtype=torch.int64).to(device)
-        return Place(every, addresses[rank], rank, _processors(device), 1000 * patience)
+        return Place(every, addresses[rank], rank, _programs(device), 1000 * patience)
 
     def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Numbers on the device, int64 ``[n, width]``, made once."""
@@ -112,10 +114,14 @@ class Meeting:
         return self._tables[key]
 
 
-def _processors(device: torch.device) -> int:
-    """How many programs run at once, whatever else does."""
+def _programs(device: torch.device) -> int:
+    """As many as run at once, one a processor, on half of them.
+
+    They wait for other ranks. If they held all processors, a kernel of NCCL on another stream might
+    wait for one here, its peer keep those that the programs there need, and nobody get on.
+    """
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return count // 2
 
 
 def meeting_of(ring: Ring) -> Meeting:

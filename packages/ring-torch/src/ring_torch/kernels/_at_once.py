@@ -12,8 +12,8 @@ read. Exchanges count from 1, on all ranks alike:
 ====================  =============================================================================
 
 A rank writes its part of an exchange when all have read that of the one before, and then its number
-to all of them; so no number is overtaken. Programs wait for each other: there are no more than can
-run at once. All that is in memory, nothing in arguments, counts: a CUDA graph may be replayed.
+to all of them; so no number is overtaken. Programs wait for each other: there are no more than run
+at once. All that is in memory, nothing in arguments, counts: a CUDA graph may be replayed.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1 << 15  # bytes that a program fetches at a time
-NUMBERS = 1 << 12  # that it adds at a time
-_PACKED = 1 << 13  # that it packs at a time
+CHUNK = 1 << 16  # bytes that a program fetches at a time
+NUMBERS = 1 << 13  # that it adds at a time
+_PACKED = 1 << 14  # that it packs at a time
 # Asserts end kernels of ranks that wait in vain, or make other calls. Not of numbers too large.
-_OPTIONS = {"num_warps": 8, "debug": True, "sanitize_overflow": False}
+_OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
 
 
 class Place(NamedTuple):

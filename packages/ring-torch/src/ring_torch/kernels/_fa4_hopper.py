@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_core import Plan, WorkItem
 from ring_torch.kernels._api import Columns, Params, Rows, Upstream
-from ring_torch.kernels._flash import Window, capability
+from ring_torch.kernels._flash import Window, aligned, capability
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums
 Function = Callable[..., None]
@@ -51,7 +51,7 @@ class HopperParts:
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """One launch."""
-        q, k = rows.q, columns.k
+        q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
         batch, length, heads, dim = q.shape
         causal, sides = _sides(item)
         given = tuple(side is not None for side in sides)
@@ -62,11 +62,11 @@ class HopperParts:
         scratch = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
         delta, lse_log2 = scratch.unbind()
         compiled.prepare(
-            upstream.out, upstream.dout, delta, upstream.lse.contiguous(), lse_log2, accumulator,
+            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, accumulator,
             None, None, None, None, None, 1.0, None, None,
         )  # fmt: skip
         compiled.main(
-            q, k, columns.v, upstream.dout, lse_log2, delta, accumulator,
+            q, k, v, dout, lse_log2, delta, accumulator,
             *(x.flatten(2) for x in sums), params.scale, None, None, None, None, *sides,
             *compiled.rest,
         )  # fmt: skip

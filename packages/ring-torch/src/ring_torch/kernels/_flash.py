@@ -110,28 +110,24 @@ class FlashKernel:
         pieces = self._pieces(item)
         if pieces:
             return self._attend_each(rows, columns, pieces, params)
+        q, k, v = aligned(rows.q), aligned(columns.k), aligned(columns.v)
         if item.cu_q is None:
             options = _options(item, params)
-            out, lse = self.flash.forward(rows.q, columns.k, columns.v, options, place)
-            # Every row sees something: where a library writes an infinity, a score was no number.
-            return Result(out, lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan))
-        batch = rows.q.shape[0]
-        options = _options(
-            item, params, item.documents_window, _documents(item, batch, rows.q.device)
-        )
-        q, k, v = (x.flatten(0, 1) for x in (rows.q, columns.k, columns.v))
-        hidden = item.cu_k is not None and (np.diff(item.cu_k) < np.diff(item.cu_q)).any()
-        inside = None
-        if place is not None and batch == 1 and not hidden:
+            out, lse = self.flash.forward(q, k, v, options, place)
+            return Result(out, _numbers(lse))
+        batch, device = q.shape[0], q.device
+        options = _options(item, params, item.documents_window, _documents(item, batch, device))
+        unseen, inside = _unseen(item, device), None
+        if place is not None and batch == 1 and unseen is None:
             inside = Result(place.out[0], place.lse[0])
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         out, lse = self.flash.forward(q, k, v, options, inside)
-        lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
         out = out.unflatten(0, (batch, -1))
-        if hidden:
-            # Rows may see nothing: libraries write either infinity, and anything.
-            unseen = lse.isinf()
+        if unseen is not None:
+            # Libraries write either infinity there, and anything.
             lse = lse.masked_fill(unseen, -torch.inf)
-            out = out.masked_fill(unseen.transpose(1, 2).unsqueeze(-1), 0.0)
+            out = out.masked_fill(unseen[:, None, None], 0.0)
         return Result(out, lse)
 
     def forward(
@@ -158,16 +154,17 @@ class FlashKernel:
         pieces = self._pieces(item)
         if pieces:
             return self._gradients_each(rows, columns, upstream, pieces, params)
+        given = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+        dout, q, k, v, out = map(aligned, given)
         if item.cu_q is None:
             options = _options(item, params)
-            tensors = upstream.dout, rows.q, columns.k, columns.v, upstream.out
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
-            return ItemGrads(*self.flash.backward(*tensors, lse, options, place), None)
+            grads = self.flash.backward(dout, q, k, v, out, lse, options, place)
+            return ItemGrads(*grads, None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
-        packed = upstream.dout, rows.q, columns.k, columns.v, upstream.out
-        dout, q, k, v, out = (x.flatten(0, 1) for x in packed)
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         inside = place[0] if place is not None and batch == 1 else None
         grads = self.flash.backward(dout, q, k, v, out, lse, options, inside)
@@ -224,6 +221,29 @@ class FlashKernel:
             dk[:, one.k_slice].add_(grads.dk)
             dv[:, one.k_slice].add_(grads.dv)
         return ItemGrads(dq, dk, dv, None)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A tensor whose rows all begin at multiples of 16 bytes, as libraries take it for granted."""
+    if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _numbers(lse: Tensor) -> Tensor:
+    """With NaN where a library writes an infinity, of rows that see something.
+
+    A score was no number there.
+    """
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+
+
+@cached_tensors(maxsize=256)
+def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
+    """Which rows of an item of several documents see nothing, ``[n]``; ``None`` if none are."""
+    first, stop = item.seen
+    hidden = stop <= first
+    return torch.as_tensor(hidden, device=device) if hidden.any() else None
 
 
 def _part(rows: Rows, columns: Columns, item: WorkItem) -> tuple[Rows, Columns]:

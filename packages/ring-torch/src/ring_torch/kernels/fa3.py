@@ -99,7 +99,8 @@ FA3 = FlashKernel(
     Flash3(),
     Capabilities(
         name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, bands="any", documents=True, deterministic=True, exact_nan=False,
+        head_dim_multiple=8, bands="any", documents=True, deterministic=True,
+        deterministic_head_dim=192, exact_nan=False,
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
 )  # fmt: skip
