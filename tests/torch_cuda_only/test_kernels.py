@@ -26,11 +26,15 @@ RING = [case for case in CASES.values() if case.cp_size > 1 and case.dtype == "f
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[dict[str, dict[str, int]]]:
-    """How many cases each kernel and transport ran and refused, written to ``RING_TALLY``."""
+    """How many cases each kernel and transport ran and refused, written to ``RING_TALLY``.
+
+    Of several workers each writes a file of its own, which ends with its name.
+    """
     counts: dict[str, dict[str, int]] = {}
     yield counts
     if path := os.environ.get("RING_TALLY"):
-        Path(path).write_text(json.dumps(counts, indent=2))
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        Path(path + worker).write_text(json.dumps(counts, indent=2))
 
 
 @lru_cache(maxsize=2)
