@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,9 +29,12 @@ from ring_torch._shared import Shared
 from ring_torch._verdict import timeout_of
 from ring_torch.kernels._api import has_triton
 
+if TYPE_CHECKING:
+    from ring_torch.kernels._at_once import Place
+
 _SMALL = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 _MOST_RANKS = 32
-_HEADER = 8 * (8 + 3 * _MOST_RANKS)  # bytes
+_HEADER = 1024  # bytes, enough for so many
 _FIRST = 2  # where in a header the number of the exchange stands
 _MOST_TABLES = 1024
 
@@ -60,7 +63,7 @@ class Meeting:
 
     ring: Ring
     memory: Shared = field(init=False)
-    _place: Any = None
+    _place: Place | None = None
     _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
     _tables: dict[object, Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
@@ -68,9 +71,9 @@ class Meeting:
     def __post_init__(self) -> None:
         self.memory = Shared(self.ring, _HEADER)
 
-    def reserve(self, size: int) -> Any:
+    def reserve(self, size: int) -> Place:
         """Make room for so many bytes, and let this pass follow the last one."""
-        if self.memory.reserve(size):
+        if self.memory.reserve(size) or self._place is None:
             self._tables.clear()
             self._place = self._new_place()
         if is_capturing():
@@ -90,7 +93,7 @@ class Meeting:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _new_place(self) -> Any:
+    def _new_place(self) -> Place:
         from ring_torch.kernels._at_once import Place
 
         assert self.ring.group is not None
@@ -104,6 +107,7 @@ class Meeting:
 
     def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Numbers on the device, int64 ``[n, width]``, made once."""
+        assert self._place is not None
         if len(self._tables) > _MOST_TABLES:
             self._tables.clear()
         if key not in self._tables:
@@ -142,7 +146,7 @@ class AtOnce:
     call: Call
     meeting: Meeting
     keys: Keys
-    place: Any  # in the meeting
+    place: Place  # in the meeting
     digest: int  # what tells this pass of this call from any other
     groups: int = 1
 

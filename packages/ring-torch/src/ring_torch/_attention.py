@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import KernelConfig, Mask, Schedule
-from ring_torch._autograd import RingAttention, forward_pass
+from ring_torch._autograd import RingAttention
 from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
 from ring_torch._compiled import attend_in_graph
@@ -185,9 +185,6 @@ def _run(
         ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
         bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    if not call.needs_grad:  # nor anything to keep for a backward
-        out, lse, _ = forward_pass(call, inputs)
-        return out, lse
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
     return results
 

@@ -36,7 +36,8 @@ class Keys:
     def of(cls, inputs: Inputs, groups: int = 1) -> Keys:
         """The shape of a call's, for one of so many groups of heads."""
         k, v = inputs.k, inputs.v
-        return _keys(*k.shape, v.shape[3], k.dtype, inputs.k_ids is not None, groups)
+        sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
+        return _keys(*sizes, k.dtype, inputs.k_ids is not None, groups)
 
     @property
     def width(self) -> int:
