@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
-from ring_torch import _at_once, _autograd
+from ring_torch import _at_once, _autograd, _comm
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import Facts, Packing, Ring, agree
 from ring_torch._keys import Keys
@@ -133,6 +133,50 @@ def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
     assert all(ran >= 3 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
+    """Exchanges one after the other, of ranks that are late in turns; whether each was right."""
+    OnFiles.folder = folder
+    size, width = dist.get_world_size(), 8
+    memory = OnFiles(_comm.ring_of(None), 1024)
+    packing = Packing.of(((1, 1, 2 * width), torch.float32))
+    memory.reserve(packing.size)
+    addresses = [x.data_ptr() for x in memory.headers()]
+    memory.headers()[rank][2] = 1
+    dist.barrier()
+    place = kernels.Place(torch.tensor(addresses), addresses[rank], rank, 1, 10 * 10**9)
+    own = [memory.views(r, 0, packing)[0] for r in range(size)]
+    table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])
+    everybody_came = kernels._await_all
+
+    def late(*given: Any) -> None:
+        everybody_came(*given)
+        time.sleep(0.05 * (rank == 0))  # the others may go on meanwhile
+
+    right = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "_now", _now)
+        patched.setattr(kernels, "_await_all", late)
+        if wrong:
+            patched.setattr(kernels, "_await_readers", lambda *_: None)
+        for n in range(1, 9):
+            time.sleep(0.02 * ((rank + n) % size))
+            k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
+            target = torch.zeros(size, 2 * width)
+            kernels.exchange_keys(place, n, k, v, own[rank], table, target)
+            wanted = torch.arange(size)[:, None] + 10.0 * n
+            both = torch.cat([wanted.expand(size, width), -wanted.expand(size, width)], dim=1)
+            right.append(torch.equal(target, both))
+    return right
+
+
+def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    """What a slow rank has not read yet is not written over; without the wait for it, it is."""
+    if 3 not in pools:
+        pools[3] = LocalRanks(3)
+    assert all(all(right) for right in pools[3].run(in_a_row, tmp_path, False))
+    assert not all(all(right) for right in pools[3].run(in_a_row, tmp_path, True))
 
 
 def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
