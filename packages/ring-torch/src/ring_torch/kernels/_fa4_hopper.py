@@ -44,7 +44,7 @@ class HopperParts:
         """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
-        return fits and plain and capability()[0] == 9 and _is_tiled(plan)
+        return fits and plain and _is_hopper(q.device) and _is_tiled(plan)
 
     def add_sums(
         self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
@@ -79,6 +79,11 @@ class HopperParts:
         compiled = _compiled(places[0].dtype, sums[0].shape[3], 2, True, (False, False))
         for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
             compiled.round_dkv(x.flatten(2), place, scale, None, None, None, None)
+
+
+@lru_cache(maxsize=64)
+def _is_hopper(device: torch.device) -> bool:
+    return capability(device.index)[0] == 9
 
 
 @lru_cache(maxsize=64)

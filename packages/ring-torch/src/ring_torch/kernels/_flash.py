@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -275,11 +274,6 @@ def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
 
 def capability(device: int | None = None) -> tuple[int, int]:
     """Compute capability of a CUDA device, of the current one by default."""
-    return _capability(torch.cuda.current_device() if device is None else device)
-
-
-@cache
-def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
