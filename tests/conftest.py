@@ -52,9 +52,8 @@ FEW = ("causal", "window-shard", "documents", "shortest")
 DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
 #: Cases of short passes whose kernels are interpreted each time.
 AT_ONCE = (
-    "full-plain-cp2", "causal-zigzag-cp2", "window-both-zigzag-cp3", "window-left-plain-cp4",
-    "mqa-zigzag", "v-dim-zigzag", "bias-zigzag", "keys80-causal-zigzag", "shortest-zigzag-cp3",
-    "causal-random-cp4", "documents-full-dealt-cp4",
+    "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
+    "keys80-causal-zigzag", "causal-random-cp4",
 )  # fmt: skip
 HERE = Path(__file__).parent
 
