@@ -47,8 +47,6 @@ def _tuned(options: argparse.Namespace) -> int:
         seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
         best = _tune.tuned(row, seconds)
         gain = seconds(row) / seconds(best)
-        if gain < 1:  # its time before was chance
-            best, gain = row, 1.0
         print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
         table = tuple(best if x == row else x for x in table)
         path.write_text(written(table))  # a run cut short leaves what it found
