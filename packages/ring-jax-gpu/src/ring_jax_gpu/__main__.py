@@ -2,7 +2,7 @@
 
 ``tune FILE`` times blocks of other sizes, warps and stages for the chosen rows of the table, each
 checked against the table's own results first, and writes the table with the fastest ones to FILE,
-where all else that was tuned before stays.
+where all else that was tuned before stays, and so does a row that is not beaten twice.
 Set ``RING_TRITON_BLOCKS=FILE`` to use it. The kernels for Hopper have no such sizes.
 """
 
@@ -45,8 +45,7 @@ def _tuned(options: argparse.Namespace) -> int:
         print(f"{_tune.name_of(row)}, on {where}", flush=True)
         say = print if options.verbose else _silent
         seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
-        best = _tune.tuned(row, seconds)
-        gain = seconds(row) / seconds(best)
+        best, gain = _tune.tuned(row, seconds)
         print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
         table = tuple(best if x == row else x for x in table)
         path.write_text(written(table))  # a run cut short leaves what it found
