@@ -97,7 +97,7 @@ def lowest(session: nox.Session, backend: str) -> None:
 @nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
-    for backend in ("torch", "jax", "jax-tpu"):
+    for backend in ("torch", "jax", "jax-gpu", "jax-tpu"):
         install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
         workers = WORKERS.get(backend, "auto")
         for each in (backend, *ALSO.get(backend, [])):

@@ -5,6 +5,8 @@ no speed. Times are CUDA events, the median of up to 20 runs, of the slowest ran
 GPU's: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. ``eta`` is a
 method's rate over that of one GPU on the same sequence. ``alone`` is a method's launches over keys
 that are there already; ``exposed`` is the share of the time that the rest takes: communication.
+With ``--ranks 4 8`` one GPU plays all ranks of such rings, one after the other, ``alone``: what so
+many would reach if nothing had to travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +29,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from gpu_alone import as_rank
 from gpu_methods import Mask, Method, method
 
 import ring_core
@@ -66,6 +70,7 @@ METHODS = (
     "zigzag/fa4/pull/alone/graph", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses", "all-gather",
     "ring-flash-attn", "torch-cp",
 )  # fmt: skip
+PASSES = {"forward": 1.0, "both": 3.5}  # times the forward's FLOPs
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 ALONE = "/alone"  # in a method's name: without its communication
 
@@ -239,10 +244,10 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the settings asked for, row by row; rows already in the JSON are kept."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    how = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="played by one GPU")
     parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
@@ -256,35 +261,62 @@ def main(argv: list[str] | None = None) -> int:
     if options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     chosen = [s for s in SETTINGS if s.name in options.settings]
-    for world in options.gpus:
+
+    def add(world: int, make: Callable[[Setting, str, float], dict[str, Any]]) -> None:
+        for setting, name in product(chosen, options.methods):
+            key = {"gpus": world, "setting": setting.name, "method": name}
+            if not any(key.items() <= row.items() for row in rows):
+                rows.append(key | make(setting, name, options.seconds))
+                print(_line(rows[-1]), flush=True)
+                _save(options.json, rows)
+
+    for world in options.ranks:
+        add(world, partial(_played, world))
+    for world in options.gpus if not options.ranks else ():
         with LocalRanks(world, cuda=True, patience=300) as ranks:
-            for setting in chosen:
-                for name in options.methods:
-                    key = {"gpus": world, "setting": setting.name, "method": name}
-                    if any(key.items() <= row.items() for row in rows):
-                        continue
-                    row = key | _row(ranks, setting, name, options.seconds)
-                    rows.append(row)
-                    print(_line(row), flush=True)
-                    _save(options.json, rows)
+            add(world, partial(_row, ranks))
     return 0
+
+
+def _played(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
+    """One line of the table for so many ranks that one GPU plays, without communication.
+
+    Their results mean nothing, so it is the same calls on one rank that have to be right.
+    """
+    if name != "one" and ALONE not in name:
+        raise SystemExit(f"one GPU plays ranks without communication only, not {name}")
+    errors = as_rank(0, 1, gate, 0, setting, name)
+    if wrong := _wrong(errors):
+        return {"wrong": wrong}
+    ranks = range(1 if name == "one" else world)
+    found = [as_rank(rank, len(ranks), measure, rank, setting, name, seconds) for rank in ranks]
+    slowest = {key: max((x[key] for x in found), key=lambda x: x["ms"]) for key in PASSES}
+    return {"errors": errors, **_with_rates(slowest, setting, len(ranks))}
+
+
+def _wrong(errors: dict[str, float]) -> dict[str, float]:
+    return {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
+
+
+def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
+    """With TFLOP/s of each of so many GPUs."""
+    flops = 4 * pairs_of(setting) * setting.heads * DIM / shares
+    return {
+        key: times[key] | {"tflops": factor * flops / times[key]["ms"] / 1e9}
+        for key, factor in PASSES.items()
+    }
 
 
 def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """One line of the table: gate first, then times."""
     try:
         errors = ranks.run(gate, setting, name)[0]
-        wrong = {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
-        if wrong:
+        if wrong := _wrong(errors):
             return {"wrong": wrong}
         times = ranks.run(measure, setting, name, seconds)[0]
     except LocalRankError as error:
         return {"failed": str(error).strip().splitlines()[-1]}
-    flops = 4 * pairs_of(setting) * setting.heads * DIM
-    shares = 1 if name == "one" else len(ranks)
-    for key, factor in (("forward", 1.0), ("both", 3.5)):
-        times[key]["tflops"] = factor * flops / shares / times[key]["ms"] / 1e9
-    return {"errors": errors, **times}
+    return {"errors": errors, **_with_rates(times, setting, 1 if name == "one" else len(ranks))}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,19 +1,24 @@
-"""A pass without its communication: the same launches, over keys that are there already."""
+"""A pass without its communication: the same launches, over keys that are there already.
+
+So one GPU can play the ranks of a ring of many, one after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_core import Gather
-from ring_torch import _autograd
+from ring_torch import _autograd, _call
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts
+from ring_torch._comm import Facts, Ring
 from ring_torch._gather import Arriving, Returning
 from ring_torch._keys import Keys, Sums
 
@@ -70,3 +75,21 @@ def alone() -> Iterator[None]:
 
     with patch.object(_autograd, "_carrier", carrier):
         yield
+
+
+def as_rank[**P, R](
+    rank: int, world: int, run: Callable[P, R], *args: P.args, **named: P.kwargs
+) -> R:
+    """Run in a group of which only this rank is there, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        # The group is no nccl's, and there are no peers to ask for their memory.
+        with patch.object(_call, "choose_transport", _as_named):
+            return run(*args, **named)
+    finally:
+        dist.destroy_process_group()
+        _call._prepare.cache_clear()  # noqa: SLF001  # of the transports chosen here
+
+
+def _as_named(transport: str, ring: Ring, *_: object, **__: object) -> str:
+    return transport if ring.size > 1 else "p2p"

@@ -7,11 +7,14 @@ of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's at
 forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what one of them cannot
 do, or failed in, is among the refused, with the reason.
 
-``--gpus 2`` splits sequences over GPUs, causal: the ring, beside ways written in plain JAX with
-cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of one GPU with the whole
-sequence. With ``--layers`` a call, of one GPU too, is a program of so many layers, which pays once
-for its start; rates are those of its layers. ``--profile`` traces a few calls of each: how long
-transfers run beside no attention kernel, and which operations take longest.
+``--gpus 2`` splits sequences over GPUs, causal: the ring and ``transport="gather"``, beside ways
+written in plain JAX with cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of
+one GPU with the whole sequence. With ``--layers`` a call, of one GPU too, is a program of so many
+layers, which pays once for its start; rates are those of its layers. ``--profile`` traces a few
+calls of each: how long transfers run beside no attention kernel, and which operations take longest.
+
+``--ranks 4 8`` lets one GPU play ranks of such rings without communication, the first, the middle
+one and the last: what so many GPUs would reach if nothing had to travel. The slowest counts.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax_gpu_alone import as_rank, share
 from jax_gpu_columns import COLUMNS, Attend, Seen, both, exact, layered, passes, reason_of
 from jax_gpu_methods import AXIS, KERNELS, RIVALS, mesh_of
 from jax_gpu_methods import ours as over_gpus
@@ -47,10 +51,15 @@ GATE_LENGTH = 2048
 GATE = 1.1  # times cuDNN's error
 WINDOW = 1024
 SLOW = 0.2  # seconds a call, from which on a round is one call
+REST = 0.05  # seconds
 CAUSAL, FULL, WINDOWED = Seen(causal=True), Seen(causal=False), Seen(causal=True, window=WINDOW)
 MASKS = {"causal": CAUSAL, "full": FULL, "window": WINDOWED}
 RESULTS = ("out", "dq", "dk", "dv")
-METHODS: dict[str, tuple[Callable[..., Attend], str]] = {"triton": (over_gpus, "triton")} | {
+OURS: dict[str, tuple[Callable[..., Attend], str]] = {
+    "triton": (over_gpus, "triton"),
+    "triton gather": (partial(over_gpus, transport="gather"), "triton"),
+}
+METHODS = OURS | {
     f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
 }
 
@@ -141,7 +150,10 @@ def _errors(results: Any, expected: Any) -> list[float]:
 def seconds_each[Key](
     runs: dict[Key, Callable[[], Any]], rounds: int = 5, target: float = 0.05
 ) -> dict[Key, float]:
-    """Medians over rounds in which all take turns, as a GPU's clock changes with its warmth."""
+    """Medians over rounds in which all take turns, as a GPU's clock changes with its warmth.
+
+    Each turn begins with a rest, so that nobody begins at the clock that another left.
+    """
     calls: dict[Key, int] = {}
     took: dict[Key, list[float]] = {key: [] for key in runs}
     for key, run in runs.items():
@@ -152,6 +164,7 @@ def seconds_each[Key](
         calls[key] = 1 if once > SLOW else max(2, min(60, int(target / max(once, 1e-5))))
     for _ in range(rounds):
         for key, run in runs.items():
+            time.sleep(REST)
             start = time.perf_counter()
             jax.block_until_ready([run() for _ in range(calls[key])][-1])
             took[key].append((time.perf_counter() - start) / calls[key])
@@ -255,9 +268,9 @@ def over(
         (name, "forward"): partial(jax.jit(layered(attend, layers)), *qkv)
         for name, (attend, _) in methods.items()
     }
-    if "triton" in methods:
-        ring = partial(both, layered(methods["triton"][0], layers))
-        runs["triton", "both"] = partial(jax.jit(ring), *qkv, dout)
+    for name in (name for name in OURS if name in methods):
+        passes_of = partial(both, layered(methods[name][0], layers))
+        runs[name, "both"] = partial(jax.jit(passes_of), *qkv, dout)
 
     def refuse(key: tuple[str, str], reason: str) -> None:
         report.refuse(reason, **what, method=key[0], what=key[1])
@@ -267,7 +280,7 @@ def over(
     for (name, kind), took in seconds_each(runs).items():
         row = rows.setdefault(name, {**what, "method": name, "error": methods[name][1]})
         row[kind] = flops * (3.5 if kind == "both" else 1) / took
-        if name == "triton" and kind in alone:
+        if name in OURS and kind in alone:
             row[f"eta {kind}"] = row[kind] / alone[kind]
     for row in rows.values():
         report.add(row)
@@ -300,6 +313,33 @@ def several(
         over(mesh, methods, length, alone, report, layers=layers, profile=profile)
 
 
+def played(size: int, lengths: list[int], report: Report) -> None:
+    """Rows of rings whose ranks one GPU plays, and of one GPU that has all to itself."""
+    allowed = check(["triton"], CAUSAL, report)["triton"]
+    if allowed != {"forward", "both"}:
+        raise SystemExit("wrong: no times")
+    for length in lengths:
+        *whole, whole_dout = inputs(length, seed=1)
+        *qkv, dout = inputs(length // size, seed=2)
+        one, runs = share("ppermute"), dict[tuple[str, int, str], Callable[[], Any]]()
+        runs["one", 0, "forward"] = partial(jax.jit(one), *whole)
+        runs["one", 0, "both"] = partial(jax.jit(partial(both, one)), *whole, whole_dout)
+        for way, rank in product(("ppermute", "gather"), sorted({0, size // 2, size - 1})):
+            attend = share(way)
+            forward, backward = as_rank(rank, size, attend), partial(both, attend)
+            runs[way, rank, "forward"] = partial(jax.jit(forward), *qkv)
+            runs[way, rank, "both"] = partial(jax.jit(as_rank(rank, size, backward)), *qkv, dout)
+        took = seconds_each(runs, rounds=3)
+        for way in ("ppermute", "gather"):
+            row: dict[str, Any] = {"ranks": size, "length": length, "transport": way}
+            for kind in ("forward", "both"):
+                ranks = {str(key[1]): took[key] for key in runs if key[::2] == (way, kind)}
+                row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}
+                row[f"eta {kind}"] = took["one", 0, kind] / size / max(ranks.values())
+            report.add(row)
+            print(row, flush=True)
+
+
 def _split(mesh: Mesh, x: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, AXIS)))
 
@@ -314,6 +354,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
     found.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     found.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
+    found.add_argument("--ranks", type=int, nargs="*", default=[], help="played by one GPU")
     found.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
     found.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     found.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
@@ -333,6 +374,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.masks:
         lengths = options.window_lengths if name == "window" else options.lengths
         one_gpu(options.columns, MASKS[name], lengths, report)
+    for size in options.ranks:
+        played(size, options.split_lengths, report)
     for gpus in options.gpus:
         lengths, methods = options.split_lengths, options.methods
         several(gpus, lengths, methods, report, layers=options.layers, profile=options.profile)

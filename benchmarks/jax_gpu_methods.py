@@ -33,10 +33,10 @@ def mesh_of(gpus: int) -> Mesh:
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def ours(mesh: Mesh, kernel: str) -> Attend:
-    """The zigzag ring of ``ring_jax`` with the kernel of a name."""
+def ours(mesh: Mesh, kernel: str, transport: str = "ppermute") -> Attend:
+    """``ring_jax`` over the zigzag layout with the kernel of a name."""
     cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, schedule="zigzag")
-    return partial(cp.attention, causal=True, kernel=kernel)
+    return partial(cp.attention, causal=True, kernel=kernel, transport=transport)
 
 
 def all_gather(mesh: Mesh, implementation: Implementation) -> Attend:

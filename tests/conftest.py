@@ -42,6 +42,11 @@ SLOW_ON_TPU = (
     "test_compiles[v5e:2x2-False",
     "test_blocks_of_dq_that_come_back_at_once[heads0",
 )  # fmt: skip
+#: Kernels of whose kind others are compiled each time.
+SLOW_ON_GPU = ("test_roles_on_hopper[True-64",)
+SLOW_WITH_TRITON = (
+    "test_causal[80", "test_causal[100", *(f"test_options[{x}" for x in ("fused", "wide", "dropout")),
+)  # fmt: skip
 #: What others show too, on meshes of the other kind.
 SLOW_IN_JAX = (
     *(f"test_context_parallel[{schedule}-AxisType.Explicit" for schedule in ("plain", "striped", "balanced")),
@@ -50,6 +55,11 @@ SLOW_IN_JAX = (
 FEW = ("causal", "window-shard", "documents", "shortest")
 #: Cases of layouts that are dealt out which run in JAX each time.
 DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
+#: Cases over gathered keys which run in JAX each time.
+GATHERED_IN_JAX = (
+    "causal-zigzag-cp4", "window-both-zigzag-cp3", "documents-plain-cp3", "segments-zigzag",
+    "keys80-causal-zigzag", "options-random-cp2", "bias-zigzag",
+)  # fmt: skip
 #: Cases of short passes whose kernels are interpreted each time.
 AT_ONCE = (
     "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
@@ -71,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="jax: all masks everywhere; jax-tpu, torch-triton: all cases",
+        help="jax: all masks everywhere; jax-tpu, jax-gpu, torch-triton: all cases",
     )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
@@ -161,7 +171,10 @@ def _ranks(item: pytest.Item) -> int:
 
 def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
-    slow = {"jax-tpu": SLOW_ON_TPU, "jax": SLOW_IN_JAX}.get(backend)
+    slow = {
+        "jax-tpu": SLOW_ON_TPU, "jax": SLOW_IN_JAX, "jax-gpu": SLOW_ON_GPU,
+        "torch-triton": SLOW_WITH_TRITON,
+    }.get(backend)  # fmt: skip
     if slow and item.name.startswith(slow):
         return True
     callspec = getattr(item, "callspec", None)
@@ -176,10 +189,12 @@ def _is_slow(item: pytest.Item, backend: str) -> bool:
         again = item.path.name in ("test_gather.py", "test_flash.py")
         mask, size = _mask_and_size(case)
         return again and size in ("4", "8") and mask not in FEW
-    return _is_slow_in_jax(case)
+    return _is_slow_in_jax(case, gathered=item.path.name == "test_gather.py")
 
 
-def _is_slow_in_jax(case: Any) -> bool:
+def _is_slow_in_jax(case: Any, *, gathered: bool) -> bool:
+    if gathered:
+        return case.name not in GATHERED_IN_JAX
     if isinstance(case.schedule, Dealt):
         return case.name not in DEALT_IN_JAX
     mask, size = _mask_and_size(case)

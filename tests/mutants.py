@@ -26,7 +26,7 @@ def applied(name: str | None) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for target, attribute, replacement in (
-                MUTANTS | GATHERED_MUTANTS | GROUP_MUTANTS | HARMLESS
+                MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | GROUP_MUTANTS | HARMLESS
             )[name]():
                 stack.enter_context(patch.object(target, attribute, replacement))
             yield
@@ -71,7 +71,7 @@ def _last_step_dropped() -> Patches:
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
     if sides := _jax("_sides"):
-        right = sides.step_tables
+        right = sides.of_step
 
         def tables(plan: Any, step: int) -> Any:
             found = right(plan, step)
@@ -79,7 +79,7 @@ def _last_step_dropped() -> Patches:
                 return found
             return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
 
-        patches += [(module, "step_tables", tables) for module in (sides, _jax("_spmd"))]
+        patches.append((_jax("_spmd"), "of_step", tables))
     return patches
 
 
@@ -240,13 +240,13 @@ def _wrong_kv_head() -> Patches:
 
         patches.append((sdpa, "_head_groups", groups))
     if spmd := _jax("_spmd"):
-        message = spmd._own_message
+        message = spmd.own_message
 
         def turned(x: Any) -> Any:
             own = message(x)
             return own._replace(kv=own.kv[:, ::-1])
 
-        patches.append((spmd, "_own_message", turned))
+        patches.append((spmd, "own_message", turned))
     return patches
 
 
@@ -287,22 +287,23 @@ def _help_not_returned() -> Patches:
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
     if sides := _jax("_sides"):
-        right = sides.step_tables
+        right = sides.of_step
 
         def tables(plan: Any, step: int) -> Any:
             found = right(plan, step)
             return found._replace(helped=np.zeros_like(found.helped))
 
-        patches.append((sides, "step_tables", tables))
+        patches.append((_jax("_spmd"), "of_step", tables))
     return patches
 
 
 def _fetched_from_the_wrong_rank() -> Patches:
     right = _gather._fetches
 
-    def wrong(plan: Any, *args: Any) -> Any:
-        for one in right(plan, *args):
-            yield one._replace(rank=(one.rank + 1) % plan.cp_size)
+    def wrong(runs: Any, *args: Any) -> Any:
+        size = 1 + max(rank for _, rank in runs)
+        for one in right(runs, *args):
+            yield one._replace(rank=(one.rank + 1) % size)
 
     return [(_gather, "_fetches", wrong)]
 
@@ -320,6 +321,28 @@ def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
         return right(carrier, *args, **named)
 
     return [(gather.Messages, "send_home", wrong)]
+
+
+def _gathered_out_of_order() -> Patches:
+    """JAX: the keys of all ranks lie one rank further on."""
+    import jax.numpy as jnp
+
+    ring = _jax("_ring")
+    gather = ring.Ring.gather
+
+    def wrong(self: Any, x: Any, axis: int) -> Any:
+        return jnp.roll(gather(self, x, axis), x.shape[axis], axis)
+
+    return [(ring.Ring, "gather", wrong)]
+
+
+def _scattered_grads_dropped() -> Patches:
+    """JAX: gradients of gathered keys do not come home."""
+    import jax.numpy as jnp
+
+    ring = _jax("_ring")
+    scatter = ring.Ring.scatter
+    return [(ring.Ring, "scatter", lambda *args: jnp.zeros_like(scatter(*args)))]
 
 
 def _groups_swapped() -> Patches:
@@ -368,6 +391,12 @@ GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "gathered-grads-not-sent-home": _gathered_grads_dropped,
     "grads-beside-kernels-dropped": lambda: _gathered_grads_dropped(beside=True),
     "grads-after-kernels-dropped": lambda: _gathered_grads_dropped(beside=False),
+}
+
+#: What only keys that are gathered in JAX show.
+JAX_GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
+    "gathered-out-of-order": _gathered_out_of_order,
+    "scattered-grads-dropped": _scattered_grads_dropped,
 }
 
 #: What only heads in groups show.

@@ -19,6 +19,7 @@ import ring_jax
 from ring_core import KernelConfig, Layout
 
 Arrays = dict[str, npt.NDArray[Any]]
+Ways = tuple[str | KernelConfig, str]  # kernel and transport
 
 SPECS = {
     "q": PartitionSpec(None, "cp"), "k": PartitionSpec(None, "cp"), "v": PartitionSpec(None, "cp"),
@@ -44,17 +45,19 @@ class JaxBackend:
     def __init__(self, attention: Callable[..., Any] | None = None) -> None:
         self._attention = attention
 
-    def run(self, case: Case, mutant: str | None = None, kernel: str = "auto") -> Arrays:
+    def run(
+        self, case: Case, mutant: str | None = None, kernel: str = "auto", transport: str = "auto"
+    ) -> Arrays:
         """Run one case."""
         _ = case.expected  # before anything is broken
         with applied(mutant), jax.enable_x64(case.dtype == "float64"):
-            return self._run(case, kernel, _kept if mutant is None else _program)
+            return self._run(case, (kernel, transport), _kept if mutant is None else _program)
 
-    def _run(self, case: Case, kernel: str | KernelConfig, make: Callable[..., Any]) -> Arrays:
+    def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
         x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
         given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
-        results = make(_without_values(case), kernel, attention)(given, x["dout"], x.get("dlse"))
+        results = make(_without_values(case), ways, attention)(given, x["dout"], x.get("dlse"))
         return _natural_all(case, results)
 
 
@@ -74,7 +77,7 @@ def _without_values(case: Case) -> Case:
     )
 
 
-def _program(case: Case, kernel: str | KernelConfig, attention: Callable[..., Any]) -> Any:
+def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
     """The compiled function of the arrays, of ``dout`` and of ``dlse``."""
     mesh = jax.make_mesh(
         (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]
@@ -86,7 +89,7 @@ def _program(case: Case, kernel: str | KernelConfig, attention: Callable[..., An
             segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
             softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
             bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
-            dropout_seed=case.dropout_seed, return_lse=True, kernel=kernel,
+            dropout_seed=case.dropout_seed, return_lse=True, kernel=ways[0], transport=ways[1],
         )  # fmt: skip
         return results
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from cases import Case
 from jax.interpreters import mlir
 
-from backends.jax_devices import GRADS, Arrays, JaxBackend
+from backends.jax_devices import GRADS, Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu._call import (
@@ -164,8 +164,10 @@ class TritonBackend(JaxBackend):
     def __init__(self) -> None:
         super().__init__(ring_attention)
 
-    def _run(self, case: Case, kernel: str | KernelConfig, make: Callable[..., Any]) -> Arrays:
-        return super()._run(case, WAYS[kernel] if isinstance(kernel, str) else kernel, make)
+    def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
+        kernel, transport = ways
+        config = WAYS[kernel] if isinstance(kernel, str) else kernel
+        return super()._run(case, (config, transport), make)
 
 
 def alone(case: Case, config: KernelConfig) -> dict[str, Array]:

@@ -48,7 +48,7 @@ LIMITS = {
     "jax": Limits(
         (1, 2, 3, 4, 5, 8),
         ("float64", "float32", "float32", "bfloat16", "float16"),
-        {},
+        {"transport": ("auto", "auto", "gather")},
         tokens=64,
         pairs=20_000,
         values=25,

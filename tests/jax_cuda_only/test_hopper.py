@@ -104,3 +104,17 @@ def test_in_the_ring(mask: Mask, schedule: Any, size: int, calls: list[str]) -> 
     case = Case(f"hopper-{mask.causal}-{schedule}-cp{size}", mask, schedule, size, **usual)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert "attend" in calls
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
+def test_over_gathered_keys(mask: Mask, schedule: Any, size: int, calls: list[str]) -> None:
+    """Many items in one launch, over the keys of all GPUs."""
+    if jax.device_count() < size:
+        pytest.skip(f"this machine has fewer than {size} GPUs")
+    usual = {**USUAL, "seq_len": 1024, "batch": 2}
+    case = Case(f"hopper-{mask.causal}-{schedule}-all{size}", mask, schedule, size, **usual)
+    found = JaxBackend(ring_attention).run(case, kernel="triton", transport="gather")
+    assert_close(case, found)
+    assert set(calls) == {"attend", "add_to_keys"}

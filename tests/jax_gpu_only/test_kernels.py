@@ -109,6 +109,13 @@ def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(CASES[name], JaxBackend().run(CASES[name], kernel="triton"))
 
 
+@pytest.mark.parametrize("name", ["causal-zigzag-cp4", "documents-window-plain-cp4", "bias-zigzag"])
+def test_over_gathered_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    found = JaxBackend().run(CASES[name], kernel="triton", transport="gather")
+    assert_close(CASES[name], found)
+
+
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
     case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(120, 0)), "zigzag", 2, 300)

@@ -19,6 +19,12 @@ from ring_jax_gpu.__main__ import main
 ROW = Row("attend", 2, 64, crowded=False, q=128, k=128, warps=8, stages=3)
 
 
+@pytest.fixture(autouse=True)
+def _few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tune, "HEADS", 4)
+    monkeypatch.setattr(_tune, "KV_HEADS", 1)
+
+
 def test_sizes_first_then_stages() -> None:
     asked: list[Row] = []
 

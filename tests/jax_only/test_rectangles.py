@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ring_core import Mask, make_plan
-from ring_jax._sides import step_tables
+from ring_jax._sides import of_step
 
 MASKS = {
     "full": Mask(),
@@ -27,7 +27,7 @@ def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
             rank: [item for item in plan.items(rank, step) if item.q_rank == rank]
             for rank in range(plan.cp_size)
         }
-        found = {x.q_rank: x for x in step_tables(plan, step).rectangles}
+        found = {x.q_rank: x for x in of_step(plan, step).rectangles}
         if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
             assert found == {}
             continue
@@ -42,6 +42,6 @@ def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
-    steps = [step_tables(plan, step).rectangles for step in range(plan.num_steps)]
+    steps = [of_step(plan, step).rectangles for step in range(plan.num_steps)]
     assert [len(x) for x in steps] == [0, 4, 4, 4]
     assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}

@@ -12,7 +12,7 @@ import pytest
 from cases import Case, masks
 
 from ring_core import SCHEDULES, TABLE_COLUMNS, TILE, Plan
-from ring_jax._sides import Side
+from ring_jax._sides import Side, of_step
 from ring_jax._types import Inputs, Message, Queries, Static
 from ring_jax._xla import XlaKernel
 from ring_jax_tpu._blocks import Blocks
@@ -44,14 +44,15 @@ def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) 
     """The kinds of the blocks that a rank's kernel is told."""
     static = Static(plan, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
     side = Side(static, NOTHING, jnp.int32(rank))
-    work = side.helped_work(step) if helped else side.own_work(step)
+    part = of_step(plan, step)
+    work = side.helped_work(part) if helped else side.own_work(part)
     if work is None:
         return None
     empty: Any = jnp.zeros((1, 1, 1, 1))
-    shift = plan.steps[step].shift
+    shift = part.shift
     q_rank, k_rank = (side.behind(shift), side.rank) if helped else (side.rank, side.behind(shift))
-    rows = side.rows(step, q_rank, Queries(empty, None, None))
-    columns = side.columns(step, k_rank, Message(empty, None))
+    rows = side.rows(part, q_rank, Queries(empty, None, None))
+    columns = side.columns(part, side.key_positions(k_rank), Message(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 

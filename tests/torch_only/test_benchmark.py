@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -37,3 +42,33 @@ def test_alone_does_all_but_communicate() -> None:
         for without, after in ranks.run(errors):
             assert without[0] and without[1] > 0.01
             assert after == (True, 0.0)
+
+
+def test_one_process_plays_the_ranks_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it would run among the others: the same launches, without their keys."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from gpu_alone import as_rank
+    from gpu_methods import Mask, method
+
+    def attend(rank: int) -> list[tuple[int, int]]:
+        torch.manual_seed(rank)
+        q, k, v = (torch.randn(1, 32, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+        way = method("zigzag/eager/gather/alone", Mask(), 128)
+        pairs: list[tuple[int, int]] = []
+        right = EagerKernel.attend
+
+        def counted(kernel: Any, rows: Any, columns: Any, item: Any, *rest: Any) -> Any:
+            pairs.append((rows.q.shape[1], columns.k.shape[1]))
+            return right(kernel, rows, columns, item, *rest)
+
+        with way.around(), patch.object(EagerKernel, "attend", counted):
+            way.attend(q, k, v).sum().backward()
+        assert q.grad is not None and bool(q.grad.isfinite().all())
+        return sorted(pairs)
+
+    assert not dist.is_initialized()
+    found = [as_rank(rank, 4, attend, rank) for rank in range(4)]
+    chunk = 128 // 8
+    expected = [[(chunk, (n + 1) * chunk), (chunk, (8 - n) * chunk)] for n in range(4)]
+    assert found == expected
+    assert not dist.is_initialized()

@@ -120,7 +120,9 @@ class RingAttention:
             return_lse: Return ``lse`` too.
             kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
                 back.
-            transport: ``auto`` or ``ppermute``.
+            transport: How keys travel: ``ppermute``, round the ring, in steps; ``gather``, those of
+                all devices to each at once, beside the own block, then one kernel over all of them:
+                fewer merges, more memory. ``auto`` is ``ppermute``.
 
         Returns:
             ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ring_jax._gathered import gathered_backward, gathered_forward
 from ring_jax._spmd import heads_first, run_backward, run_forward
 from ring_jax._types import Array, Inputs, Message, Result, Static, Upstream
 
@@ -24,7 +25,7 @@ class Saved(NamedTuple):
     inputs: Inputs
     out: Array  # [B, T, H, Dv]
     lse: Array  # [B, H, T]
-    last: Message | None  # the K/V that arrived last
+    last: Message | None  # the K/V that arrived last, or all that were gathered
 
 
 def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
@@ -51,7 +52,8 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the ring and add the sinks."""
-    result, last = run_forward(static, inputs)
+    forward = gathered_forward if static.transport == "gather" else run_forward
+    result, last = forward(static, inputs)
     if inputs.sinks is not None:
         result = _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
@@ -70,7 +72,8 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = Upstream(heads_first(dout), saved.lse, delta)
-    grads = run_backward(static, x, upstream, saved.last)
+    backward = gathered_backward if static.transport == "gather" else run_backward
+    grads = backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)

@@ -13,9 +13,8 @@ from jax import lax
 from ring_core import KernelConfig, Mask, Request, Schedule, checks, make_plan
 from ring_jax._kernels import choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
+from ring_jax._transport import choose_transport
 from ring_jax._types import Array, Inputs, Kernel, Static
-
-TRANSPORTS = ("auto", "ppermute")
 
 
 def check_call(
@@ -76,7 +75,7 @@ def check_call(
     checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         checks.check_flag(name, flag)
-    checks.check_choice("transport", transport, TRANSPORTS)
+    way = choose_transport(transport, plan)
     q_ids, k_ids = check_others(
         sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
@@ -94,7 +93,7 @@ def check_call(
     chosen = choose(kernels, config, request, plan)
     static = Static(
         plan, axis_name, scale, cap, float(dropout_p), chosen, config, described[0].dtype,
-        sizes.head_dim,
+        sizes.head_dim, way,
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
     return static, Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None)

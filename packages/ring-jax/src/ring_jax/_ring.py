@@ -38,6 +38,20 @@ class Ring:
 
         return cast("T", jax.tree.map(permute, x))
 
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+        """The arrays of all ranks, one behind the other along a dimension."""
+        if self.axis_name is None:
+            return x
+        gathered: jax.Array = lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+        return gathered
+
+    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+        """The reverse for sums: of all ranks' arrays, this rank's piece along a dimension."""
+        if self.axis_name is None:
+            return x
+        piece: jax.Array = lax.psum_scatter(x, self.axis_name, scatter_dimension=axis, tiled=True)
+        return piece
+
 
 def together[*Ts](*values: *Ts) -> tuple[*Ts]:
     """Tie arrays that arrive during a kernel to that kernel's results.

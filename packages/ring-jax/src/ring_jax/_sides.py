@@ -1,4 +1,6 @@
-"""A rank's side of the plan: which work it does in a step, and what belongs to its tokens.
+"""A rank's side of the plan: which work it does of a part, and what belongs to its tokens.
+
+A part is a step of the plan, or all other ranks' keys at once.
 
 The rank is a traced number, so everything that differs between ranks is looked up in small arrays:
 the plan's tables, and where each run of the layout begins.
@@ -7,9 +9,10 @@ the plan's tables, and where each run of the layout begins.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +33,16 @@ from ring_jax._types import (
 Table = npt.NDArray[np.int32]
 
 
-class StepTables(NamedTuple):
-    """What ranks compute in a step: ``int32 [P, R, C]`` for their own queries and for others'.
+class Part(NamedTuple):
+    """What ranks compute of some keys: ``int32 [P, R, C]`` for their own queries and for others'.
 
-    ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that do. ``rectangles`` are
-    all of ``own``, if ranks show each other all or nothing of one rectangle.
+    The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
+    behind the other's. ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that
+    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle.
     """
 
+    shift: int
+    gathered: bool
     own: Table
     helped: Table
     helpers: tuple[int, ...]
@@ -45,8 +51,8 @@ class StepTables(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def step_tables(plan: Plan, step: int) -> StepTables:
-    """Split the plan's table by whose queries the rows are."""
+def of_step(plan: Plan, step: int) -> Part:
+    """A step: the plan's table, split by whose queries the rows are."""
     table = plan.table(step)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     live = column["q_stop"] > column["q_start"]
@@ -56,7 +62,25 @@ def step_tables(plan: Plan, step: int) -> StepTables:
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
     own = _pick(table, live & is_own)
     rectangles = _rectangles(own) if plan.blocks is None else ()
-    return StepTables(own, _pick(table, helped), helpers, has_documents, rectangles)
+    shift = plan.steps[step].shift
+    return Part(shift, False, own, _pick(table, helped), helpers, has_documents, rectangles)
+
+
+@lru_cache(maxsize=256)
+def of_others(plan: Plan) -> Part | None:
+    """All steps but that of the own keys, at once; ``None`` if there are none."""
+    parts = [of_step(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
+    if not parts:
+        return None
+    table = np.concatenate([part.own for part in parts], axis=1)
+    at = {name: n for n, name in enumerate(TABLE_COLUMNS)}
+    live = table[..., at["q_stop"]] > table[..., at["q_start"]]
+    before = np.where(live, table[..., at["kv_rank"]] * plan.k_layout.local_len, 0)
+    for name in ("k_start", "k_stop"):
+        table[..., at[name]] += before
+    has_documents = any(part.has_documents for part in parts)
+    own = _pick(table, live)
+    return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own))
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -103,17 +127,21 @@ class Side:
         """Global index of each key of a rank, int32 ``[S]``."""
         return local_positions(self.plan.k_layout, rank)
 
-    def own_work(self, step: int) -> Work | None:
-        """What this rank does for its own queries; ``None`` if no rank does anything."""
-        shift = self.plan.steps[step].shift
-        ranks = np.arange(self.plan.cp_size)
-        return self._work(step_tables(self.plan, step).own, ranks, ranks - shift)
+    def all_key_positions(self) -> Array:
+        """Those of all ranks, one rank's behind the other's, int32 ``[P * S]``."""
+        layout = self.plan.k_layout
+        each = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+        return each.reshape(-1)
 
-    def helped_work(self, step: int) -> Work | None:
-        """What this rank does for the queries of the rank it helps."""
-        shift = self.plan.steps[step].shift
+    def own_work(self, part: Part) -> Work | None:
+        """What this rank does for its own queries; ``None`` if no rank does anything."""
         ranks = np.arange(self.plan.cp_size)
-        return self._work(step_tables(self.plan, step).helped, ranks - shift, ranks)
+        return self._work(part.own, ranks, ranks - part.shift)
+
+    def helped_work(self, part: Part) -> Work | None:
+        """What this rank does for the queries of the rank it helps."""
+        ranks = np.arange(self.plan.cp_size)
+        return self._work(part.helped, ranks - part.shift, ranks)
 
     def _work(
         self, table: Table, q_rank: npt.NDArray[np.int64], kv_rank: npt.NDArray[np.int64]
@@ -126,25 +154,24 @@ class Side:
             kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
         return Work(jnp.asarray(table)[self.rank], kinds)
 
-    def rows(self, step: int, rank: Array, queries: Queries) -> Rows:
+    def rows(self, part: Part, rank: Array, queries: Queries) -> Rows:
         """Queries of a rank, with what every rank knows of them."""
         indices = local_positions(self.plan.q_layout, rank)
         positions = indices + self.plan.q_offset
         q, ids, bias = queries
         return Rows(
-            q, positions, indices, self._cells(step, positions), ids, bias, self.inputs.slopes,
+            q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
             self.inputs.seed, self.inputs.offsets,
         )  # fmt: skip
 
-    def columns(self, step: int, rank: Array, keys: Message) -> Columns:
-        """Keys of a rank, with what every rank knows of them."""
-        positions = self.key_positions(rank)
-        return Columns(keys.kv, positions, self._cells(step, positions), keys.ids)
+    def columns(self, part: Part, positions: Array, keys: Message) -> Columns:
+        """Keys at some positions, with what every rank knows of them."""
+        return Columns(keys.kv, positions, self._cells(part, positions), keys.ids)
 
-    def _cells(self, step: int, positions: Array) -> Array | None:
+    def _cells(self, part: Part, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
         boundaries = self.plan.boundaries
-        spans = self.plan.blocks is not None or step_tables(self.plan, step).has_documents
+        spans = self.plan.blocks is not None or part.has_documents
         if boundaries is None or not spans:
             return None
         borders = jnp.asarray(boundaries.astype(np.int32))

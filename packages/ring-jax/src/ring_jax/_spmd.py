@@ -17,7 +17,7 @@ from jax import lax
 
 from ring_core import Stage
 from ring_jax._ring import Ring, after, axes_of, read_after, together, vary_alike
-from ring_jax._sides import Side, step_tables
+from ring_jax._sides import Part, Side, of_step
 from ring_jax._types import (
     Array,
     Columns,
@@ -40,18 +40,19 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
         The wide result, and the K/V that arrived last (``None`` if nothing travelled).
     """
     loop, stages = Loop.of(static, x), static.plan.forward
-    q, own = heads_first(x.q), _own_message(x)
+    q, own = heads_first(x.q), own_message(x)
     held, into = own, loop.nothing_seen(q, x.v.shape[3])
     helping, home = loop.ship(stages[0], q), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q)
         fresh, last = stage is stages[0], following is None and home is None and helping is None
-        into = loop.attend(stage.step, q, held, into, fresh=fresh, last=last)
+        part = of_step(static.plan, stage.step)
+        into = loop.attend(part, q, held, into, fresh=fresh, last=last)
         if home is not None:
             into, home = merge(into, home), None
         if helping is not None:
-            home = loop.home(stage.step, loop.help(stage.step, helping, own))
+            home = loop.home(part, loop.help(part, helping, own))
         if following is not None:
             into, arriving, next_helping = together(into, arriving, next_helping)
             arriving = after(arriving, into)
@@ -63,27 +64,28 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
 def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | None) -> Grads:
     """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
     loop, stages = Loop.of(static, x), static.plan.backward
-    q, own = heads_first(x.q), _own_message(x)
+    q, own = heads_first(x.q), own_message(x)
     held = own if last is None else last
     rows = RowGrads(loop.zeros(q.shape), None if x.bias is None else loop.zeros(x.bias.shape))
     at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
     travelling: Array | None = None  # dK/dV on their way to the ranks ahead
     helping, returning = loop.ship(stages[0], q, upstream), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
-        is_own = static.plan.steps[stage.step].shift == 0
+        part = of_step(static.plan, stage.step)
+        is_own = part.shift == 0
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q, upstream)
         if is_own and last is not None:  # packed anew, or the forward's is kept until now
             k, v = read_after((x.k, x.v), rows.dq)
-            own = _own_message(x._replace(k=k, v=v))
+            own = own_message(x._replace(k=k, v=v))
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
         fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
-        rows, dkv = loop.differentiate(stage.step, q, keys, upstream, rows, dkv, fresh=fresh)
+        rows, dkv = loop.differentiate(part, q, keys, upstream, rows, dkv, fresh=fresh)
         if returning is not None:
             rows, returning = loop.add(rows, *returning), None
         if helping is not None:
-            theirs, at_home = loop.help_backward(stage.step, helping, own, at_home)
-            returning = stage.step, loop.home(stage.step, theirs)
+            theirs, at_home = loop.help_backward(part, helping, own, at_home)
+            returning = part, loop.home(part, theirs)
         if following is not None or travelling is not None:
             rows, dkv, arriving, next_helping, travelling = together(
                 rows, dkv, arriving, next_helping, travelling
@@ -115,7 +117,8 @@ def heads_first(x: Array) -> Array:
     return x.swapaxes(1, 2)
 
 
-def _own_message(x: Inputs) -> Message:
+def own_message(x: Inputs) -> Message:
+    """What this device's keys travel as."""
     return Message(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
 
 
@@ -163,32 +166,30 @@ class Loop:
         return x if hop is None else self.ring.move(x, hop)
 
     def attend(
-        self, step: int, q: Array, held: Message, into: Result, *, fresh: bool, last: bool
+        self, part: Part, q: Array, held: Message, into: Result, *, fresh: bool, last: bool
     ) -> Result:
-        """Run a step's items for this device's own queries."""
-        work = self.side.own_work(step)
+        """Run a part's items for this device's own queries."""
+        work = self.side.own_work(part)
         if work is None:
             return into
-        rows, columns = self._own(step, q, held)
-        found = step_tables(self.static.plan, step).rectangles
-        static = replace(self.static, fresh=fresh, last=last, rectangles=found)
+        rows, columns = self._own(part, q, held)
+        static = replace(self.static, fresh=fresh, last=last, rectangles=part.rectangles)
         result: Result = _kernel("forward", static, rows, columns, work, into)
         return result
 
     def differentiate(
-        self, step: int, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array,
+        self, part: Part, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array,
         *, fresh: bool,
     ) -> tuple[RowGrads, Array]:  # fmt: skip
-        """Add the gradients of a step's items for this device's own queries."""
-        work = self.side.own_work(step)
+        """Add the gradients of a part's items for this device's own queries."""
+        work = self.side.own_work(part)
         if work is None:
             return grads, dkv
-        rows, columns = self._own(step, q, held)
+        rows, columns = self._own(part, q, held)
         into = Grads(grads.dq, dkv, self._no_bias_grad(rows.bias))
-        found = step_tables(self.static.plan, step).rectangles
-        static = replace(self.static, fresh=fresh, rectangles=found)
-        dq, dkv, part = _kernel("backward", static, rows, columns, upstream, work, into)
-        return RowGrads(dq, _scattered(grads.dbias, columns.positions, part)), dkv
+        static = replace(self.static, fresh=fresh, rectangles=part.rectangles)
+        dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
+        return RowGrads(dq, _scattered(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
         self, stage: Stage | None, q: Array, upstream: Upstream | None = None
@@ -196,58 +197,61 @@ class Loop:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
-        shift = self.static.plan.steps[stage.step].shift
-        keys = self.side.key_positions(self.side.ahead(shift))
-        queries = Queries(q, self.inputs.q_ids, self._bias(keys))
-        helpers = step_tables(self.static.plan, stage.step).helpers
-        return self.ring.move(Helping(queries, upstream), shift, helpers)
+        part = of_step(self.static.plan, stage.step)
+        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
+        return self.ring.move(Helping(queries, upstream), part.shift, part.helpers)
 
-    def help(self, step: int, helping: Helping, own: Message) -> Result:
+    def help(self, part: Part, helping: Helping, own: Message) -> Result:
         """Attend for another rank's queries, over this device's own keys."""
-        rows, columns, work = self._theirs(step, helping, own)
+        rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
         result: Result = _kernel("forward", static, rows, columns, work, empty)
         return result
 
     def help_backward(
-        self, step: int, helping: Helping, own: Message, at_home: Array
+        self, part: Part, helping: Helping, own: Message, at_home: Array
     ) -> tuple[RowGrads, Array]:
         """The gradients of another rank's queries, and of the own keys."""
-        rows, columns, work = self._theirs(step, helping, own)
+        rows, columns, work = self._theirs(part, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self._no_bias_grad(rows.bias))
         grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
         return RowGrads(grads.dq, grads.dbias), grads.dkv
 
-    def home[R: (Result, RowGrads)](self, step: int, results: R) -> R:
+    def home[R: (Result, RowGrads)](self, part: Part, results: R) -> R:
         """Send results to whom they belong; a rank that nobody helped gets the identity."""
-        plan = self.static.plan
-        shift, helpers = plan.steps[step].shift, step_tables(plan, step).helpers
-        owners = [(r - shift) % plan.cp_size for r in helpers]
+        size, shift = self.static.plan.cp_size, part.shift
+        owners = [(r - shift) % size for r in part.helpers]
         moved = self.ring.move(results, -shift, owners)
         if isinstance(moved, RowGrads):
             return moved
-        was_helped = jnp.zeros(plan.cp_size, bool).at[jnp.array(owners)].set(True)
+        was_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
         return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
 
-    def add(self, grads: RowGrads, step: int, part: RowGrads) -> RowGrads:
+    def add(self, grads: RowGrads, part: Part, found: RowGrads) -> RowGrads:
         """Add what a helper sent home."""
-        shift = self.static.plan.steps[step].shift
-        keys = self.side.key_positions(self.side.ahead(shift))
-        return RowGrads(grads.dq + part.dq, _scattered(grads.dbias, keys, part.dbias))
+        dbias = _scattered(grads.dbias, self._helpers_keys(part), found.dbias)
+        return RowGrads(grads.dq + found.dq, dbias)
 
-    def _own(self, step: int, q: Array, held: Message) -> tuple[Rows, Columns]:
-        owner = self.side.behind(self.static.plan.steps[step].shift)
-        columns = self.side.columns(step, owner, held)
-        queries = Queries(q, self.inputs.q_ids, self._bias(columns.positions))
-        return self.side.rows(step, self.side.rank, queries), columns
+    def _helpers_keys(self, part: Part) -> Array:
+        """Positions of the keys that this device's queries meet at its helper's."""
+        return self.side.key_positions(self.side.ahead(part.shift))
 
-    def _theirs(self, step: int, helping: Helping, own: Message) -> tuple[Rows, Columns, Work]:
-        owner = self.side.behind(self.static.plan.steps[step].shift)
-        work = self.side.helped_work(step)
+    def _own(self, part: Part, q: Array, held: Message) -> tuple[Rows, Columns]:
+        side = self.side
+        if part.gathered:
+            positions = side.all_key_positions()
+        else:
+            positions = side.key_positions(side.behind(part.shift))
+        queries = Queries(q, self.inputs.q_ids, self._bias(positions))
+        return side.rows(part, side.rank, queries), side.columns(part, positions, held)
+
+    def _theirs(self, part: Part, helping: Helping, own: Message) -> tuple[Rows, Columns, Work]:
+        side = self.side
+        work = side.helped_work(part)
         assert work is not None
-        rows = self.side.rows(step, owner, helping.queries)
-        return rows, self.side.columns(step, self.side.rank, own), work
+        rows = side.rows(part, side.behind(part.shift), helping.queries)
+        return rows, side.columns(part, side.key_positions(side.rank), own), work
 
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""

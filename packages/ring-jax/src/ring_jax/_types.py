@@ -137,6 +137,7 @@ class Static:
     config: KernelConfig
     dtype: str
     head_dim: int
+    transport: str = "ppermute"
     fresh: bool = False
     last: bool = False
     rectangles: tuple[Rectangle, ...] = ()

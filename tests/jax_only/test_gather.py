@@ -1,0 +1,143 @@
+"""Over gathered keys every case of the table is right, too, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, Case
+from jax.sharding import AxisType, PartitionSpec
+from mutants import JAX_GATHERED_MUTANTS
+from tolerances import assert_close
+
+import ring_jax
+from ring_core import Mask, UnsupportedError
+from ring_jax._transport import choose_transport
+
+
+def _can_gather(case: Case) -> bool:
+    try:
+        return choose_transport("gather", case.plan) == "gather"
+    except UnsupportedError:
+        return False
+
+
+SPLIT = [case for case in CASES.values() if case.cp_size > 1]
+GATHERED = [case for case in SPLIT if _can_gather(case)]
+REFUSED = [case for case in SPLIT if case not in GATHERED]
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
+def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
+    mutant = request.config.getoption("--mutant")
+    assert_close(case, backend.run(case, mutant=mutant, transport="gather"))
+
+
+def test_what_is_refused() -> None:
+    """Predicates, queries that travel, and documents out of order; nothing else."""
+    for case in REFUSED:
+        with pytest.raises(UnsupportedError) as error:
+            choose_transport("gather", case.plan)
+        text = str(error.value)
+        assert "Instead: use transport='ppermute' or 'auto'" in text
+        reasons = {
+            "moves queries": case.schedule == "balanced",
+            "predicate": case.mask.predicate is not None,
+            "natural order": case.schedule != "plain"
+            and (case.mask.cu_seqlens is not None or case.mask.chunk_size is not None),
+        }
+        said = {reason for reason in reasons if reason in text}
+        assert said and said <= {reason for reason, holds in reasons.items() if holds}
+    assert {case.schedule for case in GATHERED} >= {"plain", "zigzag", "striped"}
+    assert any(case.mask.cu_seqlens for case in GATHERED)
+
+
+@pytest.mark.parametrize("mutant", [*JAX_GATHERED_MUTANTS, "window-off-by-one"])
+def test_suite_goes_red(mutant: str, backend: Any) -> None:
+    case = CASES["window-both-zigzag-cp3"]
+    results = backend.run(case, mutant=mutant, transport="gather")
+    with pytest.raises(AssertionError):
+        assert_close(case, results)
+
+
+def _ring(schedule: Any, transport: str, size: int = 4, **options: Any) -> Any:
+    mesh = jax.make_mesh(
+        (size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        return ring_jax.ring_attention(
+            q, k, v, axis_name="cp", schedule=schedule, transport=transport, **options
+        )
+
+    spec = PartitionSpec(None, "cp")
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def _inputs(length: int = 64) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(2, length, h, 8)), "float32") for h in (4, 2, 2)]
+
+
+def test_one_transfer_each_way() -> None:
+    """All keys by one all-gather, all gradients by one reduce-scatter, nothing else."""
+    x = _inputs()
+    ring = _ring("zigzag", "gather", causal=True)
+    grads = jax.jit(jax.grad(lambda *x: ring(*x).sum(), argnums=(0, 1, 2)))
+    text = grads.lower(*x).as_text()
+    counts = {
+        name: len(re.findall(rf"stablehlo\.{name}\b", text))
+        for name in ("all_gather", "reduce_scatter", "collective_permute", "all_reduce")
+    }
+    assert counts == {
+        "all_gather": 1, "reduce_scatter": 1, "collective_permute": 0, "all_reduce": 0,
+    }  # fmt: skip
+
+
+def test_nothing_is_gathered_where_nobody_sees_others() -> None:
+    ring = _ring("plain", "gather", mask=Mask(chunk_size=16))
+    assert "all_gather" not in jax.jit(ring).lower(*_inputs()).as_text()
+
+
+def test_under_checkpoint_and_scan() -> None:
+    """The gathered keys have the name of the ring's, for policies."""
+    q, k, v = _inputs()
+    policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
+
+    def loss(transport: str) -> Any:
+        layer = jax.checkpoint(_ring("zigzag", transport, causal=True), policy=policy)
+
+        def body(x: Any, _: Any) -> Any:
+            return layer(x, k, v), None
+
+        return jax.jit(jax.grad(lambda q: jax.lax.scan(body, q, None, length=2)[0].sum()))
+
+    gathered = loss("gather")
+    np.testing.assert_allclose(gathered(q), loss("ppermute")(q), rtol=1e-4, atol=1e-5)
+    assert gathered.lower(q).as_text().count("stablehlo.all_gather") == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_devices(size: int) -> None:
+    x = _inputs()
+    found = jax.jit(_ring("zigzag", "gather", size, causal=True))(*x)
+    expected = jax.jit(_ring("zigzag", "ppermute", size, causal=True))(*x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_over_a_mesh_with_other_axes() -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "cp", "heads"), axis_types=(AxisType.Explicit,) * 3)
+    cp = ring_jax.ContextParallel(
+        mesh, axis_name="cp", batch_axis="data", head_axis="heads", schedule="zigzag"
+    )
+    with jax.set_mesh(mesh):
+        q, k, v = (cp.shard(x, dim=1) for x in _inputs())
+        found, expected = (
+            cp.unshard(cp.attention(q, k, v, causal=True, transport=way), dim=1)
+            for way in ("gather", "ppermute")
+        )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
