@@ -1,19 +1,23 @@
-"""The table of one GPU's figures: ``python benchmarks/jax_gpu_table.py FILE``, as docs show it."""
+"""The table of figures of one GPU: ``python benchmarks/jax_gpu_table.py FILE``, as docs show it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 HEAD = """| tokens | forward | cuDNN | | forward and backward | cuDNN | |
 |---|---|---|---|---|---|---|"""
+PLAYED = """| ranks | tokens | transport | forward, ms | eta | both passes, ms | eta |
+|---|---|---|---|---|---|---|"""
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Ours beside cuDNN's, TFLOP/s and their ratio."""
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Ours beside cuDNN's, TFLOP/s and their ratio; of ranks that one GPU played the slowest."""
+    if "ranks" in rows[0]:
+        return "\n".join([PLAYED, *map(_of_ranks, rows)])
     return "\n".join([HEAD, *map(_row, rows)])
 
 
@@ -22,6 +26,13 @@ def _row(row: dict[str, Any]) -> str:
     for kind in ("forward", "both"):
         ours, theirs = row["triton"][kind], row["cudnn"][kind]
         cells += [f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _of_ranks(row: dict[str, Any]) -> str:
+    cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['transport']}`"]
+    for kind in ("forward", "both"):
+        cells += [f"{max(row[f'ms {kind}'].values()):.2f}", f"{row[f'eta {kind}']:.2f}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 JAX = "benchmarks/results/jax-h200.json"
+JAX_RANKS = "benchmarks/results/jax-h200-ranks.json"
 OPTIONS = "benchmarks/results/options-h200.json"
 
 
@@ -22,14 +23,23 @@ def _tables_of(page: str) -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("page", ["docs/performance.md", "packages/ring-jax-gpu/README.md"])
-def test_the_table_of_jax_is_that_of_its_file(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("docs/performance.md", JAX),
+        ("packages/ring-jax-gpu/README.md", JAX),
+        ("docs/performance.md", JAX_RANKS),
+    ],
+)
+def test_the_table_of_jax_is_that_of_its_file(
+    page: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If this fails, paste what ``python benchmarks/jax_gpu_table.py FILE`` prints."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import jax_gpu_table
 
-    rows = json.loads((ROOT / JAX).read_text())["rows"]
-    assert _tables_of(page)[JAX] == jax_gpu_table.table(rows)
+    rows = json.loads((ROOT / file).read_text())["rows"]
+    assert _tables_of(page)[file] == jax_gpu_table.table(rows)
 
 
 def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,18 +54,19 @@ def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatc
 def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, paste what ``python benchmarks/gpu.py --table FILE`` prints."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    import gpu
+    import gpu_table
 
     tables = _tables_of("docs/performance.md")
-    assert {JAX, OPTIONS} <= tables.keys()
-    tables = {name: x for name, x in tables.items() if name not in (JAX, OPTIONS)}
+    others = {JAX, JAX_RANKS, OPTIONS}
+    assert others <= tables.keys()
+    tables = {name: x for name, x in tables.items() if name not in others}
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/h200*.json")}
     assert tables.keys() == measured
     for name, shown in tables.items():
-        assert shown == gpu.table(json.loads((ROOT / name).read_text())["rows"])
+        assert shown == gpu_table.table(json.loads((ROOT / name).read_text())["rows"])
     begin, end = "<!-- summary of benchmarks/results/h200x4.json -->", "<!-- end of summary -->"
     _, _, rest = (ROOT / "README.md").read_text().partition(begin)
     rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
     settings = ("causal 32k 32/8", "causal 128k 32/8", "window 512k 32/8")
-    summary = gpu.summary(rows, settings, ("one", "zigzag/fa4/pull", "ulysses"))
+    summary = gpu_table.summary(rows, settings, ("one", "zigzag/fa4/pull", "ulysses"))
     assert rest.partition(end)[0].strip() == summary
