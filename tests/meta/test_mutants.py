@@ -21,7 +21,10 @@ WITNESSES = (
 #: The case that sees a mutant which the first one does not: it is asked first, as each takes time.
 SEEN_IN = {
     "window-off-by-one": "window-small-plain-cp3",
+    "ring-reversed": "sinks-plain",
     "sink-per-step": "sinks-plain",
+    "lse-gradient-dropped": "sinks-plain",
+    "merge-without-rescale": "causal-balanced-cp4",
     "wrong-kv-head": "gqa-plain",
     "help-not-returned": "causal-balanced-cp4",
 }
