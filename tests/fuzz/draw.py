@@ -56,7 +56,10 @@ LIMITS = {
     "jax-gpu": Limits(
         (1, 1, 2, 3, 4),
         ("float32", "float32", "bfloat16", "float16"),
-        {"kernel": ("triton", "small blocks", "small blocks", "fused")},
+        {
+            "kernel": ("triton", "small blocks", "small blocks", "fused"),
+            "transport": ("auto", "auto", "gather"),
+        },
         tokens=48,
         pairs=2_500,  # kernels are interpreted
         values=4,
