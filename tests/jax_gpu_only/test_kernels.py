@@ -22,7 +22,7 @@ import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core._blocks import BlockGeometry
 from ring_core.triton.blocks import FLAGS_TOGETHER
-from ring_jax_gpu import _roles, ring_attention
+from ring_jax_gpu import ContextParallel, _roles, ring_attention
 from ring_jax_gpu._call import Kernel, Launch, arguments_of, stages_of
 from ring_jax_gpu._compiled import Taken
 
@@ -221,6 +221,23 @@ def _launch(kernel: Kernel, block_q: int, block_k: int, dim: int, stages: int) -
     facts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
     facts |= {"PADDED": dim, "PADDED_V": dim}
     return Launch(kernel, (), tuple(facts.items()), (1, 1, 1), 8, stages)
+
+
+def test_explain_names_a_kernel_for_each_platform() -> None:
+    cp = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), axis_name="cp")
+    x = jnp.zeros((1, 8, 2, 4))
+    both = "kernel triton (cuda)\nkernel xla (any other device)\ntransport ppermute\n"
+    for options in ({}, {"sinks": jnp.zeros(2)}, {"deterministic": True}):
+        assert cp.explain(x, x, x, causal=True, **options).startswith(both)
+    wide = x.astype("float16").repeat(128, axis=-1)
+    text = cp.explain(wide, wide, wide, causal=True)
+    assert text.startswith(
+        "kernel xla (any device)\n  not triton (cuda): takes head dims up to 256"
+    )
+    named = KernelConfig("triton", fused_backward=True)
+    assert cp.explain(x, x, x, kernel=named).startswith("kernel triton (cuda)\ntransport")
+    with pytest.raises(UnsupportedError, match="rules out"):
+        cp.explain(x, x, x, kernel=named, deterministic=True)
 
 
 def test_fewer_stages_where_shared_memory_is_small() -> None:

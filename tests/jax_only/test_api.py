@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_core import SCHEDULES, Dealt, reference
+from ring_core import SCHEDULES, Dealt, Mask, make_plan, reference
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -244,9 +244,21 @@ def test_signatures_are_those_of_torch() -> None:
         "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "transport",
     )  # fmt: skip
     call = tuple(inspect.signature(ring_attention).parameters)
-    method = tuple(inspect.signature(ContextParallel.attention).parameters)
     assert call == ("q", "k", "v", "axis_name", "schedule", *options)
-    assert method == ("self", "q", "k", "v", *options)
+    for method in (ContextParallel.attention, ContextParallel.explain):
+        assert tuple(inspect.signature(method).parameters) == ("self", "q", "k", "v", *options)
+
+
+def test_explain_says_what_would_run() -> None:
+    cp = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), axis_name="cp")
+    q, k, v = qkv()
+    text = cp.explain(q, k, v, causal=True)
+    plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, schedule="zigzag")
+    assert text == f"kernel xla (any device)\ntransport ppermute\n\n{plan.describe()}"
+    assert "transport gather" in cp.explain(q, k, v, causal=True, transport="gather")
+    told = []
+    jax.eval_shape(lambda q: told.append(cp.explain(q, k, v, causal=True)), q)
+    assert told == [text], "also while it is traced"
 
 
 def test_one_device_on_a_mesh_with_explicit_axes() -> None:

@@ -115,6 +115,7 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
+    "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
     **{
         f"ring_jax.ContextParallel.{call.__name__}": Subject(
             call, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}

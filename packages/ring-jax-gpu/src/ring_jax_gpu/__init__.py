@@ -63,3 +63,4 @@ class ContextParallel(ring_jax.ContextParallel):
     kernels: ClassVar[tuple[Kernel, ...]] = KERNELS
 
     attention = _with_kernels(ring_jax.ContextParallel.attention)
+    explain = _with_kernels(ring_jax.ContextParallel.explain)

@@ -136,7 +136,7 @@ class RingAttention:
         Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
         near-infinite context", arXiv 2310.01889.
         """
-        static, inputs = check_call(
+        static, inputs, _ = check_call(
             self.kernels, axis_name, schedule, axis_size(axis_name), q, k, v, causal=causal,
             window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
             mask=mask, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,

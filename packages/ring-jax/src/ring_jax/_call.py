@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,18 @@ import numpy as np
 from jax import lax
 
 from ring_core import KernelConfig, Mask, Request, Schedule, checks, make_plan
-from ring_jax._kernels import choose, kernel_names
+from ring_jax._kernels import Choice, choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._transport import choose_transport
 from ring_jax._types import Array, Inputs, Kernel, Static
+
+
+class CheckedCall(NamedTuple):
+    """What is known of a call, its arrays as given, for :func:`prepared`, and why its kernels."""
+
+    static: Static
+    inputs: Inputs
+    choice: Choice
 
 
 def check_call(
@@ -44,13 +52,10 @@ def check_call(
     kernel: str | KernelConfig,
     transport: str,
     whole: bool = False,
-) -> tuple[Static, Inputs]:
+) -> CheckedCall:
     """Check all arguments of a call, plan it and choose its kernel.
 
     The arrays are one device's shards, or ``whole``: those of all ``cp_size`` devices.
-
-    Returns:
-        What is known of the call, and its arrays as given, for :func:`prepared`.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -90,13 +95,14 @@ def check_call(
         alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
         any_scale=scale <= 0, lse_grad=return_lse,
     )  # fmt: skip
-    chosen = choose(kernels, config, request, plan)
+    choice = choose(kernels, config, request, plan)
     static = Static(
-        plan, axis_name, scale, cap, float(dropout_p), chosen, config, described[0].dtype,
+        plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
         sizes.head_dim, way,
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
-    return static, Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None)
+    return CheckedCall(static, inputs, choice)
 
 
 def prepared(

@@ -158,7 +158,7 @@ class ContextParallel:
         otherwise are resharded first.
         """
         self._check(q, k, v)
-        static, inputs = check_call(
+        static, inputs, _ = check_call(
             self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
             causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
             segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
@@ -170,6 +170,45 @@ class ContextParallel:
         ring = _ring(static, self.mesh, self.batch_axis, self.head_axis, specs)
         out, lse = ring(jax.tree.map(self._reshard, inputs, specs))
         return (out, lse) if return_lse else out
+
+    def explain(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        mask: Mask | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Array | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> str:
+        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
+
+        The kernel of each platform, why not the faster ones, and the plan.
+        """
+        self._check(q, k, v)
+        static, _, choice = check_call(
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
+            causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
+            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
+            kernel=kernel, transport=transport,
+        )  # fmt: skip
+        return f"{choice.describe()}\ntransport {static.transport}\n\n{static.plan.describe()}"
 
     def _specs(self, x: Inputs) -> Inputs:
         """How each array of a call is split."""

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ring_core import KernelConfig, Plan, Request, UnsupportedError, refusals, require
+from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
 from ring_jax._types import Kernel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels of a call, and why not the faster ones among them.
+
+    The platform is not known before the program is compiled, so each is for some platforms, the
+    last one for all others.
+    """
+
+    kernels: tuple[Kernel, ...]
+    passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+
+    def describe(self) -> str:
+        """A few lines for ``explain``."""
+        rest = "any other device" if len(self.kernels) > 1 else "any device"
+        chosen = (kernel.capabilities for kernel in self.kernels)
+        lines = [f"kernel {can.name} ({', '.join(can.devices) or rest})" for can in chosen]
+        lines += [
+            f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
+            for can, why in self.passed_over
+        ]
+        return "\n".join(lines)
 
 
 def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
@@ -14,13 +37,8 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
     return ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in kernels))
 
 
-def choose(
-    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan
-) -> tuple[Kernel, ...]:
+def choose(kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan) -> Choice:
     """The kernel a call named, or with ``auto`` the first for each platform that can do it.
-
-    The platform is not known before the program is compiled, so what is chosen is a kernel for
-    some platforms each, the last one for all others.
 
     Raises:
         UnsupportedError: None can; every reason is named.
@@ -34,18 +52,19 @@ def choose(
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
         require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
-        return (kernel,)
+        return Choice((kernel,), ())
     chosen: list[Kernel] = []
-    why = []
+    passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in kernels:
         reasons = refusals(kernel.capabilities, _on_its_device(request, kernel), plan)
         if reasons:
-            why.append(f"{kernel.capabilities.name}: {', '.join(reasons)}")
+            passed_over.append((kernel.capabilities, reasons))
             continue
         chosen.append(kernel)
         if not kernel.capabilities.devices:
-            return tuple(chosen)
-    raise UnsupportedError(f"no kernel can do this call. {'; '.join(why)}")
+            return Choice(tuple(chosen), tuple(passed_over))
+    why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
+    raise UnsupportedError(f"no kernel can do this call. {why}")
 
 
 def _on_its_device(request: Request, kernel: Kernel) -> Request:
