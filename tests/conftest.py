@@ -17,14 +17,14 @@ import pytest
 from ring_core import SCHEDULES, Dealt
 
 FOLDERS = {
-    "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
-    "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta"},
-    "torch-cuda": {"conformance", "torch_cuda_only"},
-    "torch-triton": {"torch_triton_only"},
-    "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
+    "core": {"api", "core", "conformance", "docs", "fuzz", "meta", "regressions/core"},
+    "torch": {"api", "torch_only", "conformance", "docs", "fuzz", "meta", "regressions/torch"},
+    "torch-cuda": {"conformance", "torch_cuda_only", "regressions/torch_cuda"},
+    "torch-triton": {"torch_triton_only", "regressions/torch_triton"},
+    "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta", "regressions/jax"},
     "jax-cuda": {"conformance", "jax_cuda_only"},
-    "jax-gpu": {"api", "docs", "jax_gpu_only"},
-    "jax-tpu": {"api", "docs", "jax_tpu_only"},
+    "jax-gpu": {"api", "docs", "jax_gpu_only", "regressions/jax_gpu"},
+    "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
     "none": {"packaging"},
 }
 #: Tests of TPU kernels that show what others show too, in a case or on a chip of their own.
@@ -133,8 +133,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out folders of other backends, which could not even be imported."""
     wanted = FOLDERS[config.getoption("--backend")]
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
-    known = set().union(*FOLDERS.values())
-    return True if parts and parts[0] in known - wanted else None
+    others = set().union(*FOLDERS.values()) - wanted
+    return True if {"/".join(parts[:n]) for n in (1, 2)} & others else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
