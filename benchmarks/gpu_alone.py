@@ -18,8 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ring_core import Gather
 from ring_torch import _autograd, _call
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, Ring
+from ring_torch._comm import Ring
 from ring_torch._gather import Arriving, Returning
+from ring_torch._handshake import CallSignature
 from ring_torch._keys import Keys, Sums
 
 
@@ -67,7 +68,7 @@ def alone() -> Iterator[None]:
     """Let gathered passes in here do without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
 
-    def carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Alone:
+    def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Alone:
         del facts
         if call.transport == "p2p":
             raise ValueError("only passes that gather their keys run without communication")

@@ -62,7 +62,9 @@ class Held:
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
             plans=ring_core._plan._make_plan.cache_info().currsize,
             calls=ring_torch._call._prepare.cache_info().currsize,
-            agreed=max((len(past.agreed) for past in ring_torch._comm._pasts.values()), default=0),
+            agreed=max(
+                (len(state.agreed) for state in ring_torch._comm._states.values()), default=0
+            ),
         )
 
 
@@ -134,7 +136,7 @@ def growth(warm: Held, end: Held) -> list[str]:
     limits = {
         "plans": ring_core._plan._make_plan.cache_info().maxsize,
         "calls": ring_torch._call._prepare.cache_info().maxsize,
-        "agreed": ring_torch._comm._MOST_AGREED,
+        "agreed": ring_torch._handshake._MOST_AGREED,
     }
     for name, limit in limits.items():
         if getattr(end, name) != limit:  # fewer: the calls did not show that there is a bound

@@ -19,7 +19,7 @@ from cases import RANDOM
 from torch import Tensor
 
 from ring_core import Dealt, Mask
-from ring_torch import _verdict, ring_attention
+from ring_torch import _store, ring_attention
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0
@@ -42,12 +42,12 @@ DIFFERENCES = {
     "dtype": Difference({}, {"dtype": torch.float64}, "q"),
     "schedule": Difference({"causal": True}, {"causal": True, "schedule": "zigzag"}, "schedule"),
     "chunks of a schedule": Difference(
-        {"schedule": RANDOM[3]}, {"schedule": Dealt(RANDOM[3].chunks[::-1])}, "plan"
+        {"schedule": RANDOM[3]}, {"schedule": Dealt(RANDOM[3].chunks[::-1])}, "chunks"
     ),
     "causal": Difference({}, {"causal": True}, "mask"),
     "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
     "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
-    "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "plan"),
+    "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "cu_seqlens"),
     "predicate": Difference({"odd": 2}, {"odd": 3}, "plan"),
     "scale": Difference({}, {"softmax_scale": 0.3}, "softmax_scale"),
     "cap": Difference({}, {"softcap": 3.0}, "softcap"),
@@ -56,10 +56,10 @@ DIFFERENCES = {
     "slopes": Difference({}, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
     "segments": Difference({}, {"segment_ids": torch.zeros(1, 8, dtype=torch.int32)}, "segment_ids"),
     "probability": Difference(
-        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout"
+        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout_p"
     ),
     "seed": Difference(
-        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.1, "dropout_seed": 2}, "dropout"
+        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.1, "dropout_seed": 2}, "dropout_seed"
     ),
     "deterministic": Difference({}, {"deterministic": True}, "deterministic"),
     "lse": Difference({}, {"return_lse": True}, "return_lse"),
@@ -150,7 +150,7 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
     for rank in (0, 2):
         kind, words = answers[rank]
         assert kind == "RuntimeError"
-        assert "waited in vain for its neighbours" in words
+        assert f"rank {rank} waited in vain for ranks" in words
         assert "call 2 (forward)" in words
 
 
@@ -158,11 +158,11 @@ def _silent_store(_: int) -> tuple[bool, bool]:
     """Whether asking a store over a link that is down comes back, and what it says."""
     never, patch = threading.Event(), pytest.MonkeyPatch()
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
-    patch.setattr(_verdict, "_PATIENCE", timedelta(seconds=0.1))
+    patch.setattr(_store, "_PATIENCE", timedelta(seconds=0.1))
     try:
-        verdict = _verdict.Verdict(silent, 1, "forward")
-        verdict.differ("words")
-        return verdict.note() is None, never.is_set()
+        agreement = _store.StoreAgreement(silent, 1, "forward")
+        agreement.report_mismatch("words")
+        return agreement.read_report() is None, never.is_set()
     finally:
         patch.undo()
         never.set()

@@ -359,7 +359,7 @@ def _unlike(rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "word"), [("seed", "dropout is"), ("documents", "plan is")])
+@pytest.mark.parametrize(("what", "word"), [("seed", "dropout_seed is"), ("documents", "plan is")])
 def test_ranks_that_differ_are_told(what: str, word: str) -> None:
     with LocalRanks(2) as pool, pytest.raises(LocalRankError, match=word) as error:
         pool.run(_unlike, what)

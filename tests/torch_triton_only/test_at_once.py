@@ -25,7 +25,8 @@ from triton.runtime.errors import InterpreterError
 from ring_core import gather_refusals
 from ring_torch import _at_once, _autograd, _comm
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, Packing, Ring, agree
+from ring_torch._comm import Packing, Ring
+from ring_torch._handshake import CallSignature, agree
 from ring_torch._keys import Keys
 from ring_torch._pulls import _room
 from ring_torch.kernels import _at_once as kernels
@@ -86,11 +87,11 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     OnFiles.folder = folder
     ran = []
 
-    def carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Any:
+    def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Any:
         keys = Keys.of(inputs, groups)
-        agree(call.ring, call.number, facts, call.device)
+        agree(call.ring, call.number, call.seed, facts, call.device)
         assert _at_once.is_short(call.plan, keys, groups)
-        digest = facts.signed(call.number) + (rank if wrong == "digest" else 0)
+        digest = facts.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
         return _at_once.AtOnce.of(call, keys, _room(call.plan, keys, call.wide), digest)
 
     def noted(name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ring_core._arguments import is_finite
 from ring_core._mask import Mask, Window
+from ring_core._mask_of import mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -96,7 +97,7 @@ def check_mask(
 ) -> Mask:
     """The mask of a call: the given one, or one made of the other options."""
     if mask is None:
-        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+        return mask_of(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a ring_core.Mask, got {type(mask).__name__}")
     options = {

@@ -26,7 +26,7 @@ from ring_torch._gather import Arriving, Returning, Where, asked_of
 from ring_torch._held import is_capturing
 from ring_torch._keys import Keys, Sums, are_rows
 from ring_torch._shared import Shared
-from ring_torch._verdict import timeout_of
+from ring_torch._store import timeout_of
 from ring_torch.kernels._api import has_triton
 
 if TYPE_CHECKING:

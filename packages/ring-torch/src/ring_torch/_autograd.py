@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from ring_torch._backward import Grads, run_backward
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, agree, explained
 from ring_torch._forward import header_device, run_forward
 from ring_torch._gather import Carrier, Messages
 from ring_torch._gathered import gathered_backward, gathered_forward
+from ring_torch._handshake import CallSignature, agree, check_graph, with_peer_errors
 from ring_torch._keys import Keys
 from ring_torch.kernels._api import Upstream
 
@@ -55,9 +55,10 @@ class RingAttention(torch.autograd.Function):
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``out`` in the inputs' dtype and ``lse``, sinks included, and keys for the backward."""
+    check_graph(call.ring, call.forward_signature, header_device(call))
     with (
         _without_autocast(inputs.q.device),
-        explained(call.ring, call.number, call.forward_facts),
+        with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
         out, lse, kept = _run_forward(call, inputs)
         if inputs.sinks is not None:
@@ -76,9 +77,10 @@ def backward_pass(
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    check_graph(call.ring, call.backward_signature, header_device(call))
     with (
         _without_autocast(out.device),
-        explained(call.ring, call.number, call.backward_facts),
+        with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
         delta = None
         if call.kernel.needs_delta or inputs.sinks is not None:
@@ -107,7 +109,7 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
     if call.transport == "p2p":
         out, lse, last = run_forward(call, inputs)
         return out, lse, [] if last is None else [last]
-    carrier = _carrier(call, inputs, call.forward_facts, call.groups.forward)
+    carrier = _carrier(call, inputs, call.forward_signature, call.groups.forward)
     result, kept = gathered_forward(call, inputs, carrier)
     return *result, kept
 
@@ -115,18 +117,18 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
 def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
     if call.transport == "p2p":
         return run_backward(call, inputs, upstream, kept[0] if kept else None)
-    carrier = _carrier(call, inputs, call.backward_facts, call.groups.backward)
+    carrier = _carrier(call, inputs, call.backward_signature, call.groups.backward)
     return gathered_backward(call, inputs, upstream, carrier, kept)
 
 
-def _carrier(call: Call, inputs: Inputs, facts: Facts, groups: int) -> Carrier:
+def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) -> Carrier:
     """What moves keys in a pass whose ranks agree on what they are about to do."""
     keys = Keys.of(inputs, groups)
     if call.transport == "pull":
         from ring_torch._pulls import pulls
 
-        return pulls(call, keys, groups, facts)
-    agree(call.ring, call.number, facts, header_device(call))
+        return pulls(call, keys, groups, signature)
+    agree(call.ring, call.number, call.seed, signature, header_device(call))
     return Messages(call, keys, groups)
 
 

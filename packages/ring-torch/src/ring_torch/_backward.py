@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ring_core import WorkItem
 from ring_torch._call import Call, Inputs, keys_of, packing_of
-from ring_torch._comm import NOTHING, Packing, Transfer, agree
+from ring_torch._comm import NOTHING, Packing, Transfer
 from ring_torch._forward import header_device
+from ring_torch._handshake import agree
 from ring_torch._help import Errands, helped_rows, rows_tensors
 from ring_torch.kernels._api import ColumnGrads, Columns, RowGrads, Rows, Upstream
 
@@ -38,7 +39,7 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         last: The packed K/V that the forward received last.
     """
     plan, ring = call.plan, call.ring
-    agree(ring, call.number, call.backward_facts, header_device(call))
+    agree(ring, call.number, call.seed, call.backward_signature, header_device(call))
     rows, keys = call.rows(inputs), keys_of(inputs)
     own = columns = call.columns(ring.rank, keys)
     packing, held = packing_of(keys), last

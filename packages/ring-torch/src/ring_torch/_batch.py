@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
-from ring_torch._comm import Ring
+from ring_torch._comm import Ring, collective
 
 if TYPE_CHECKING:
     from ring_torch._context import ContextParallel
@@ -318,7 +318,8 @@ def _check_same(
     device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
     every = [torch.empty_like(mine) for _ in range(ring.size)]
-    dist.all_gather(every, mine, group=ring.group)
+    with collective(ring, "shard_batch"):
+        dist.all_gather(every, mine, group=ring.group)
     others = [
         rank for rank, theirs in enumerate(torch.cat(every).tolist()) if theirs != mine.item()
     ]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ring_core import Dealt, Mask, Plan, Request, Schedule, UnsupportedError, checks, make_plan
 from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask, Plan, Request, Schedule, UnsupportedError, checks, make_plan
 from ring_core.triton.blocks import come_in_eights
-from ring_torch._comm import Facts, Packing, Ring
+from ring_torch._comm import Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
+from ring_torch._handshake import CallSignature
 from ring_torch._held import is_capturing
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
 from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
+
+_LONGEST = 48  # characters of numbers in a message
 
 
 class Inputs(NamedTuple):
@@ -57,8 +61,13 @@ class Call(NamedTuple):
     transport: str
     groups: Groups  # of heads, over gathered keys
     number: int  # of the calls on this group
-    forward_facts: Facts  # what must be equal on all ranks, beside the number
-    backward_facts: Facts
+    forward_signature: CallSignature
+    backward_signature: CallSignature
+
+    @property
+    def seed(self) -> int:
+        """The seed of dropout, or 0."""
+        return self.params.dropout_seed
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Query indices, query positions, key positions of a rank, where an option needs them."""
@@ -155,13 +164,13 @@ def check_call(
         bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
     else:
         bias_grad = grad and bias is not None
-    if isinstance(options.cu_seqlens, list):
-        options = options._replace(cu_seqlens=tuple(options.cu_seqlens))
+    seed, options = options.dropout_seed, _keyed(options)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
     )
-    given = (ring, schedule, facts, options, _types(options), (grad, bias_grad), number > 0)
+    types = tuple(map(type, options))
+    given = (ring, schedule, facts, options, types, (grad, bias_grad), number > 0)
     try:
         hash(given)
     except TypeError:
@@ -170,7 +179,26 @@ def check_call(
         call = _prepare(*given)
     if is_capturing():
         _check_capture(call)
+    if call.params.dropout_p > 0 and seed is not None:
+        call = call._replace(params=replace(call.params, dropout_seed=seed))
     return call._replace(number=number), inputs
+
+
+def _keyed(options: Options) -> Options:
+    """Options as calls are known again by: one mask, whatever gave it, and no seed.
+
+    Raises:
+        ValueError: One of these is malformed.
+    """
+    mask = checks.check_mask(
+        options.mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        cu_seqlens=options.cu_seqlens,
+    )  # fmt: skip
+    checks.check_dropout(options.dropout_p, options.dropout_seed)
+    checks.check_seed(options.dropout_seed)
+    return options._replace(
+        causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None
+    )
 
 
 def _check_capture(call: Call) -> None:
@@ -205,12 +233,6 @@ class Fact(NamedTuple):
         return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
 
 
-def _types(options: Options) -> tuple[type, ...]:
-    """Types of the options, for equal ones of unlike types are not the same: 1 is no flag."""
-    inside = [x for x in (options.window, options.cu_seqlens) if isinstance(x, tuple)]
-    return tuple(map(type, chain(options, *inside)))
-
-
 @lru_cache(maxsize=256)
 def _prepare(
     ring: Ring,
@@ -222,7 +244,7 @@ def _prepare(
     probe: bool,
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
-    del types  # it only tells calls apart
+    del types  # it only tells calls apart: equal options of unlike types are not the same
     grad, bias_grad = grads  # of anything, and of the bias
     q, *rest = (None if fact is None else fact.described() for fact in facts)
     k, v, q_ids, k_ids, sinks, bias, slopes = rest
@@ -230,11 +252,13 @@ def _prepare(
     sizes, device = checks.check_qkv(q, k, v), facts[0].device
     if device.type == "meta":
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
-    plan = _plan(ring, schedule, sizes, options)
+    assert options.mask is not None
+    plan = make_plan(
+        options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
+        kv_seq_len=sizes.k_len * ring.size,
+    )  # fmt: skip
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
-    checks.check_dropout(options.dropout_p, options.dropout_seed)
-    checks.check_seed(options.dropout_seed)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, TRANSPORTS)
@@ -263,7 +287,7 @@ def _prepare(
     )  # fmt: skip
     transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
     params = Params(
-        plan.mask, scale, cap, float(options.dropout_p), options.dropout_seed or 0, config.block_q,
+        plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, bias_grad,
     )  # fmt: skip
@@ -272,10 +296,12 @@ def _prepare(
         (q, k, v, sinks, bias, slopes),
         strict=True,
     )
-    words = {
+    fields = {
         "schedule": str(schedule), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "cu_seqlens": _in_words(plan.mask.cu_seqlens),
+        "chunks": _in_words(schedule.chunks) if isinstance(schedule, Dealt) else None,
         "softmax_scale": scale, "softcap": cap,
-        "dropout": [float(options.dropout_p), options.dropout_seed],
+        "dropout_p": float(options.dropout_p),
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
         "kernel": choice.kernel.capabilities.name, "transport": transport,
@@ -293,20 +319,18 @@ def _prepare(
         groups = groups_of(plan, sizes, facts[0].dtype.itemsize)
     return Call(
         ring, plan, params, choice.kernel, choice, facts[0].dtype, wide(facts[0].dtype), device,
-        needs_index, grad, transport, groups, 0, Facts.of(words, "forward"),
-        Facts.of(words, "backward"),
+        needs_index, grad, transport, groups, 0, CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"),
     )  # fmt: skip
 
 
-def _plan(ring: Ring, schedule: Schedule, sizes: checks.Sizes, options: Options) -> Plan:
-    rule = checks.check_mask(
-        options.mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
-        cu_seqlens=options.cu_seqlens,
-    )  # fmt: skip
-    return make_plan(
-        rule, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
-        kv_seq_len=sizes.k_len * ring.size,
-    )  # fmt: skip
+def _in_words(numbers: tuple[object, ...] | None) -> str | None:
+    """Numbers that differ between ranks, short enough for a message: the first, and a digest."""
+    if numbers is None:
+        return None
+    text = str(numbers)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
 
 
 def _config(kernel: str | KernelConfig) -> KernelConfig:

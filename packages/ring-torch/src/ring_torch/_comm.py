@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,29 +13,47 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from ring_core import RankMismatchError
-from ring_torch._held import is_capturing
-from ring_torch._verdict import Verdict, timeout_of
+from ring_torch._store import StoreAgreement
 
-_HEADER_BYTES = 2048
-_DIGEST_BYTES = 8
 _ALIGNMENT = 16
-_MOST_AGREED = 4096
+
+
+class PeerError(RuntimeError):
+    """Ranks that this one exchanges with failed, or did not answer within the group's timeout."""
+
+    def __init__(self, peers: Sequence[int], reason: object) -> None:
+        ranks = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+        super().__init__(f"waited in vain for {ranks} of the group: {reason}")
 
 
 @dataclass
-class _Past:
+class GroupState:
     """What has happened on a group."""
 
     ring: Ring
     calls: int = 0
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
-    verdict: tuple[Verdict, bytes] | None = None  # the last, which all ranks have read
+    last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
+    failure: str | None = None  # of a pass: what its ranks sent may still be under way
+
+    def check(self) -> None:
+        """Refuse to send anything after a failure.
+
+        Raises:
+            RuntimeError: An earlier call failed.
+        """
+        if self.failure is not None:
+            raise RuntimeError(
+                f"an earlier call on this process group failed, and its messages may still be "
+                f"under way: {self.failure}. Make a new group (torch.distributed.new_group, or "
+                f"destroy_process_group and init_process_group) and go on with that"
+            )
 
 
 # Facts about groups, which are not ours to extend.
-_pasts: WeakKeyDictionary[dist.ProcessGroup, _Past] = WeakKeyDictionary()
+_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -78,24 +94,35 @@ class Ring:
 
         A rank whose call fails before anything is sent is one call behind its peers' messages.
         Numbers tell: otherwise its next call would meet the one that its peers still wait in.
+
+        Raises:
+            RuntimeError: A pass of an earlier call failed.
         """
         if self.group is None:
             return 0
-        past = _past_of(self)
-        past.calls += 1
-        return past.calls
+        state = state_of(self)
+        if self.size > 1:
+            state.check()
+        state.calls += 1
+        return state.calls
 
     def start(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Transfer:
-        """Start moving contiguous tensors, which may not be touched until that is done."""
+        """Start moving contiguous tensors, which may not be touched until that is done.
+
+        Raises:
+            PeerError: A peer is gone.
+        """
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in pairs
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Transfer(tuple(works), tuple(tensor for tensor, _ in sends))
+        peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
+        with naming(peers):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
 
 
 @dataclass(frozen=True)
@@ -104,26 +131,61 @@ class Transfer:
 
     works: tuple[dist.Work, ...] = ()
     sent: tuple[Tensor, ...] = ()
+    peers: tuple[int, ...] = ()
 
     def wait(self) -> None:
         """Wait until all have arrived (on CUDA: make the current stream wait).
 
         Raises:
-            RuntimeError: A peer failed, or did not answer within the group's timeout.
+            PeerError: A peer failed, or did not answer within the group's timeout.
         """
-        for work in self.works:
-            work.wait()
+        with naming(self.peers):
+            for work in self.works:
+                work.wait()
 
 
 NOTHING = Transfer()
 
 
-def _past_of(ring: Ring) -> _Past:
+@contextmanager
+def naming(peers: Sequence[int]) -> Iterator[None]:
+    """Name the ranks of the group that something inside is exchanged with, if that fails.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(peers, error) from error
+
+
+@contextmanager
+def collective(ring: Ring, what: str) -> Iterator[None]:
+    """Around a collective: name it if it fails; it is not entered after a failed pass.
+
+    Raises:
+        RuntimeError: A pass of an earlier call failed, or a peer did.
+    """
+    state_of(ring).check()
+    try:
+        with naming(others(ring)):
+            yield
+    except PeerError as error:
+        raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+
+
+def others(ring: Ring) -> list[int]:
+    """The ranks beside this one."""
+    return [rank for rank in range(ring.size) if rank != ring.rank]
+
+
+def state_of(ring: Ring) -> GroupState:
     """What has happened on a ring's group."""
     assert ring.group is not None
-    if (past := _pasts.get(ring.group)) is None:
-        past = _pasts[ring.group] = _Past(ring)
-    return past
+    if (state := _states.get(ring.group)) is None:
+        state = _states[ring.group] = GroupState(ring)
+    return state
 
 
 def ring_of(group: Any) -> Ring:
@@ -132,14 +194,18 @@ def ring_of(group: Any) -> Ring:
     ``None`` is the default group, or one rank alone where none is initialised.
 
     Raises:
-        ValueError: Not a group, a mesh of several dimensions, or a group this rank is not in.
+        ValueError: Not a group, a mesh of several dimensions, a group this rank is not in, or one
+            that was destroyed.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Ring(None, 0, 1)
         group = dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup) and (past := _pasts.get(group)) is not None:
-        return past.ring
+    if isinstance(group, dist.ProcessGroup):
+        if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
+            raise ValueError("the process group was destroyed; give another group")
+        if (state := _states.get(group)) is not None:
+            return state.ring
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             raise ValueError(
@@ -161,157 +227,6 @@ def ring_of(group: Any) -> Ring:
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
     return Ring(ref(group), rank, dist.get_world_size(group))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What must be equal on all ranks for a pass of a call."""
-
-    words: dict[str, Any]  # anything that ``json`` writes
-    digest: bytes
-
-    @classmethod
-    def of(cls, words: dict[str, Any], name: str) -> Facts:
-        """Facts of the pass of this name."""
-        words = {"pass": name, **words}
-        text = json.dumps(words, sort_keys=True).encode()
-        return cls(words, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
-
-    def numbered(self, number: int) -> bytes:
-        """What tells this call from any other: the digest, mixed with the call's number."""
-        mixed = (int.from_bytes(self.digest, "little") + number) % (1 << 8 * _DIGEST_BYTES)
-        return mixed.to_bytes(_DIGEST_BYTES, "little")
-
-    def signed(self, number: int) -> int:
-        """The same as a number, int64."""
-        return int.from_bytes(self.numbered(number), "little", signed=True)
-
-    def header(self, number: int) -> bytes:
-        """The digest and as much as fits of the facts in words, padded with zeros."""
-        text = json.dumps({"call": number, **self.words}, sort_keys=True).encode()
-        return (self.numbered(number) + text)[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0")
-
-
-def agree(ring: Ring, number: int, facts: Facts, device: torch.device) -> None:
-    """Check that the rank behind makes the same call, before any of its data is used.
-
-    Everybody sends a header of fixed size ahead: a digest of what it is about to do, and the facts
-    in words, so that a difference can be named. Messages of unequal size would crash gloo, and of
-    equal size but other shapes would pass unnoticed. On a GPU the host reads the header of the
-    first such call; from then on the stream compares digests, and a difference ends it in an error.
-    The first such call also waits for all ranks to find the same.
-
-    Args:
-        ring: The ranks.
-        number: The call's number.
-        facts: What must be equal on all ranks.
-        device: Where headers have to lie for this group.
-
-    Raises:
-        RankMismatchError: The rank behind is making another call, or another rank has found that
-            one does.
-        RuntimeError: A rank did not come within the group's timeout.
-        ValueError: The first such call is being captured into a CUDA graph.
-    """
-    if ring.size == 1:
-        return
-    if device.type != "cpu" and has_agreed(ring, facts):
-        mine = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
-        mine.view(torch.int64).fill_(facts.signed(number))
-        theirs = _from_behind(ring, mine, number, facts)
-        same = mine.view(torch.int64)[0] == theirs.view(torch.int64)[0]
-        torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
-        return
-    if is_capturing():
-        raise ValueError(
-            "a call is captured into a CUDA graph before the ranks have compared it: make it once "
-            "outside of a graph, forward and backward, then capture it"
-        )
-    header = facts.header(number)
-    mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
-    received = bytes(_from_behind(ring, mine, number, facts).cpu().numpy())
-    assert ring.group is not None
-    verdict = Verdict.of(ring.group, number, facts.words["pass"])
-    if received[:_DIGEST_BYTES] != header[:_DIGEST_BYTES]:
-        difference = _difference(
-            header[_DIGEST_BYTES:].rstrip(b"\0"), received[_DIGEST_BYTES:].rstrip(b"\0")
-        )
-        text = (
-            f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: {difference}. All ranks must make "
-            f"the same calls in the same order with equal local shapes, dtypes and options"
-        )
-        verdict.differ(text)
-        raise RankMismatchError(text)
-    if not has_agreed(ring, facts):
-        if (
-            note := verdict.wait(facts.digest, ring.size, timeout_of(ring.group, device))
-        ) is not None:
-            raise RankMismatchError(note)
-        _remember(ring, facts, verdict)
-
-
-def _from_behind(ring: Ring, mine: Tensor, number: int, facts: Facts) -> Tensor:
-    """Send a header ahead; returns that of the rank behind."""
-    theirs = torch.empty_like(mine)
-    try:
-        ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {ring.rank} of the group waited in vain for its neighbours, ranks "
-            f"{ring.behind(1)} and {ring.ahead(1)}, to make call {number} ({facts.words['pass']}): "
-            f"{error}"
-        ) from error
-    return theirs
-
-
-def _remember(ring: Ring, facts: Facts, verdict: Verdict) -> None:
-    """Note that all ranks make such calls; what they said before this one, all have read."""
-    past = _past_of(ring)
-    if past.verdict is not None and ring.rank == 0:
-        last, digest = past.verdict
-        last.forget(digest)
-    past.verdict = verdict, facts.digest
-    past.agreed[facts.digest] = None
-    while len(past.agreed) > _MOST_AGREED:
-        past.agreed.pop(next(iter(past.agreed)))
-
-
-@contextmanager
-def explained(ring: Ring, number: int, facts: Facts) -> Iterator[None]:
-    """Say of a failure inside what another rank has found out about it.
-
-    Raises:
-        RankMismatchError: Ranks make different calls.
-    """
-    try:
-        yield
-    except RankMismatchError:
-        raise
-    except RuntimeError as error:
-        if ring.group is None or ring.size == 1:
-            raise
-        if (text := Verdict.of(ring.group, number, facts.words["pass"]).note()) is not None:
-            raise RankMismatchError(text) from error
-        raise
-
-
-def has_agreed(ring: Ring, facts: Facts) -> bool:
-    """Whether this group has compared such calls in words before."""
-    return facts.digest in _past_of(ring).agreed
-
-
-def _difference(mine_text: bytes, received: bytes) -> str:
-    try:
-        mine: dict[str, Any] = json.loads(mine_text)
-        theirs: dict[str, Any] = json.loads(received)
-    except ValueError:
-        return f"the other call is {received[:200]!r}, mine is {mine_text[:200]!r}"
-    names = sorted(
-        name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
-    )
-    return "; ".join(
-        f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names
-    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ring_core import KernelConfig, Layout, Mask, Schedule, divisor_of, layout_o
 from ring_torch._attention import Group, Window, attend
 from ring_torch._batch import shard_batch
 from ring_torch._call import Options, check_call
-from ring_torch._comm import Ring, ring_of
+from ring_torch._comm import Ring, collective, ring_of
 from ring_torch._gradients import reduce_gradients
 
 
@@ -248,7 +248,8 @@ class _Unshard(torch.autograd.Function):
         parts = [x]
         if ring.size > 1:
             parts = [torch.empty_like(x) for _ in range(ring.size)]
-            dist.all_gather(parts, x, group=ring.group)
+            with collective(ring, "unshard"):
+                dist.all_gather(parts, x, group=ring.group)
         whole = x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim + 1 :]])
         for rank, part in enumerate(parts):
             whole.index_copy_(dim, _index(layout, rank, x.device), part)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ring_core import WorkItem
 from ring_torch._call import Call, Inputs, keys_of, packing_of
-from ring_torch._comm import NOTHING, agree
+from ring_torch._comm import NOTHING
+from ring_torch._handshake import agree
 from ring_torch._help import Errands, helped_rows, rows_tensors
 from ring_torch.kernels._api import Columns, Result, Rows, empty_result, merge_into
 
@@ -23,7 +24,7 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
         packed K/V that arrived last (``None`` if nothing travelled).
     """
     plan, ring = call.plan, call.ring
-    agree(ring, call.number, call.forward_facts, header_device(call))
+    agree(ring, call.number, call.seed, call.forward_signature, header_device(call))
     rows, keys = call.rows(inputs), keys_of(inputs)
     own = columns = call.columns(ring.rank, keys)
     into = empty_result(rows.q, inputs.v.shape[3])

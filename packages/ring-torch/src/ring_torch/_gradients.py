@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
-from ring_torch._comm import Ring
+from ring_torch._comm import Ring, collective
 
 _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
 
@@ -32,7 +32,8 @@ def reduce_gradients(ring: Ring, model: nn.Module) -> None:
         return
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(weights[0].device)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
+    with collective(ring, "reduce_gradients"):
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
     gradients = []
     for weight, is_used in zip(weights, used.tolist(), strict=True):
         if is_used:  # on some rank; this one's part may be nothing
@@ -40,7 +41,10 @@ def reduce_gradients(ring: Ring, model: nn.Module) -> None:
             gradients.append(weight.grad)
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat, group=ring.group)
+        if flat.dtype in {torch.bfloat16, torch.float16}:
+            flat = flat.float()
+        with collective(ring, "reduce_gradients"):
+            dist.all_reduce(flat, group=ring.group)
         parts = flat.split([gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -49,14 +53,16 @@ def reduce_gradients(ring: Ring, model: nn.Module) -> None:
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype and device, up to a size."""
     bucket: list[Tensor] = []
+    size = 0
     for gradient in gradients:
         fits = not bucket or (
             (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
-            and sum(x.nbytes for x in bucket) + gradient.nbytes <= _BUCKET
+            and size + gradient.nbytes <= _BUCKET
         )
         if not fits:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(gradient)
+        size += gradient.nbytes
     if bucket:
         yield bucket

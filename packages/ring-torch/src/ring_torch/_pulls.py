@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core import Gather, Plan
 from ring_torch._at_once import AtOnce, is_short
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, agree, flat, has_agreed
+from ring_torch._comm import flat
 from ring_torch._copies import copy
 from ring_torch._gather import (
     Arriving,
@@ -25,6 +25,7 @@ from ring_torch._gather import (
     landing,
     spans_of,
 )
+from ring_torch._handshake import CallSignature, agree, has_agreed
 from ring_torch._keys import Keys, Sums
 from ring_torch._window import Window, restored, window_of
 from ring_torch.kernels._api import has_triton
@@ -176,20 +177,19 @@ class Pulls:
         return self.window.memory.views(rank, start, packing)[0]
 
 
-def pulls(call: Call, keys: Keys, groups: int, facts: Facts) -> Carrier:
+def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carrier:
     """What moves keys in a pass, with room for it in the memory of all ranks.
 
-    The first time that a group makes such a call, its facts are compared in words and the host
+    The first time that a group makes such a call, its signature is compared in words and the host
     waits for it; from then on each call's digest travels with its keys.
 
     Raises:
         RankMismatchError: A peer is making another call.
-        ValueError: It is being captured into a CUDA graph, and is the first such call.
     """
-    if not has_agreed(call.ring, facts):
-        agree(call.ring, call.number, facts, call.device)
+    if not has_agreed(call.ring, signature):
+        agree(call.ring, call.number, call.seed, signature, call.device)
     room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
-    digest = facts.signed(call.number)
+    digest = signature.as_int64(call.number, call.seed)
     if call.kernel.capabilities.bands == "any" and is_short(call.plan, keys, groups):
         return AtOnce.of(call, keys, room, digest)
     window = window_of(call.ring)

@@ -27,7 +27,7 @@ from torch import Tensor
 from ring_torch._comm import Ring
 from ring_torch._held import is_capturing
 from ring_torch._shared import Shared
-from ring_torch._verdict import timeout_of
+from ring_torch._store import timeout_of
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each other

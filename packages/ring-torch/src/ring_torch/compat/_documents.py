@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from ring_core import Layout, UnsupportedError
 from ring_torch._attention import Group
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Facts, Ring, agree, ring_of
+from ring_torch._comm import Ring, ring_of
 from ring_torch._forward import header_device
+from ring_torch._handshake import CallSignature, agree, with_peer_errors
 from ring_torch.compat._call import LayoutName, Options, checked, returned, run
 from ring_torch.compat._exchange import Ints, Moves, moves_between
 
@@ -112,14 +113,18 @@ def _attend(ring: Ring, layout: LayoutName, part: _Part, options: Options) -> tu
         out, lse = run(call, inputs)
         return out[0], lse[0]
     moves = _moves(ring, layout, part.offsets, call.device)
-    agree(ring, call.number, _facts(call, layout, options), header_device(call))
+    signature = _signature(call, layout, options)
+    guard = partial(with_peer_errors, ring, call.number, signature)
+    with guard():
+        agree(ring, call.number, call.seed, signature, header_device(call))
     qkv = (inputs.q, inputs.k, inputs.v)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
-    moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1)).split(widths, dim=1)
+    moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)
     q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
     out, lse = run(call, inputs._replace(q=q, k=k, v=v))
     back = moves.back()
-    return back(out[0]), back(lse[0].t()).t() if options.return_attn_probs else lse[0]
+    out = back(out[0], guard)
+    return out, back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0]
 
 
 def offsets_of(
@@ -219,11 +224,11 @@ def _pieces(layout: LayoutName) -> int:
     return 2 if layout == "zigzag" else 1
 
 
-def _facts(call: Call, layout: LayoutName, options: Options) -> Facts:
+def _signature(call: Call, layout: LayoutName, options: Options) -> CallSignature:
     """What ranks have to agree on before rows are exchanged."""
-    words = call.forward_facts.words | {"pass": "exchange", "documents split": layout}
+    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
     words["lse"] = options.return_attn_probs
-    return Facts.of(words, "exchange")
+    return CallSignature.of(words, "exchange")
 
 
 def _shortened(offsets: tuple[int, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_torch._comm import Ring
+from ring_torch._comm import Ring, naming, others
 
 Ints = npt.NDArray[np.int64]
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +38,9 @@ class Moves:
     received: tuple[int, ...]
     after: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rows ``[T_local, ...]`` in their new order; differentiable."""
-        moved: Tensor = _Move.apply(x.reshape(x.shape[0], -1), self)
+    def __call__(self, x: Tensor, guard: Guard) -> Tensor:
+        """Rows ``[T_local, ...]`` in their new order; differentiable, with a guard each way."""
+        moved: Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
         return moved.reshape(x.shape)
 
     def back(self) -> Moves:
@@ -82,22 +85,23 @@ class _Move(torch.autograd.Function):
     """One all-to-all; the gradient goes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Moves) -> Tensor:
+    def forward(ctx: Any, x: Tensor, moves: Moves, guard: Guard) -> Tensor:
         """Send the rows."""
-        ctx.moves = moves
-        return _move(x, moves)
+        ctx.moves, ctx.guard = moves, guard
+        return _move(x, moves, guard)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Send their gradients back."""
-        return _move(grad, ctx.moves.back()), None
+        return _move(grad, ctx.moves.back(), ctx.guard), None, None
 
 
-def _move(x: Tensor, moves: Moves) -> Tensor:
+def _move(x: Tensor, moves: Moves, guard: Guard) -> Tensor:
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
-    dist.all_to_all_single(
-        arrived, rows, list(moves.received), list(moves.sent), group=moves.ring.group
-    )
+    with guard(), naming(others(moves.ring)):
+        dist.all_to_all_single(
+            arrived, rows, list(moves.received), list(moves.sent), group=moves.ring.group
+        )
     return arrived.view(x.dtype).index_select(0, moves.after)

@@ -232,7 +232,8 @@ def _attend(
     own = (at.prepared.cu_seqlens_q, at.prepared.cu_seqlens_k)
     given = (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k))
     for (name, tensor, longest), offsets, known in zip(given, own, at.tensors, strict=True):
-        if tensor is not known[0] or _version(tensor) != known[1]:  # else a GPU need not be asked
+        version = _version(tensor)
+        if tensor is not known[0] or version is None or version != known[1]:  # else ask no GPU
             _check_same(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])

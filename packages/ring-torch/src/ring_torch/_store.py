@@ -1,8 +1,9 @@
 """What ranks tell each other beside their messages, through the store of their process group.
 
-A rank compares its call with that of the rank behind. Others would learn of a difference only by
-waiting in vain: so who finds one leaves a note, for who waits to read. And the first time that a
-group makes a call, each waits until all ranks have found it to be the same.
+A rank compares its call with that of the rank behind. Others would learn of a difference, or of a
+failure inside a pass, only by waiting in vain: so who finds one leaves a note, for who waits to
+read. And the first time that a group makes a call, each waits until all ranks have found it to be
+the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PATIENCE = timedelta(seconds=5)  # with a store that answers within millisecond
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StoreAgreement:
     """Whether all ranks of a group make one call, in a pass of it; known by its number."""
 
     store: Any  # that the group's members met in
@@ -34,61 +35,90 @@ class Verdict:
     name: str  # of the pass
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, number: int, name: str) -> Verdict:
+    def of(cls, group: dist.ProcessGroup, number: int, name: str) -> StoreAgreement:
         """A group's; it does not keep the group."""
-        return cls(distributed_c10d._world.pg_map[group][1], number, name)  # noqa: SLF001 - no public way
+        return cls(_store_of(group), number, name)
 
     @property
     def _key(self) -> str:
-        # torchrun may keep a store, with old notes, for processes that it starts anew.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"ring/{life}/{self.number}/{self.name}"
+        return f"{_prefix()}/{self.number}/{self.name}"
 
-    def differ(self, difference: str) -> None:
+    def report_mismatch(self, difference: str) -> None:
         """Leave a note for ranks that wait."""
-        with suppress(RuntimeError):  # the store may be gone with the rank that kept it
-            _ask(lambda: self.store.set(self._key, difference))
+        _try(lambda: self.store.set(self._key, difference))
 
-    def note(self) -> str | None:
+    def read_report(self) -> str | None:
         """The note that another rank left, if there is one."""
-        with suppress(RuntimeError):
-            text = _ask(lambda: _read(self.store, self._key))
-            return None if text in {None, _SAME} else text.decode(errors="replace")
-        return None
+        text = _try(lambda: _read(self.store, self._key))
+        return None if text in {None, _SAME} else text.decode(errors="replace")
 
-    def wait(self, digest: bytes, size: int, timeout: timedelta) -> str | None:
+    def wait_for_all(self, digest: bytes, size: int, timeout: timedelta) -> str | None:
         """Wait until all ranks have found their calls to be the same; else the note of one.
 
         Raises:
             RuntimeError: A rank did not come within the timeout.
         """
 
-        def meet() -> None:
+        def wait() -> None:
             if self.store.add(self._count(digest), 1) == size:
                 self.store.set(self._key, _SAME)
             self.store.wait([self._key], timeout)
 
         try:
-            _ask(meet, timeout + _PATIENCE)
+            _with_timeout(wait, timeout + _PATIENCE)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a rank of the group did not make call {self.number} within {timeout}"
             ) from error
-        return self.note()
+        return self.read_report()
 
-    def forget(self, digest: bytes) -> None:
+    def clear(self, digest: bytes) -> None:
         """Take what all ranks have read out of the store."""
 
         def delete() -> None:
             for key in (self._key, self._count(digest)):
                 self.store.delete_key(key)
 
-        with suppress(RuntimeError):
-            _ask(delete)
+        _try(delete)
 
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""
         return f"{self._key}/{digest.hex()}"
+
+
+def report_failure(group: dist.ProcessGroup, text: str) -> None:
+    """Leave a note that a rank failed inside a pass; the first that is left stays."""
+    _try(lambda: _store_of(group).compare_set(f"{_prefix()}/failure", "", text))
+
+
+def read_failure(group: dist.ProcessGroup) -> str | None:
+    """The note of the first rank of a group that failed inside a pass, if one did."""
+    text = _try(lambda: _read(_store_of(group), f"{_prefix()}/failure"))
+    return text.decode(errors="replace") if text else None
+
+
+def clear_failure(group: dist.ProcessGroup) -> None:
+    """Take out the note of an earlier group, whose name and store this one has."""
+    _try(lambda: _store_of(group).delete_key(f"{_prefix()}/failure"))
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    groups = distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
+    if group not in groups:
+        raise RuntimeError("the process group was destroyed")
+    return groups[group][1]
+
+
+def _prefix() -> str:
+    # torchrun may keep a store, with old notes, for processes that it starts anew.
+    return f"ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _try(what: Callable[[], Any]) -> Any:
+    """What the store answers, or ``None``: it may be gone with the rank that kept it."""
+    with suppress(RuntimeError):
+        return _with_timeout(what)
+    return None
 
 
 def _read(store: Any, key: str) -> bytes | None:
@@ -96,7 +126,7 @@ def _read(store: Any, key: str) -> bytes | None:
     return store.get(key) if store.check([key]) else None
 
 
-def _ask[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
+def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
     """What the store answers; asked on a thread, for over a link that is down it never does.
 
     Raises:

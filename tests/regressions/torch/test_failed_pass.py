@@ -1,0 +1,89 @@
+"""A pass that fails on one rank ends on all in that rank's words, and closes the group."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_torch import ContextParallel, _handshake, ring_attention
+from ring_torch.kernels import eager, sdpa
+from ring_torch.local import LocalRanks
+
+TIMEOUT = 1.0
+BROKEN = 1  # the rank that runs out of memory
+LENGTHS = {"short": 8, "long": 256}  # of a message of keys: as long as a header, and longer
+
+
+def _attend(length: int, group: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    x = torch.ones(1, length, 2, 16, requires_grad=True)
+    return x, ring_attention(x, x, x, group=group, **options)
+
+
+def _words(function: Any) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "a result"
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("played: out of memory")
+
+
+def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
+    """What the failing call, the next one and its backward say; then a new group is used."""
+    x, out = _attend(length, transport=transport)
+    out.sum().backward()
+    patch = pytest.MonkeyPatch()
+    kept = _attend(length, transport=transport)[1]
+    if rank == BROKEN:
+        if where == "agreement":
+            patch.setattr(_handshake.Header, "of", _no_memory)
+        else:
+            for kernel in (eager.EagerKernel, sdpa.CpuFlashKernel):
+                patch.setattr(kernel, where, _no_memory)
+    backward = where == "backward"
+    words = [
+        _words(kept.sum().backward if backward else lambda: _attend(length, transport=transport))
+    ]
+    patch.undo()
+    words.append(_words(lambda: _attend(length, transport=transport)))
+    words.append(_words(lambda: ContextParallel().unshard(x)))
+    if not backward:
+        words.append(_words(kept.sum().backward))
+    group = dist.new_group(ranks=list(range(dist.get_world_size())))
+    x, out = _attend(length, group, transport=transport)
+    out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(out, torch.ones_like(out))
+    return words
+
+
+@pytest.mark.parametrize(
+    ("where", "length", "transport"),
+    [
+        *product(("forward", "backward"), LENGTHS, ("p2p", "gather")),
+        ("agreement", "short", "p2p"),
+    ],
+)
+def test_a_failed_pass_is_named_on_all_ranks(where: str, length: str, transport: str) -> None:
+    with LocalRanks(2, timeout=TIMEOUT) as pool:
+        answers = pool.run(_fail_once, where, LENGTHS[length], transport)
+    name = "backward" if where == "backward" else "forward"
+    said = f"({name}) failed on rank {BROKEN} of the group: OutOfMemoryError: played: out of memory"
+    for rank, (first, second, *later) in enumerate(answers):
+        if rank == BROKEN:
+            assert first == "OutOfMemoryError: played: out of memory"
+            later.append(second)
+        else:  # it may have had all that it needed, and learns of it in the next pass
+            assert said in first or (first == "a result" and said in second), (first, second)
+        for words in later:
+            assert "an earlier call on this process group failed" in words
+            assert said in words
+            assert "new_group" in words
