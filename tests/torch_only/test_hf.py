@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_core import SCHEDULES, KernelConfig, RankMismatchError, Schedule, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf._register import _layer_seed
 from ring_torch.local import LocalRanks
 
 
@@ -158,7 +159,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks(pool: LocalRanks) -> None:
 def test_layers_drop_different_elements() -> None:
     mask = ContextParallel().shard_batch(whole("plain"), dropout_seed=2**64 - 1)["attention_mask"]
     layers = build("Llama").model.layers
-    seeds = {hf._layer_seed(layer.self_attn, mask) for layer in layers}
+    seeds = {_layer_seed(layer.self_attn, mask) for layer in layers}
     assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
 
 
