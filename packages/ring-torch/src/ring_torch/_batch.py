@@ -108,13 +108,6 @@ class ShardedMask(Sealed):
             return self
         return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardedMask):
-            raise SealedError(self._words)
-        return self is other
-
-    __hash__ = object.__hash__
-
 
 def shard_batch(
     cp: ContextParallel,

@@ -30,6 +30,14 @@ class Sealed:
     def __getitem__(self, _: object) -> Never:
         raise SealedError(self._words)
 
+    def __eq__(self, other: object) -> bool:
+        """Refuse what a tensor would answer element by element, and an object with False."""
+        if not isinstance(other, Sealed):
+            raise SealedError(self._words)
+        return self is other
+
+    __hash__ = object.__hash__
+
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Never:
         """Refuse what torch would do with it."""

@@ -58,11 +58,6 @@ _MIXERS = re.compile(
     r"|ShortConv|CausalConv"
 )
 
-#: Of configs: what mixes tokens outside of attention.
-_SWITCHES = {
-    "trigram_input": "a token's embedding is made of its neighbours' too",
-    "question_token_id": "its head looks for one token of the whole sequence",
-}
 _READS = ("sum", "unsqueeze", "masked_fill", "cumsum", "repeat_interleave", "masked_select")
 
 
@@ -140,11 +135,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward takes an argument."""
-    return bool({name, "**"} & parameters_of(type(unwrapped(model))))
-
-
 def _report(model: Any) -> ModelReport:
     parts = dict(_text_parts(model))
     pooling = _pooling(model)
@@ -158,6 +148,11 @@ def _report(model: Any) -> ModelReport:
     return ModelReport(
         not reasons, tuple(reasons), _position_offset(parts), pooling, layers, _shifts(model)
     )
+
+
+def _name(model: nn.Module) -> str:
+    """The name of its class, not of the one that FSDP puts before it."""
+    return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -205,7 +200,7 @@ def _attends(module: nn.Module) -> bool:
 
 def _of_inputs(model: Any) -> Iterator[str]:
     given = parameters_of(type(model))
-    name = type(model).__name__
+    name = _name(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
@@ -233,7 +228,7 @@ def _of_layers(
         return
     if not any(map(_attends, parts.values())):
         yield (
-            f"{type(model).__name__} calls no attention function of transformers' registry: its "
+            f"{_name(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
@@ -255,9 +250,10 @@ def _of_layers(
             has = [any(map(_attends, layer.modules())) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
-    for name, reason in _SWITCHES.items():
-        if getattr(model.config, name, None):
-            yield f"config.{name}: {reason}"
+    if getattr(model.config, "trigram_input", False):
+        yield "config.trigram_input: a token's embedding is made of its neighbours' too"
+    if "question_token_id" in names_in_forward(type(model)):
+        yield f"{_name(model)} looks for one token of the whole sequence"
 
 
 def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -320,7 +316,7 @@ def _outputs(model: Any) -> list[Any]:
 
 
 def _pooled_words(model: Any, pooling: str) -> str:
-    name = type(model).__name__
+    name = _name(model)
     if pooling == "pooler_output":
         return (
             f"{name} makes a pooler_output of one token, which one rank has; build it with "
