@@ -122,6 +122,13 @@ def reliability(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def sweep(session: nox.Session) -> None:
+    """Run every class of models of transformers on two ranks; what was run before is skipped."""
+    install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
+    session.run("python", "tests/sweep", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

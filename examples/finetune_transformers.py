@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, cp: ContextParallel | None) -> list[float
     losses = []
     for step in range(options.steps):
         batch = batch_of(step, options)
-        loss = model(**(batch if cp is None else cp.shard_batch(batch))).loss
+        loss = model(**(batch if cp is None else cp.shard_batch(batch, model=model))).loss
         optimizer.zero_grad()
         loss.backward()
         total = loss.detach()

@@ -15,10 +15,12 @@ from transformers import masking_utils
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 
+ANY = torch.nn.Identity()  # where no model is called
+
 
 def test_labels_are_shifted_before_the_split() -> None:
     batch, cp = whole("right"), ContextParallel()
-    shard = cp.shard_batch(batch)
+    shard = cp.shard_batch(batch, model=ANY)
     expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # and one token of padding
     assert torch.equal(shard["shift_labels"], expected)
     assert shard["num_items_in_batch"] == int((expected != -100).sum())
@@ -27,9 +29,12 @@ def test_labels_are_shifted_before_the_split() -> None:
         with pytest.raises(UnsupportedError, match="shift_labels"):
             misuse(shard["labels"])
     given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
-    assert torch.equal(cp.shard_batch(given)["shift_labels"][:, :LENGTH], batch["labels"])
+    assert torch.equal(
+        cp.shard_batch(given, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
+    )
     embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
-    shard = cp.shard_batch({"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]})
+    given = {"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}
+    shard = cp.shard_batch(given, model=ANY)
     assert (
         shard["inputs_embeds"].shape == (2, LENGTH + 1, 32) and shard["inputs_embeds"].requires_grad
     )
@@ -38,7 +43,7 @@ def test_labels_are_shifted_before_the_split() -> None:
 
 def test_documents_cost_nothing_where_they_say_nothing() -> None:
     cp = ContextParallel()
-    masks = {kind: cp.shard_batch(whole(kind))["attention_mask"] for kind in
+    masks = {kind: cp.shard_batch(whole(kind), model=ANY)["attention_mask"] for kind in
              ("plain", "right", "left", "packed", "flattened")}  # fmt: skip
     assert masks["plain"].single and masks["plain"].segment_ids is None
     assert masks["plain"].cu_seqlens == (0, LENGTH, LENGTH + 1)
@@ -74,7 +79,7 @@ TOKENS = torch.ones(2, 8, dtype=torch.int64)
 )  # fmt: skip
 def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        ContextParallel().shard_batch(batch)
+        ContextParallel().shard_batch(batch, model=ANY)
 
 
 def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
@@ -85,7 +90,7 @@ def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError)
 def test_half_of_the_change_is_an_error() -> None:
     """The batch without the attention, and the attention without the batch."""
     batch = whole("right")
-    shard = ContextParallel(None, "plain").shard_batch(batch)
+    shard = ContextParallel(None, "plain").shard_batch(batch, model=ANY)
     for implementation in ("eager", "sdpa", "flex_attention"):
         with pytest.raises(UnsupportedError, match=r"hf\.register"):
             build("Llama", implementation)(**shard)
@@ -101,7 +106,7 @@ def test_half_of_the_change_is_an_error() -> None:
 
 def test_models_that_would_answer_wrong() -> None:
     cp = ContextParallel()
-    shard = cp.shard_batch(whole("plain"))
+    shard = cp.shard_batch(whole("plain"), model=ANY)
     name = hf.register()
     model = build("Llama", name)
     refused("output_attentions", lambda: model(**shard, output_attentions=True))

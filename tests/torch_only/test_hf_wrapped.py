@@ -37,7 +37,6 @@ def _trained(rank: int, kind: str) -> list[Tensor]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], schedule="zigzag")
     row = slice(rank // 2, rank // 2 + 1)
-    shard = cp.shard_batch({name: x[row] for name, x in sequences().items()})
     model = build("Llama", hf.register())
     wrapped: Any = model
     if kind == "fsdp":
@@ -46,6 +45,8 @@ def _trained(rank: int, kind: str) -> list[Tensor]:
             fully_shard(part, mesh=ranks)
     else:
         wrapped = DistributedDataParallel(model)
+    batch = {name: x[row] for name, x in sequences().items()}
+    shard = cp.shard_batch(batch, model=wrapped)
     labels = 2 * (LENGTH - 1)  # of both sequences
     with torch.autocast("cpu", torch.bfloat16) if kind == "ddp in autocast" else Wide():
         loss = wrapped(**shard | {"num_items_in_batch": labels}).loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Never, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch._comm import Ring, collective
+from ring_torch._labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
+from ring_torch._models import ModelReport
 
 if TYPE_CHECKING:
     from ring_torch._context import ContextParallel
-
-IGNORED = -100  # the label of a token that has nothing to predict
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
 _SPLIT = {
@@ -28,6 +28,7 @@ _SPLIT = {
     "inputs_embeds": 0,
     "token_type_ids": 0,
     "position_ids": 0,
+    "labels": IGNORED,
     "shift_labels": IGNORED,
 }
 
@@ -42,45 +43,13 @@ _INSTEAD = {
     "seq_idx": "documents are read from position_ids; leave it out",
     "past_key_values": "there is no cache of a split sequence",
     "output_attentions": "weights are never held; leave it out",
+    "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
+    "ContextParallel.unshard start_logits and end_logits, and compute the loss of those",
+    "end_positions": "as start_positions",
     "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
 }
 
 Integers = npt.NDArray[np.int64]
-
-
-class SealedError(UnsupportedError, AttributeError):
-    """Somebody reads what only ring's functions can; ``hasattr`` takes it for no."""
-
-
-class Sealed:
-    """What a model hands on and only ring's functions read: others are told what is wrong."""
-
-    _words: ClassVar[str]
-
-    def __getattr__(self, name: str) -> Never:
-        raise SealedError(f"{self._words} (asked for {name!r})")
-
-    def __getitem__(self, _: object) -> Never:
-        raise SealedError(self._words)
-
-    @classmethod
-    def __torch_function__(cls, *_: object, **__: object) -> Never:
-        """Refuse what torch would do with it."""
-        raise SealedError(cls._words)
-
-
-class ShiftedLabels(Sealed):
-    """In place of ``labels``, where ``shift_labels`` hold them."""
-
-    _words = (
-        "labels were shifted before the sequence was split, and are in shift_labels: a loss that "
-        "reads labels would shift them again, within each rank's part. Models whose loss reads "
-        "shift_labels work; for others compute the loss from logits and shift_labels"
-    )
-
-    def to(self, *_: object, **__: object) -> Self:
-        """Itself, on any device."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +89,12 @@ class ShardedMask(Sealed):
         """Of a mask ``[B, T_local]``."""
         return 2
 
+    def view(self, *shape: int) -> ShardedMask:
+        """Itself, for models that make sure of its shape: ``view(B, -1)``."""
+        if shape not in ((self.shape[0], -1), self.shape):
+            raise SealedError(f"{self._words} (asked for view{shape})")
+        return self
+
     def to(
         self,
         device: torch.device | str | None = None,
@@ -133,19 +108,18 @@ class ShardedMask(Sealed):
             return self
         return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardedMask):
-            raise SealedError(self._words)
-        return self is other
-
-    __hash__ = object.__hash__
-
 
 def shard_batch(
-    cp: ContextParallel, ring: Ring, batch: Mapping[str, Any], dropout_seed: int | None
+    cp: ContextParallel,
+    ring: Ring,
+    batch: Mapping[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
 ) -> dict[str, Any]:
     """:meth:`ContextParallel.shard_batch`."""
     checks.check_seed(dropout_seed)
+    if not report.exact:
+        raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
@@ -157,29 +131,22 @@ def shard_batch(
     positions = given.pop("position_ids", None)
     segments = _segments(real, None if "attention_mask" in given else positions, (size, length))
     if positions is None:
-        positions = torch.arange(length, device=tokens.device)[None]
+        positions = _positions(given, tokens, report.position_offset)
     elif "attention_mask" in given:
         _check_one_document(_numpy(positions), real)
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
-    labels = given.pop("labels", None)
-    if labels is not None and "shift_labels" not in given:
-        given["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    if "shift_labels" in given:
-        ignored = _numpy(given["shift_labels"]) == IGNORED
-        if not ignored[segments < 0].all():
-            raise ValueError(
-                f"labels of padding, and of a token that follows padding, must be {IGNORED}: the loss "
-                f"would hold what is computed of padding, which has no meaning"
-            )
-        given["labels"] = ShiftedLabels()
-        given.setdefault("num_items_in_batch", int((~ignored).sum()))
+    _set_labels(given, segments, report)
     _check_same(ring, given, segments, dropout_seed)
 
     more = -length % divisor_of(cp.schedule, cp.cp_size)
     for name in _SPLIT.keys() & given.keys():
+        if isinstance(given[name], Sealed):
+            continue
         x = pad(given[name], (*(0, 0) * (given[name].ndim - 2), 0, more), value=_SPLIT[name])
         given[name] = cp.shard(x, dim=1)
+    if not report.shifts_labels and "labels" in given:
+        given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
         int(_numpy(positions)[:, at[at < length]].max(initial=0))
@@ -200,10 +167,47 @@ def shard_batch(
     return given
 
 
+def _positions(given: Mapping[str, Any], tokens: Tensor, offset: int) -> Tensor:
+    """Position ids, int64 ``[1, T]`` or ``[B, T]``, as the model makes them where it is given none.
+
+    With an offset padding has the position before the first, and is not counted; among embeddings
+    nobody can tell what is padding.
+    """
+    if not offset or "input_ids" not in given:
+        return torch.arange(offset, offset + tokens.shape[1], device=tokens.device)[None]
+    real = (tokens != offset - 1).long()
+    return real.cumsum(1) * real + offset - 1
+
+
+def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) -> None:
+    """Shift labels where the model's loss does, and count those of the whole batch."""
+    if report.shifts_labels:
+        labels = given.pop("labels", None)
+        if labels is not None and "shift_labels" not in given:
+            given["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    elif "shift_labels" in given:
+        raise ValueError(
+            "shift_labels: the loss of this model is of labels as they are; give labels instead"
+        )
+    name = "shift_labels" if report.shifts_labels else "labels"
+    if name not in given:
+        return
+    ignored = _numpy(given[name]) == IGNORED
+    if not ignored[segments < 0].all():
+        also = ", and of a token that follows padding," if report.shifts_labels else ""
+        raise ValueError(
+            f"labels of padding{also} must be {IGNORED}: the loss would hold what is computed of "
+            f"padding, which has no meaning"
+        )
+    if report.shifts_labels:
+        given["labels"] = ShiftedLabels()
+    given.setdefault("num_items_in_batch", int((~ignored).sum()))
+
+
 def _check_names(given: Mapping[str, Any]) -> None:
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
-    known = {*_SPLIT, *_KEPT, "labels", "attention_mask"}
+    known = {*_SPLIT, *_KEPT, "attention_mask"}
     if given.get("use_cache"):
         raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
     if reasons := [

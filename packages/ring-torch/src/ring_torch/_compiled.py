@@ -28,6 +28,10 @@ PLAIN = (
     "causal", "window", "chunk_size", "cu_seqlens", "softmax_scale", "softcap", "dropout_p",
     "deterministic", "return_lse", "transport",
 )  # fmt: skip
+_OTHER_GROUP = (
+    "the process group that this graph was compiled for is gone, or another one is the default "
+    "group by now; compile it anew (torch.compiler.reset())"
+)
 MASK_FIELDS = ("causal", "window", "chunk_size", "cu_seqlens")
 
 
@@ -45,6 +49,7 @@ def static_text(
     ask_peers(ring)  # operations may not, while they are traced
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
+        "ranks": [ring.rank, ring.size],
         "schedule": schedule.chunks if isinstance(schedule, Dealt) else schedule,
         "grad": grad,
         "mask": None if mask is None else {name: getattr(mask, name) for name in MASK_FIELDS},
@@ -63,20 +68,31 @@ class _Static(NamedTuple):
     """The text, read."""
 
     group: str | None
+    ranks: tuple[int, int]  # this one and how many, when the graph was traced
     schedule: Schedule
     grad: bool
     options: Options
 
     @property
     def ring(self) -> Ring:
-        """The ranks; asked for anew, for a group may be gone and another have its name."""
-        return Ring(None, 0, 1) if self.group is None else ring_of(_group(self.group))
+        """The ranks; asked for anew, for a group may be gone and another have its name.
+
+        Raises:
+            ValueError: It is gone, or has other ranks.
+        """
+        try:
+            ring = ring_of(None if self.group is None else _group(self.group))
+        except RuntimeError as error:
+            raise ValueError(f"{_OTHER_GROUP}: {error}") from error
+        if (ring.rank, ring.size) != self.ranks:
+            raise ValueError(_OTHER_GROUP)
+        return ring
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
     facts: dict[str, Any] = _tuples(json.loads(text))
-    name, schedule, grad = (facts.pop(key) for key in ("group", "schedule", "grad"))
+    name, ranks, schedule, grad = (facts.pop(x) for x in ("group", "ranks", "schedule", "grad"))
     mask, kernel = facts.pop("mask"), facts.pop("kernel")
     if mask is not None:
         mask = Mask(**_tuples(mask))
@@ -84,7 +100,7 @@ def _read(text: str) -> _Static:
         schedule = Dealt(schedule)
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
     return _Static(
-        name, schedule, grad, Options(mask=mask, kernel=config, dropout_seed=None, **facts)
+        name, ranks, schedule, grad, Options(mask=mask, kernel=config, dropout_seed=None, **facts)
     )
 
 

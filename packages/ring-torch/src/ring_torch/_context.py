@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ring_torch._batch import shard_batch
 from ring_torch._call import Options, check_call
 from ring_torch._comm import Ring, collective, ring_of
 from ring_torch._gradients import reduce_gradients
+from ring_torch._models import ModelReport, check_model
 
 
 class ContextParallel:
@@ -23,12 +25,13 @@ class ContextParallel:
 
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
-            this process alone where none is initialised.
+            this process alone where none is initialised when the object is first used.
         schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
             :func:`ring_core.deal` returns; it decides the layout.
 
     Raises:
-        ValueError: No such schedule, or it is dealt to another number of ranks.
+        ValueError: No such schedule, or it is dealt to another number of ranks. Later, of every
+            method: the group is gone, or the default group another than at the first use.
 
     Example::
 
@@ -41,8 +44,29 @@ class ContextParallel:
     def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
         self.group = group
         self.schedule: Schedule = schedule
-        self._ring = ring_of(group)
-        divisor_of(schedule, self.cp_size)  # refuses what these ranks cannot run
+        self._bound: Ring | None = None
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self._ring  # noqa: B018 - refuses what these ranks cannot run
+        self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
+
+    @property
+    def _ring(self) -> Ring:
+        """The ranks, which are those of the first use.
+
+        Raises:
+            ValueError: The group was destroyed, or the default one is another by now.
+        """
+        ring = ring_of(self.group)
+        if self._bound is None:
+            divisor_of(self.schedule, ring.size)
+            self._bound = ring
+        if ring != self._bound:
+            raise ValueError(
+                f"this ContextParallel is of another process group: at first it had "
+                f"{self._bound.size} ranks, now the default group has {ring.size} (it was made or "
+                f"destroyed in between). Make a new ContextParallel, and shard with that one"
+            )
+        return ring
 
     @property
     def cp_size(self) -> int:
@@ -88,6 +112,7 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that is no rank's slice.
         """
         _check_dim(x, dim)
+        dim %= x.ndim
         layout = self.layout(x.shape[dim] * self.cp_size)
         whole: Tensor = _Unshard.apply(x, dim, layout, self._ring)
         return whole
@@ -101,20 +126,26 @@ class ContextParallel:
             raise ValueError(f"device {device!r} cannot be used: {error}") from error
 
     def shard_batch(
-        self, batch: Mapping[str, Any], *, dropout_seed: int | None = None
+        self, batch: Mapping[str, Any], *, model: nn.Module, dropout_seed: int | None = None
     ) -> dict[str, Any]:
         """This rank's part of the batch of a language model of transformers (``ring_torch.hf``).
 
         Every rank gives the same whole batch. Sequences are padded on the right to a length that
         the schedule divides, and split.
 
+        The model is checked the first time (:func:`ring_torch.hf.check_model`): one that would not
+        compute what it does on whole sequences is refused. What wraps it (DDP, FSDP, PEFT,
+        ``torch.compile``) may be given as well. A module that is none of transformers is not
+        checked, and counts as a causal language model with positions from 0.
+
         Args:
             batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``, and where wanted
                 ``labels`` int ``[B, T]`` (label ``i`` is of token ``i``; -100 is ignored),
                 ``attention_mask`` ``[B, T]`` (1, or 0 for padding, on either side),
-                ``position_ids`` int ``[B, T]`` (default: from 0; without an attention mask, a
-                document begins where they do not go on by one), ``token_type_ids``,
+                ``position_ids`` int ``[B, T]`` (default: as the model counts; without an attention
+                mask, a document begins where they do not go on by one), ``token_type_ids``,
                 ``shift_labels``, ``num_items_in_batch``.
+            model: The model that is called with what is returned.
             dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on
                 all ranks and new with every batch.
 
@@ -123,15 +154,21 @@ class ContextParallel:
             ``position_ids``, global ones; an ``attention_mask`` that ring attention alone can read;
             for ``labels``, ``shift_labels`` (label ``i`` is of token ``i + 1``, shifted before the
             split) and ``num_items_in_batch``, the labels of the whole batch that are not ignored.
+            Where the model's loss is of labels as they are (masked language models, classes of
+            tokens), ``labels`` that a cross entropy alone can read, and divides by that number.
             The loss of the model then is this rank's part: the sum over ranks is the mean over all
             tokens.
 
         Raises:
-            ValueError: Shapes do not fit, or labels of padding are not -100.
-            UnsupportedError: The batch holds what cannot be split; the message says what to do.
+            ValueError: Shapes do not fit; labels of padding are not -100; ``model`` is no module.
+            UnsupportedError: The model is not exact on split sequences, or the batch holds what
+                cannot be split; the message says what to do.
             RankMismatchError: Ranks were given different batches.
         """
-        return shard_batch(self, self._ring, batch, dropout_seed)
+        report = self._reports.get(model) if isinstance(model, nn.Module) else None
+        if report is None:
+            report = self._reports[model] = check_model(model)
+        return shard_batch(self, self._ring, batch, report, dropout_seed)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
@@ -189,6 +226,7 @@ class ContextParallel:
         transport: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
+        _check_group(self)
         return attend(
             self.group, self.schedule, q, k, v,
             Options(
@@ -235,6 +273,12 @@ class ContextParallel:
             bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
         return f"{call.choice.describe()}\ntransport {call.transport}\n\n{call.plan.describe()}"
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _check_group(cp: ContextParallel) -> None:
+    """Refuse another group than at the first use; in a graph, when it is traced."""
+    cp._ring  # noqa: B018, SLF001 - the property checks
 
 
 class _Unshard(torch.autograd.Function):

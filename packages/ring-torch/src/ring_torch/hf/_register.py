@@ -1,10 +1,4 @@
-"""Ring attention for the models of transformers 5: an attention and a mask function.
-
-What ties a model to a ring is the batch: :meth:`ring_torch.ContextParallel.shard_batch` puts who
-holds the sequence, and its documents, in the place of ``attention_mask``. So nothing here has
-state, models and rings may be mixed, and half of the change alone is an error: other attention
-cannot read such a mask, and this one takes no other.
-"""
+"""The attention and mask function that transformers is given, and what they refuse."""
 
 from __future__ import annotations
 
@@ -19,12 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from ring_core import KernelConfig, UnsupportedError, checks
 from ring_torch._batch import Sealed, ShardedMask
+from ring_torch._models import SERVED_LAYERS
 from ring_torch._transport import TRANSPORTS
 from ring_torch.kernels import KERNEL_NAMES
 
 __all__ = ["register"]
 
-_LAYERS = ("full_attention", "sliding_attention")
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 
@@ -71,7 +65,7 @@ def register(
     Example::
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
-        loss = model(**cp.shard_batch(batch)).loss  # this rank's part
+        loss = model(**cp.shard_batch(batch, model=model)).loss  # this rank's part
     """
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
@@ -146,10 +140,10 @@ def ring_mask(
             f"attention; generate with another attn_implementation"
         )
     types = {*(getattr(config, "layer_types", None) or ())}
-    if others := sorted(types.difference(_LAYERS)):
+    if others := sorted(types.difference(SERVED_LAYERS)):
         raise UnsupportedError(
             f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
-            f"only; ring attention serves models of {' and '.join(_LAYERS)} alone"
+            f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
         )
     if use_vmap:
         raise UnsupportedError(
@@ -283,7 +277,10 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
     reasons = [
         f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
         for name, value in kwargs.items()
-        if name not in _IDLE and value is not None and value is not False
+        if name not in _IDLE
+        and value is not None
+        and value is not False
+        and (name, value) != ("logits_to_keep", 0)  # all of them
     ]
     if reasons:
         raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")

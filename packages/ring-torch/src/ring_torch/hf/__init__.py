@@ -1,0 +1,12 @@
+"""Ring attention for the models of transformers 5: an attention and a mask function.
+
+What ties a model to a ring is the batch: :meth:`ring_torch.ContextParallel.shard_batch` puts who
+holds the sequence, and its documents, in the place of ``attention_mask``. So nothing here has
+state, models and rings may be mixed, and half of the change alone is an error: other attention
+cannot read such a mask, and this one takes no other.
+"""
+
+from ring_torch._models import ModelReport, check_model
+from ring_torch.hf._register import register
+
+__all__ = ["ModelReport", "check_model", "register"]

@@ -1,0 +1,220 @@
+"""Models of transformers that would answer wrong on split sequences are told before they run."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import Wide
+from sweep.compare import build
+from sweep.tiny import config_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+TOKENS = torch.randint(4, 40, (2, 22), generator=torch.Generator().manual_seed(5))
+
+POOLED = (
+    ("LlamaForSequenceClassification", "llama"), ("BertForSequenceClassification", "bert"),
+    ("ModernBertForSequenceClassification", "modernbert"), ("BertForMultipleChoice", "bert"),
+    ("BertForNextSentencePrediction", "bert"), ("BertForPreTraining", "bert"), ("BertModel", "bert"),
+    ("RobertaForSequenceClassification", "roberta"), ("CLIPTextModel", "clip_text_model"),
+)  # fmt: skip
+MIXING = (
+    ("RwkvForCausalLM", "rwkv"), ("MambaForCausalLM", "mamba"), ("FNetForMaskedLM", "fnet"),
+    ("CpmAntForCausalLM", "cpmant"), ("MobileBertForMaskedLM", "mobilebert"),
+    ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
+    ("BloomForCausalLM", "bloom"), ("T5EncoderModel", "t5"), ("BartForCausalLM", "bart"),
+    ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"), ("EsmForMaskedLM", "esm"),
+    ("ViTForImageClassification", "vit"),
+)  # fmt: skip
+EXACT = (
+    ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"),
+    ("MistralForCausalLM", "mistral"), ("Gemma2ForCausalLM", "gemma2"),
+    ("Gemma3ForCausalLM", "gemma3_text"), ("GptOssForCausalLM", "gpt_oss"),
+    ("MixtralForCausalLM", "mixtral"), ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    ("BertLMHeadModel", "bert"), ("BertForMaskedLM", "bert"), ("RobertaForMaskedLM", "roberta"),
+    ("XLMRobertaForMaskedLM", "xlm-roberta"), ("ModernBertForMaskedLM", "modernbert"),
+    ("LlamaForQuestionAnswering", "llama"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """A ring of two."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def on_meta(name: str, model_type: str, **changes: Any) -> Any:
+    """A model without weights, that cannot run."""
+    cls = getattr(transformers, name)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of empty weights
+        model = cls._from_config(config_of(model_type, cls, **changes))
+    model.register_forward_pre_hook(_must_not_run)
+    return model
+
+
+def _must_not_run(*_: object) -> None:
+    raise AssertionError("a forward was run")
+
+
+@pytest.mark.parametrize(("name", "model_type"), POOLED)
+def test_models_that_pool_are_refused(name: str, model_type: str) -> None:
+    model = on_meta(name, model_type)
+    report = hf.check_model(model)
+    assert not report.exact and report.reasons and report.pooling is not None
+    with pytest.raises(UnsupportedError, match="cannot be split"):
+        ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
+
+
+def test_what_pools_nothing_is_exact() -> None:
+    model = transformers.BertModel(
+        config_of("bert", transformers.BertModel), add_pooling_layer=False
+    )
+    assert hf.check_model(model).exact and hf.check_model(model).pooling is None
+
+
+@pytest.mark.parametrize(("name", "model_type"), MIXING)
+def test_models_that_mix_tokens_by_other_means_are_refused(name: str, model_type: str) -> None:
+    report = hf.check_model(on_meta(name, model_type))
+    assert not report.exact and report.reasons
+
+
+@pytest.mark.parametrize(("name", "model_type"), EXACT)
+def test_models_that_are_exact(name: str, model_type: str) -> None:
+    report = hf.check_model(on_meta(name, model_type))
+    assert report.exact and report.reasons == () and report.pooling is None
+    assert len(report.layers) >= 2
+    assert report.position_offset == (2 if "oberta" in name.lower() else 0)
+    assert report.shifts_labels is not name.endswith("MaskedLM")
+
+
+def test_the_routers_loss_is_refused() -> None:
+    assert hf.check_model(on_meta("MixtralForCausalLM", "mixtral")).exact
+    report = hf.check_model(on_meta("MixtralForCausalLM", "mixtral", output_router_logits=True))
+    assert not report.exact and "output_router_logits" in report.reasons[0]
+
+
+def test_modules_that_are_none_of_transformers() -> None:
+    assert hf.check_model(nn.Linear(2, 2)) == hf.ModelReport()
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
+        hf.check_model("llama")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model"):
+        ContextParallel().shard_batch({"input_ids": TOKENS})  # type: ignore[call-arg]
+
+
+class Peft(nn.Module):
+    """A wrapper as PEFT's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> Any:
+        """The model that has the adapters."""
+        return self.base_model
+
+
+class Task(nn.Module):
+    """A module of the user's around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"model": model})
+
+
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "RobertaForSequenceClassification"])
+@pytest.mark.parametrize("wrap", [Peft, Task, torch.compile, lambda x: torch.compile(Peft(x))])
+def test_wrapped_models_count_as_what_is_wrapped(name: str, wrap: Any) -> None:
+    model = build(name, "roberta")
+    expected = hf.check_model(model)
+    assert expected.position_offset == 2
+    assert hf.check_model(wrap(model)) == expected
+
+
+def _wrapped(_: int) -> None:
+    for name in ("RobertaForMaskedLM", "RobertaForSequenceClassification"):
+        expected = hf.check_model(build(name, "roberta"))
+        assert hf.check_model(DistributedDataParallel(build(name, "roberta"))) == expected
+        model = build(name, "roberta")
+        fully_shard(model)
+        assert hf.check_model(model) == expected
+
+
+def test_models_wrapped_for_data_parallelism(two: LocalRanks) -> None:
+    two.run(_wrapped)
+
+
+def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    check = hf.check_model
+    monkeypatch.setattr("ring_torch._context.check_model", lambda x: calls.append(0) or check(x))
+    cp, model = ContextParallel(), build("BertForMaskedLM", "bert")
+    for _ in range(3):
+        cp.shard_batch({"input_ids": TOKENS}, model=model)
+    assert len(calls) == 1 and len(cp._reports) == 1
+    del model
+    gc.collect()
+    assert len(cp._reports) == 0
+
+
+def _refused_alone(rank: int) -> None:
+    """One rank asks; were anything sent, it would wait for the other."""
+    if rank == 0:
+        model = build("LlamaForSequenceClassification", "llama")
+        with pytest.raises(UnsupportedError, match="pools"):
+            ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
+
+
+def test_it_is_refused_before_anything_is_sent(two: LocalRanks) -> None:
+    two.run(_refused_alone)
+
+
+OFFSET = (
+    ("RobertaForMaskedLM", "roberta"), ("CamembertForMaskedLM", "camembert"),
+    ("XLMRobertaForMaskedLM", "xlm-roberta"), ("Data2VecTextForMaskedLM", "data2vec-text"),
+    ("XLMRobertaXLForMaskedLM", "xlm-roberta-xl"), ("XmodForMaskedLM", "xmod"),
+    ("RobertaPreLayerNormForMaskedLM", "roberta-prelayernorm"), ("BertForMaskedLM", "bert"),
+)  # fmt: skip
+
+
+def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]]:
+    """Logits of real tokens, on two ranks and whole."""
+    cp, pairs = ContextParallel(), []
+    model = build(name, model_type)
+    padding = model.config.pad_token_id
+    at = torch.arange(TOKENS.shape[1])
+    for side in ("none", "left", "right", "embeddings"):
+        real = torch.ones_like(TOKENS)
+        if side in ("left", "right"):
+            real = torch.stack([at < 15, at < 22]).long()
+            real = real.flip(1) if side == "left" else real
+        batch = {"input_ids": TOKENS.where(real == 1, padding), "attention_mask": real}
+        if side == "embeddings":
+            batch = {"inputs_embeds": model.get_input_embeddings()(TOKENS).detach()}
+        with Wide(), torch.no_grad():
+            model.set_attn_implementation("eager")
+            whole = model(**batch).logits
+            model.set_attn_implementation(hf.register())
+            mine = cp.unshard(model(**cp.shard_batch(batch, model=model)).logits)
+        pairs.append((mine[:, :22][real == 1], whole[real == 1]))
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "model_type"), OFFSET)
+def test_positions_begin_where_the_model_begins(
+    two: LocalRanks, name: str, model_type: str
+) -> None:
+    for pairs in two.run(_positions, name, model_type):
+        for mine, whole in pairs:
+            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))

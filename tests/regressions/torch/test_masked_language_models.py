@@ -1,0 +1,125 @@
+"""Losses whose labels are not shifted: the ranks' parts add up to the whole model's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import Wide
+from sweep.compare import build
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+ROWS, LENGTH = 2, 23
+MODELS = (
+    ("BertForMaskedLM", "bert"), ("RobertaForMaskedLM", "roberta"),
+    ("XLMRobertaForMaskedLM", "xlm-roberta"), ("DistilBertForMaskedLM", "distilbert"),
+    ("ModernBertForMaskedLM", "modernbert"), ("BertForTokenClassification", "bert"),
+    ("LlamaForTokenClassification", "llama"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """A ring of two."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def batch_of(kind: str, classes: int) -> dict[str, Tensor]:
+    """Tokens and labels; ``first``: one rank of a contiguous schedule has no label."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(4, 40, (ROWS, LENGTH), generator=generator)
+    labels = torch.randint(classes, (ROWS, LENGTH), generator=generator)
+    hidden = torch.rand(tokens.shape, generator=generator) < 0.7
+    batch = {"input_ids": tokens}
+    if kind == "first":
+        hidden[:, 5:] = True
+    if kind == "padded":
+        real = torch.arange(LENGTH) < torch.tensor([[14], [LENGTH]])
+        hidden, batch["attention_mask"] = hidden | ~real, real.long()
+    return batch | {"labels": labels.masked_fill(hidden, -100)}
+
+
+def _trained(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    with Wide():
+        loss = model(**batch).loss
+    loss.backward()
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return loss.detach(), grads
+
+
+def _matches(_: int, name: str, model_type: str, kind: str) -> None:
+    model = build(name, model_type)
+    classes = model.config.num_labels if "Token" in name else 40
+    batch = batch_of(kind, classes)
+    whole, expected = _trained(model, batch)
+    expected = {weight: grad.clone() for weight, grad in expected.items()}
+    model.set_attn_implementation(hf.register())
+    for schedule in ("zigzag", "plain"):
+        cp = ContextParallel(schedule=schedule)  # type: ignore[arg-type]
+        loss, _ = _trained(model, cp.shard_batch(batch, model=model))
+        cp.reduce_gradients(model)
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+        largest = max(float(x.abs().max()) for x in expected.values())  # of keys' biases it is 0
+        for weight, x in model.named_parameters():
+            if weight in expected:
+                scale = max(float(expected[weight].abs().max()), 1e-4 * largest)
+                torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=1e-10 * scale)
+
+
+@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
+@pytest.mark.parametrize(("name", "model_type"), MODELS)
+def test_loss_and_gradients_are_the_whole_models(
+    two: LocalRanks, name: str, model_type: str, kind: str
+) -> None:
+    two.run(_matches, name, model_type, kind)
+
+
+def test_labels_of_several_batches_count_together() -> None:
+    """``num_items_in_batch`` is that of all batches of a step, in models that never read it too."""
+    model = build("BertForMaskedLM", "bert", hf.register())
+    batch = batch_of("plain", 40)
+    count, cp = int((batch["labels"] != -100).sum()), ContextParallel()
+    with Wide(), torch.no_grad():
+        alone = model(**cp.shard_batch(batch, model=model)).loss
+        both = model(**cp.shard_batch(batch | {"num_items_in_batch": 2 * count}, model=model)).loss
+    torch.testing.assert_close(both, alone / 2)
+
+
+def test_other_losses_are_refused() -> None:
+    model = build("BertForMaskedLM", "bert", hf.register())
+    batch, cp = batch_of("plain", 40), ContextParallel()
+    labels = cp.shard_batch(batch, model=model)["labels"]
+    logits = torch.randn(ROWS * (LENGTH + 1), 40)
+    flat = labels.to("cpu").view(-1)
+    assert cross_entropy(logits, flat).isfinite()
+    for misuse in (
+        lambda: labels[:, 1:],
+        lambda: labels == -100,
+        lambda: labels.view(2, -1),
+        lambda: labels.float().sum(),
+        lambda: torch.ravel(labels),
+        lambda: cross_entropy(logits, flat, weight=torch.ones(40)),
+        lambda: cross_entropy(logits, flat, ignore_index=0),
+        lambda: cross_entropy(logits, flat, reduction="none"),
+    ):
+        with pytest.raises(UnsupportedError, match="cross entropy of logits"):
+            misuse()
+    with pytest.raises(ValueError, match="give labels instead"):
+        cp.shard_batch(
+            {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}, model=model
+        )
+    with pytest.raises(UnsupportedError, match="start_logits and end_logits"):
+        cp.shard_batch(
+            {"input_ids": batch["input_ids"], "start_positions": torch.ones(2)}, model=model
+        )

@@ -1,0 +1,106 @@
+"""Run every class of models of transformers on two ranks, and write down what became of it.
+
+Results go to a file, a line of JSON each, and from there to a page of the documentation. What the
+file holds of the installed version of transformers is not run again::
+
+    nox -s sweep
+    nox -s sweep -- --only llama bert --again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from dataclasses import asdict
+from multiprocessing import forkserver
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+import transformers  # the environment it reads is set
+from tqdm import tqdm
+
+from ring_torch.local import PRELOADED, LocalRanks
+from sweep.compare import Outcome, compare
+from sweep.entries import Entry, entries
+from sweep.page import PAGE, RESULTS, Result, read, rendered
+
+SECONDS = 60.0  # a class may take
+WAIT = 8.0  # a rank waits for another
+
+
+def judged(answers: list[tuple[bool, object]]) -> Outcome:
+    """One outcome of both ranks' answers."""
+    outcomes = [x if ok and isinstance(x, Outcome) else None for ok, x in answers]
+    texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
+    if texts:
+        return Outcome("hanging", "; ".join(texts))
+    first, second = outcomes
+    assert first is not None and second is not None
+    if first.result == second.result and first.loss == second.loss:
+        return first
+    return Outcome(
+        "hanging" if "error" in (first.result, second.result) else "wrong",
+        f"ranks differ: {first} and {second}",
+    )
+
+
+def run(chosen: list[Entry], results: Path) -> None:
+    """Run entries and append results."""
+    ranks = None
+    bar = tqdm(chosen, unit="class", file=sys.stdout, mininterval=5)
+    for entry in bar:
+        bar.set_postfix_str(entry.name, refresh=False)
+        ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
+        outcome = judged(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
+        result = Result(
+            transformers.__version__, entry.name, entry.model_type, entry.autos,
+            outcome.result, outcome.reason, outcome.loss,
+        )  # fmt: skip
+        with results.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        if result.is_bad:
+            bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
+            ranks.close()  # its group may be out of step
+            ranks = None
+    if ranks is not None:
+        ranks.close()
+
+
+def main() -> int:
+    """Run what is asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], help="words in the names of classes")
+    parser.add_argument("--auto", nargs="+", default=[], help="words in the names of auto classes")
+    parser.add_argument("--again", action="store_true", help="also what was run before")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*PRELOADED, "transformers.modeling_utils", "transformers.masking_utils"]
+    )
+    forkserver.ensure_running()
+    every = entries()
+    chosen = [
+        entry
+        for entry in every
+        if (not options.only or any(w.lower() in entry.name.lower() for w in options.only))
+        and (not options.auto or any(w in a for w in options.auto for a in entry.autos))
+    ]
+    before = {x.name: x for x in read(options.results) if x.version == transformers.__version__}
+    run([x for x in chosen if options.again or x.name not in before], options.results)
+    results = {x.name: x for x in read(options.results) if x.version == transformers.__version__}
+    ordered = [results[entry.name] for entry in every if entry.name in results]
+    options.results.write_text("".join(json.dumps(asdict(x)) + "\n" for x in ordered))
+    if options.results == RESULTS:
+        PAGE.write_text(rendered(ordered))
+    bad = [x.name for x in ordered if x.is_bad]
+    print(f"{len(ordered)} of {len(every)} classes, {len(bad)} neither exact nor refused: {bad}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Every class that an ``AutoModelFor*`` of the installed transformers can make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers.models.auto import modeling_auto
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A class of models.
+
+    Attributes:
+        name: Of the class.
+        model_type: Whose config it is built from.
+        autos: The ``AutoModelFor*`` classes that make it.
+    """
+
+    name: str
+    model_type: str
+    autos: tuple[str, ...]
+
+
+def entries() -> list[Entry]:
+    """All, in the order of their types."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for auto, mapping in sorted(_mappings().items()):
+        for model_type, names in mapping.items():
+            for name in (names,) if isinstance(names, str) else names:
+                found.setdefault(name, (model_type, []))[1].append(auto)
+    made = [Entry(name, kind, tuple(autos)) for name, (kind, autos) in found.items()]
+    return sorted(made, key=lambda entry: (entry.model_type, entry.name))
+
+
+def _mappings() -> dict[str, dict[str, str | tuple[str, ...]]]:
+    """Names of classes by model type, for each auto class."""
+    return {
+        name: dict(auto._model_mapping._model_mapping)
+        for name, auto in vars(modeling_auto).items()
+        if name.startswith("AutoModelFor") and hasattr(auto, "_model_mapping")
+    }

@@ -1,0 +1,246 @@
+"""Small configs of any architecture of transformers, by the names of their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+VOCAB, POSITIONS, WINDOW = 64, 132, 5
+
+#: Sizes by the name of the attribute, in every config of a model.
+SIZES: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "embed_dim",
+            "word_embed_proj_dim", "lru_width", "attention_hidden_size", "emb_dim", "hidden_dim",
+            "width", "decoder_hidden_size", "encoder_hidden_size", "projection_dim", "d_kv_model",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size", "ffn_dim", "n_inner", "d_inner", "d_ff", "dff", "ffn_hidden_size",
+            "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "intermediate_size_mlp",
+            "shared_expert_intermediate_size", "shared_intermediate_size", "feedforward_dim",
+            "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mlp_dim",
+            "dense_intermediate_size", "decoder_intermediate_size", "encoder_intermediate_size",
+            "ffn_intermediate_size", "prefix_dense_intermediate_size",
+        ),
+        48,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+            "encoder_attention_heads", "decoder_attention_heads", "num_decoder_heads",
+            "num_encoder_heads", "decoder_num_attention_heads", "encoder_num_attention_heads",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "num_key_value_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads",
+            "n_kv_heads", "num_kv_heads", "index_n_heads", "mamba_n_groups", "n_groups",
+            "linear_num_key_heads", "linear_num_value_heads", "num_global_key_value_heads",
+            "n_mamba_heads",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
+            "decoder_layers", "num_decoder_layers", "num_encoder_layers", "depth",
+            "decoder_num_hidden_layers", "encoder_num_hidden_layers", "num_hidden_blocks",
+            "num_conv_layers",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim", "v_head_dim", "qk_nope_head_dim", "d_kv", "d_head", "global_head_dim",
+            "kv_channels", "q_lora_rank", "kv_lora_rank", "attention_head_dim", "index_head_dim",
+            "qk_rope_head_dim", "swa_head_dim", "o_lora_rank", "linear_key_head_dim",
+            "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
+            "ssm_state_size", "state_size", "mamba_headdim", "mamba_chunk_size", "chunk_size",
+            "block_size", "rotary_dim", "sparse_chunk",
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+            "num_routed_experts", "ffn_num_experts", "n_experts",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk", "top_k_experts",
+            "n_group", "moe_top_k", "experts_per_token", "num_selected_experts",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "topk_group", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts",
+            "first_k_dense_replace", "decoder_sparse_step", "moe_layer_start_index",
+            "moe_layer_interval", "expert_interval", "encoder_sparse_step",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "src_vocab_size",
+            "tgt_vocab_size", "entity_vocab_size", "decoder_vocab_size", "encoder_vocab_size",
+            "char_vocab_size", "audio_vocab_size", "codebook_vocab_size",
+        ),
+        VOCAB,
+    ),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length",
+            "context_length", "max_source_positions", "max_target_positions", "n_ctx",
+            "original_max_position_embeddings", "max_length", "max_2d_position_embeddings",
+            "seq_length", "max_seq_length",
+        ),
+        POSITIONS,
+    ),
+    **dict.fromkeys(
+        ("sliding_window", "local_attention", "window_size", "attention_chunk_size",
+         "local_window_size", "sliding_window_size", "attention_window_size"),
+        WINDOW,
+    ),
+    "hidden_size_per_layer_input": 8,
+    "qk_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "image_size": 28,
+    "num_hash_buckets": 16,
+    "type_vocab_size": 2,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+
+#: What no name tells, by model type.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 11},
+    "big_bird": {"attention_type": "original_full"},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "num_experts_per_tok": 2},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": 5, "pad_token_id": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 16},
+    "step3p7": {"sliding_window": WINDOW},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (11, 12)},
+}
+
+#: Types that turn by positions in three directions, whose config does not say how many of each.
+_MROPE = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni")
+
+_LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "attn_layer_types")
+
+
+def config_of(model_type: str, cls: Any, **changes: Any) -> PreTrainedConfig:
+    """A small config of this type for a class of models; sub-configs are shrunk too."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    own = getattr(cls, "config_class", None)  # of the text part alone, of models with more
+    config = kind() if own is None else own()
+    for each in configs_in(config):
+        _shrink(each)
+        for name, value in CHANGES.get(model_type, {}).items():
+            if hasattr(each, name):
+                setattr(each, name, value)
+        if model_type.startswith(_MROPE) and isinstance(
+            getattr(each, "rope_parameters", None), dict
+        ):
+            sections = [1, 1, 0] if model_type == "glm4v_moe" else [2, 1, 1]
+            each.rope_parameters["mrope_section"] = sections
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config._experts_implementation = "eager"
+    return config
+
+
+def configs_in(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
+    """A config and those in it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from configs_in(value)
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    had = dict(vars(config))
+    kinds = _layers(had)
+    for name, value in had.items():
+        if name.endswith("_token_id"):
+            _set(config, name, _token(value, name))
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            is_depth = name.lstrip("_") in (
+                "num_hidden_layers",
+                "num_layers",
+                "n_layer",
+                "n_layers",
+            )
+            size = len(kinds) if is_depth and kinds else SIZES.get(name.lstrip("_"), value)
+            _set(config, name, size if is_depth and kinds else min(value, size))
+    for name in ("head_dim", "num_key_value_heads"):
+        if name in had and had[name] is None:
+            _set(config, name, SIZES[name])
+    for name in ("num_key_value_heads", "n_kv_heads", "num_kv_heads"):
+        if (
+            had.get("num_attention_heads") is not None
+            and had.get(name) == had["num_attention_heads"]
+        ):
+            _set(config, name, SIZES["num_attention_heads"])
+    for name in _LAYERS:
+        if isinstance(had.get(name), list | tuple) and kinds:
+            _set(config, name, [had[name][at] for at in kinds])
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        if had.get(name) is None:
+            _set(config, name, 2)
+    _set(config, "use_cache", False)
+    _shrink_rope(had.get("rope_parameters"))
+
+
+def _shrink_rope(rope: object) -> None:
+    if not isinstance(rope, dict):
+        return
+    for parameters in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+        if "mrope_section" in parameters:
+            parameters["mrope_section"] = [2, 1, 1]
+        if "original_max_position_embeddings" in parameters:
+            parameters["original_max_position_embeddings"] = POSITIONS
+
+
+def _set(config: PreTrainedConfig, name: str, value: object) -> None:
+    try:
+        setattr(config, name, value)
+    except (AttributeError, TypeError, ValueError):
+        return  # a property, or refused by the config's own checks
+
+
+def _layers(had: dict[str, Any]) -> list[int]:
+    """Layers to keep: one of each kind, two at least; none where the config names no kinds."""
+    lists = [tuple(had[n]) for n in _LAYERS if isinstance(had.get(n), list | tuple) and had[n]]
+    if not lists:
+        return []
+    rows = list(zip(*lists, strict=False))
+    kept = [at for at, row in enumerate(rows) if row not in rows[:at]]
+    while len(kept) < min(2, len(rows)):
+        kept.append(next(at for at in range(len(rows)) if at not in kept))
+    return sorted(kept)
+
+
+def _token(value: object, name: str) -> object:
+    """A token of the small vocabulary, apart from those that batches hold."""
+    if isinstance(value, list):
+        return [_token(x, name) for x in value]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 4:
+        return value
+    if name in ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"):
+        return 2
+    return VOCAB - 1 - sum(map(ord, name)) % 10

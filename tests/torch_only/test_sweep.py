@@ -1,0 +1,82 @@
+"""The page of all models of transformers: of the installed version, and true of a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from sweep.compare import compare
+from sweep.entries import Entry, entries
+from sweep.page import PAGE, RESULTS, Result, read, rendered
+from sweep.tiny import config_of
+
+from ring_torch import hf
+from ring_torch.local import LocalRanks
+
+#: Run on two ranks again: models that have to be exact, and some that have to be refused.
+CHOSEN = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM",
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM",
+    "DeepseekV3ForCausalLM", "BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM",
+    "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "Qwen2VLForConditionalGeneration",
+)  # fmt: skip
+REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMaskedLM")
+
+LISTED = {result.name: result for result in read()}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """A ring of two."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def installed() -> dict[str, Entry]:
+    """Classes of the installed version."""
+    return {entry.name: entry for entry in entries()}
+
+
+def test_the_page_lists_every_class_of_the_installed_version() -> None:
+    missing = installed().keys() - LISTED.keys()
+    assert not missing, f"run nox -s sweep: {sorted(missing)} are not in {RESULTS.name}"
+    if {result.version for result in LISTED.values()} == {transformers.__version__}:
+        assert installed().keys() == LISTED.keys()
+
+
+def test_the_page_shows_the_results() -> None:
+    assert PAGE.read_text() == rendered(read())
+
+
+def test_none_is_wrong_and_none_hangs() -> None:
+    assert [result.name for result in LISTED.values() if result.is_bad] == []
+    assert {LISTED[name].result for name in CHOSEN} == {"exact"}
+    assert {LISTED[name].loss for name in CHOSEN} == {"exact"}
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
+def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
+    listed = LISTED[name]
+    for outcome in two.run(compare, name, listed.model_type):
+        assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # initialising empty weights
+def test_check_model_says_in_advance_what_the_page_says() -> None:
+    others = []
+    for name, entry in installed().items():
+        listed = LISTED[name]
+        if listed.version != transformers.__version__ or listed.result.startswith("does not"):
+            continue
+        cls = getattr(transformers, name)
+        with torch.device("meta"):
+            model = cls._from_config(config_of(entry.model_type, cls), attn_implementation="eager")
+        if hf.check_model(model).exact != _is_exact(listed):
+            others.append(name)
+    assert others == []
+
+
+def _is_exact(listed: Result) -> bool:
+    return listed.result == "exact" or not listed.is_checked  # what only a call shows
