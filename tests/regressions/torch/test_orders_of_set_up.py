@@ -1,0 +1,155 @@
+"""A ``ContextParallel`` shards and attends over one group, in whatever order things are set up."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core import Mask, deal
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+T = 16
+OTHER = r"another process group|group was destroyed|graph was compiled for"
+
+
+def _init(folder: str, name: str, rank: int, size: int) -> None:
+    store = f"file://{folder}/{name}"
+    patience = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+
+
+def _destroy() -> None:
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _qkv() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, T, 2, 8) for _ in range(3)]
+
+
+def _attended(cp: ContextParallel, attention: Any = None) -> Tensor:
+    shards = [cp.shard(x).requires_grad_() for x in _qkv()]
+    out = (attention or cp.attention)(*shards, causal=True)
+    out.sum().backward()
+    return cp.unshard(out.detach())
+
+
+def _is_exact(cp: ContextParallel, attention: Any = None) -> bool:
+    q, k, v = (x.transpose(1, 2) for x in _qkv())
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.allclose(_attended(cp, attention), whole.transpose(1, 2), atol=1e-5)
+
+
+def _refused(function: Callable[[], Any]) -> bool:
+    with pytest.raises((ValueError, RuntimeError), match=OTHER):
+        function()
+    return True
+
+
+def _object_first(rank: int, folder: str) -> list[bool]:
+    _destroy()
+    cp = ContextParallel()
+    _init(folder, "first", rank, 2)
+    return [_is_exact(cp), cp.cp_size == 2]
+
+
+def _used_first(rank: int, folder: str) -> list[bool]:
+    _destroy()
+    cp = ContextParallel()
+    alone = _is_exact(cp)
+    _init(folder, "used", rank, 2)
+    every = (cp.attention, lambda *_, **__: cp.unshard(_qkv()[0]))
+    calls = [lambda f=f: f(*_qkv(), causal=True) for f in every]  # type: ignore[misc]
+    more = [lambda: cp.shard(_qkv()[0]), lambda: cp.positions(T), lambda: cp.explain(*_qkv())]
+    return [alone, *map(_refused, [*calls, *more]), _is_exact(ContextParallel())]
+
+
+def _destroyed(rank: int, folder: str) -> list[bool]:
+    cp, named = ContextParallel(), ContextParallel(dist.new_group([0, 1]))
+    before = _is_exact(cp) and _is_exact(named)
+    _destroy()
+    gone = [_refused(lambda: x.attention(*_qkv())) for x in (cp, named)]  # noqa: B023
+    _init(folder, "again", rank, 2)
+    again = [_refused(lambda: x.shard(_qkv()[0])) for x in (cp, named)]  # noqa: B023
+    return [before, *gone, *again, _is_exact(ContextParallel())]
+
+
+def _another_size(rank: int, folder: str) -> list[bool]:
+    cp = ContextParallel()
+    before = _is_exact(cp)
+    _destroy()
+    _init(folder, f"alone {rank}", 0, 1)
+    return [before, _refused(lambda: cp.shard(_qkv()[0])), _is_exact(ContextParallel())]
+
+
+def _inference_first(_: int, __: str) -> list[bool]:
+    cp = ContextParallel()
+    with torch.inference_mode():
+        cp.attention(*(cp.shard(x) for x in _qkv()), causal=True)
+        ContextParallel().attention(
+            *(cp.shard(x) for x in _qkv()), bias=torch.zeros(1, 1, T // 2, T)
+        )
+    return [_is_exact(cp), _is_exact(ContextParallel())]
+
+
+def _two_objects(_: int, __: str) -> list[bool]:
+    one, other = ContextParallel(), ContextParallel(schedule="striped")
+    group = ContextParallel(dist.new_group([0, 1]))
+    return [_is_exact(x) for x in (one, other, group, other, one, group)]
+
+
+def _dealt_first(rank: int, folder: str) -> list[bool]:
+
+    _destroy()
+    schedule = deal(Mask(causal=True), seq_len=T, cp_size=2)
+    cp = ContextParallel(schedule=schedule)
+    _init(folder, "dealt", rank, 2)
+    wrong = ContextParallel(schedule=deal(Mask(causal=True), seq_len=T, cp_size=2))
+    _destroy()
+    return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
+
+
+def _compiled_first(rank: int, folder: str) -> list[bool]:
+    _destroy()
+    cp = ContextParallel()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return cp.attention(q, k, v, causal=causal)
+
+    alone = _is_exact(cp, attend)
+    _init(folder, "compiled", rank, 2)
+    same = [x.requires_grad_() for x in _qkv()]
+    stale = [_refused(lambda: attend(*x, causal=True)) for x in (same, _qkv())]  # noqa: B023
+    torch.compiler.reset()
+    cp = ContextParallel()
+    return [alone, *stale, _is_exact(cp, attend)]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
+        _dealt_first, _compiled_first,
+    ],
+)  # fmt: skip
+def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:
+    with LocalRanks(2, timeout=20) as pool:
+        for found in pool.run(order, str(tmp_path)):
+            assert all(found), found
+
+
+@pytest.mark.parametrize("dim", [-3, -1, 0, 2])
+def test_unshard_takes_every_dimension(dim: int) -> None:
+    cp = ContextParallel()
+    x = torch.randn(4, 6, 8)
+    assert torch.equal(cp.unshard(cp.shard(x, dim=dim), dim=dim), x)
