@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import Dealt, Mask
 from ring_torch import ContextParallel, KernelConfig, _compiled, ring_attention
+from ring_torch._call import Options
 from ring_torch.local import LocalRanks
 
 LENGTH = 64
@@ -122,23 +123,24 @@ def _operations_are_sound(_: int, name: str) -> None:
     """What they say of their results before they run is what they return."""
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
-    plain = tuple(options.get(key, _default(key)) for key in _compiled.PLAIN)
-    text = _compiled.static_text(None, "zigzag", None, "auto", plain, True)
+    causal, numbers = _compiled._numbers(_options(options))
+    plain = (causal, False, False, options.get("transport", "auto"))
+    text = _compiled.static_text(None, "zigzag", "auto", plain, True)
     ids = options.get("segment_ids")
     sinks, bias = options.get("sinks"), options.get("bias")
     torch.library.opcheck(
         _compiled.attention,
-        (*leaves[:3], ids, ids, sinks, bias, options.get("alibi_slopes"), text, None),
+        (*leaves[:3], ids, ids, sinks, bias, options.get("alibi_slopes"), text, *numbers),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-def _default(option: str) -> Any:
-    return {"causal": False, "dropout_p": 0.0, "deterministic": False, "return_lse": False,
-            "transport": "auto"}.get(option)  # fmt: skip
+def _options(given: dict[str, Any]) -> Options:
+    plain: dict[str, Any] = dict.fromkeys(Options._fields) | {"causal": False, "dropout_p": 0.0}
+    return Options(**plain | {name: x for name, x in given.items() if name in plain})
 
 
-@pytest.mark.parametrize("name", ["gather", "segments", "sinks"])
+@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout"])
 def test_operations_are_sound(name: str, pool: LocalRanks) -> None:
     pool.run(_operations_are_sound, name)
 

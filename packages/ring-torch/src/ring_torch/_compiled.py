@@ -1,12 +1,14 @@
 """The ring in the graphs of ``torch.compile``: two operations, which the compiler cannot look into.
 
-What is static about a call goes into them as text; tensors, and the seed of dropout, which may
-change from call to call, as themselves. Arguments are checked when a graph is traced.
+What is static about a call goes into them as text; tensors, and numbers that may change from call
+to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
+them. What these numbers cannot change is checked when a graph is traced, the rest when it runs.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,23 +25,20 @@ from ring_torch._gathered import keeps_gathered
 from ring_torch._keys import Keys
 from ring_torch._transport import ask_peers
 
-#: What of :class:`Options` is written as it is.
-PLAIN = (
-    "causal", "window", "chunk_size", "cu_seqlens", "softmax_scale", "softcap", "dropout_p",
-    "deterministic", "return_lse", "transport",
-)  # fmt: skip
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
     "group by now; compile it anew (torch.compiler.reset())"
 )
-MASK_FIELDS = ("causal", "window", "chunk_size", "cu_seqlens")
+_LOW = (1 << 32) - 1
+
+#: What of :class:`Options` is static, and written as it is.
+PLAIN = ("causal", "deterministic", "return_lse", "transport")
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def static_text(
     group: Any,
     schedule: Schedule,
-    mask: Mask | None,
     kernel: str | KernelConfig,
     plain: tuple[Any, ...],
     grad: bool,
@@ -52,7 +51,6 @@ def static_text(
         "ranks": [ring.rank, ring.size],
         "schedule": schedule.chunks if isinstance(schedule, Dealt) else schedule,
         "grad": grad,
-        "mask": None if mask is None else {name: getattr(mask, name) for name in MASK_FIELDS},
         "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
         **dict(zip(PLAIN, plain, strict=True)),
     }
@@ -64,6 +62,31 @@ def _group(name: str) -> Any:
     return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))  # type: ignore[attr-defined] # noqa: SLF001
 
 
+class Numbers(NamedTuple):
+    """What may change from call to call without compiling anew, but for the floats."""
+
+    left: int | None
+    right: int | None
+    chunk_size: int | None
+    offsets: Sequence[int] | None
+    documents: Tensor | None  # the same, of a tensor
+    softmax_scale: float | None
+    softcap: float | None
+    dropout_p: float
+    seed_low: int | None  # 32 bits: as one number it may exceed an int64
+    seed_high: int
+
+    @property
+    def shape_the_plan(self) -> bool:
+        """Whether there are numbers that the plan depends on, and no compiler knows."""
+        return any(x is not None for x in self[:5])
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of dropout."""
+        return None if self.seed_low is None else self.seed_high << 32 | self.seed_low
+
+
 class _Static(NamedTuple):
     """The text, read."""
 
@@ -71,7 +94,8 @@ class _Static(NamedTuple):
     ranks: tuple[int, int]  # this one and how many, when the graph was traced
     schedule: Schedule
     grad: bool
-    options: Options
+    kernel: str | KernelConfig
+    plain: dict[str, Any]
 
     @property
     def ring(self) -> Ring:
@@ -88,36 +112,55 @@ class _Static(NamedTuple):
             raise ValueError(_OTHER_GROUP)
         return ring
 
+    def options(self, numbers: Numbers) -> Options:
+        """The options of a call."""
+        window = (numbers.left, numbers.right)
+        documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
+        return Options(
+            window=None if window == (None, None) else window, chunk_size=numbers.chunk_size,
+            cu_seqlens=documents, mask=None, softmax_scale=numbers.softmax_scale,
+            softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
+            kernel=self.kernel, **self.plain,
+        )  # fmt: skip
+
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
-    facts: dict[str, Any] = _tuples(json.loads(text))
-    name, ranks, schedule, grad = (facts.pop(x) for x in ("group", "ranks", "schedule", "grad"))
-    mask, kernel = facts.pop("mask"), facts.pop("kernel")
-    if mask is not None:
-        mask = Mask(**_tuples(mask))
-    if isinstance(schedule, tuple):
-        schedule = Dealt(schedule)
+    facts: dict[str, Any] = json.loads(text)
+    schedule, kernel = facts["schedule"], facts["kernel"]
+    if isinstance(schedule, list):
+        schedule = Dealt(schedule)  # type: ignore[arg-type] # it makes tuples of lists
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
-    return _Static(
-        name, ranks, schedule, grad, Options(mask=mask, kernel=config, dropout_seed=None, **facts)
-    )
+    plain = {name: facts[name] for name in PLAIN}
+    return _Static(facts["group"], tuple(facts["ranks"]), schedule, facts["grad"], config, plain)
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """As they were before JSON made lists of them."""
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
+    """The call of an operation; segment ids have been told apart before.
 
-
-def _call(text: str, inputs: Inputs, seed: int | None, number: int) -> tuple[Call, Inputs]:
-    """The call of an operation; segment ids have been told apart before."""
+    How keys travel may not depend on numbers that the compiler does not know, for what the forward
+    leaves to the backward does: ``auto`` decides as if there were none.
+    """
     static = _read(text)
     ids = None if inputs.q_ids is None or inputs.k_ids is None else (inputs.q_ids, inputs.k_ids)
-    return check_call(
-        static.ring, number, static.schedule, inputs.q, inputs.k, inputs.v,
-        static.options._replace(dropout_seed=seed), segment_ids=ids, sinks=inputs.sinks,
-        bias=inputs.bias, alibi_slopes=inputs.slopes, grad=static.grad,
-    )  # fmt: skip
+
+    def checked(options: Options) -> tuple[Call, Inputs]:
+        return check_call(
+            static.ring, number, static.schedule, inputs.q, inputs.k, inputs.v, options,
+            segment_ids=ids, sinks=inputs.sinks, bias=inputs.bias, alibi_slopes=inputs.slopes,
+            grad=static.grad,
+        )  # fmt: skip
+
+    options = static.options(numbers)
+    if numbers.shape_the_plan and options.transport == "auto":
+        widest = checked(static.options(_widest(numbers)))[0]
+        options = options._replace(transport=widest.transport)
+    return checked(options)
+
+
+def _widest(numbers: Numbers) -> Numbers:
+    """The same without those that the plan depends on, which show more then."""
+    return numbers._replace(left=None, right=None, chunk_size=None, offsets=None, documents=None)
 
 
 def attend_in_graph(
@@ -144,27 +187,63 @@ def attend_in_graph(
         if isinstance(segment_ids, (tuple, list))
         else (segment_ids, segment_ids)
     )
-    static = (
-        options.causal, options.window, options.chunk_size, options.cu_seqlens,
-        options.softmax_scale, options.softcap, options.dropout_p, options.deterministic,
-        options.return_lse, options.transport,
-    )  # fmt: skip
-    text = static_text(group, schedule, options.mask, options.kernel, static, grad)
-    out, lse, _ = attention(
-        q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, options.dropout_seed
-    )
+    causal, numbers = _numbers(options)
+    static = (causal, options.deterministic, options.return_lse, options.transport)
+    text = static_text(group, schedule, options.kernel, static, grad)
+    out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
+
+
+def _numbers(options: Options) -> tuple[bool, Numbers]:
+    """Whether a call is causal, and what may change; traced, so there is no look at a number."""
+    rule: Options | Mask = options
+    if options.mask is not None:
+        if options.causal or any(
+            x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
+        ):
+            raise ValueError(
+                "mask was given together with options that it has, too; put them there"
+            )
+        rule = options.mask
+    window = (None, None) if rule.window is None else rule.window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError("window must be a pair (left, right); for the last W tokens, (W - 1, 0)")
+    offsets: Any = rule.cu_seqlens
+    documents = None
+    if offsets is not None and not isinstance(offsets, (tuple, list)):
+        documents = torch.as_tensor(offsets)
+        if documents.device.type != "cpu":
+            raise ValueError(
+                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
+            )
+        offsets, documents = None, documents.clone()  # the given one may be refilled
+    seed = options.dropout_seed
+    return rule.causal, Numbers(
+        window[0], window[1], rule.chunk_size, None if offsets is None else list(offsets),
+        documents, options.softmax_scale, options.softcap, options.dropout_p,
+        None if seed is None else seed & _LOW, 0 if seed is None else seed >> 32,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("ring_torch::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
-    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, seed: int | None,
+    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
+    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``(out, lse)`` of a call, and what its backward starts from."""
     given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-    call, inputs = _call(text, given, seed, _read(text).ring.next_call())
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+    )
+    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     out, lse, kept = forward_pass(call, inputs)
+    if call.transport == "p2p":
+        kept = kept or _kept_like(call, inputs, numbers)
+    elif numbers.shape_the_plan:
+        kept = []
     return _owned(out), _owned(lse), [_owned(x) for x in kept]
 
 
@@ -177,25 +256,33 @@ def _owned(x: Tensor) -> Tensor:
 @attention.register_fake
 def _attention_like(
     q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
-    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, seed: int | None,
+    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
+    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Tensors of those shapes; what cannot be done is refused here."""
+    """Tensors of those shapes; what no number can make right is refused here."""
+    del seed_high
     given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-    call, inputs = _call(text, given, 0 if seed is not None else None, number=1)
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p,
+        None if seed_low is None else 0, 0,
+    )  # fmt: skip
+    call, inputs = _call(text, given, _widest(numbers), number=1)
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.wide)
-    return out, lse, _kept_like(call, inputs)
+    return out, lse, _kept_like(call, inputs, numbers)
 
 
-def _kept_like(call: Call, inputs: Inputs) -> list[Tensor]:
+def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
     """Tensors like those that the forward leaves to the backward."""
     if call.transport == "p2p":
-        travels = call.plan.num_steps > 1
+        travels = call.ring.size > 1
         return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
     groups = call.groups.forward
     keys = Keys.of(inputs, groups)
-    if not keeps_gathered(call, keys):
+    if numbers.shape_the_plan or not keeps_gathered(call, keys):
         return []
     length = call.plan.gather(call.ring.rank).length
     both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]
@@ -208,11 +295,18 @@ def attention_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
     slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
-    seed: int | None,
+    left: int | None, right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
     given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-    call, inputs = _call(text, given, seed, _read(text).ring.next_call())
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+    )
+    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    if call.transport == "p2p" and call.plan.num_steps == 1:
+        kept = []  # nothing travelled
     grads = backward_pass(call, inputs, (out, lse), kept, (dout, dlse))
     return [_owned(grad) for grad in grads if grad is not None]
 
@@ -222,29 +316,34 @@ def _attention_backward_like(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
     slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
-    seed: int | None,
+    *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Tensors like the inputs."""
-    del dout, dlse, q_ids, k_ids, slopes, out, lse, kept, text, seed
+    del dout, dlse, q_ids, k_ids, slopes, out, lse, kept, text, numbers
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 
 
+_TENSORS = len(Inputs._fields)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.text, ctx.seed = inputs
+    ctx.text, numbers = inputs[_TENSORS], Numbers(*inputs[_TENSORS + 1 :])
+    ctx.numbers = numbers._replace(documents=None)
     out, lse, kept = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, out, lse, *kept)
+    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *kept)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: checkpointing asks for it
-    count = len(Inputs._fields)
-    inputs, (out, lse, *kept) = Inputs(*saved[:count]), saved[count:]
-    found = iter(attention_backward(dout, dlse, *inputs, out, lse, kept, ctx.text, ctx.seed))
+    inputs, (documents, out, lse, *kept) = Inputs(*saved[:_TENSORS]), saved[_TENSORS:]
+    numbers = ctx.numbers._replace(documents=documents)
+    found = iter(attention_backward(dout, dlse, *inputs, out, lse, kept, ctx.text, *numbers))
     dq, dk, dv = next(found), next(found), next(found)
     dsinks = None if inputs.sinks is None else next(found)
     dbias = None if inputs.bias is None else next(found)
-    return dq, dk, dv, None, None, dsinks, dbias, None, None, None
+    rest = (None,) * (1 + len(numbers))  # the text and the numbers
+    return dq, dk, dv, None, None, dsinks, dbias, None, *rest
 
 
 attention.register_autograd(_backward, setup_context=_setup)

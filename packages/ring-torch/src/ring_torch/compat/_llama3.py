@@ -39,6 +39,7 @@ class SliceStart(int):
     tensors: tuple[tuple[Tensor, int | None], ...]  # as they were given out, with their versions
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads numbers on the host
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
