@@ -67,13 +67,14 @@ def _graphs(_: int, name: str, transport: str, calls: int) -> int:
     torch.manual_seed(0)
     shards = [cp.shard(torch.randn(1, T, 2, 8)) for _ in range(3)]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
         return cp.attention(q, k, v, transport=transport, **options) * 2.0
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in range(calls):
         found = []
-        for function in (compiled, attend):
+        functions: tuple[Any, ...] = (compiled, attend)
+        for function in functions:
             leaves = [x.clone().requires_grad_() for x in shards]
             out = function(*leaves, (VARIED | FLOATS)[name](n))
             out.square().sum().backward()
@@ -128,11 +129,13 @@ def _prepared(rank: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(T // 2, 2, 8)
 
+    function: Any = compat.llama3_flash_attn_varlen_func
+
     def attend(offsets: Tensor) -> Tensor:
         *cu, most_q, most_k, part = compat.llama3_flash_attn_prepare_cu_seqlens(
             offsets, True, rank, 2
         )
-        out: Tensor = compat.llama3_flash_attn_varlen_func(
+        out: Tensor = function(
             x, x, x, *cu, most_q, most_k, heads_k_stride=1, local_k_slice=part, causal=True
         )
         return out * 2.0

@@ -8,9 +8,10 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_core import KernelConfig, Mask, Schedule
+from ring_core import KernelConfig, Mask, Schedule, UnsupportedError
 from ring_torch._autograd import RingAttention
 from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
@@ -76,7 +77,8 @@ def ring_attention(
     attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
 
     Args:
-        q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
+        q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64. Under autocast q, k and v
+            are cast to its dtype, except from float64, as by torch's own attention.
         k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H
             // K)``.
         v: ``[B, T_kv_local, K, Dv]``.
@@ -105,8 +107,10 @@ def ring_attention(
         dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
             global indices alone, not on ring size, schedule or kernel.
         dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
-        deterministic: Only use kernels whose backward repeats bit for bit.
-        return_lse: Return ``lse`` too.
+        deterministic: Only use kernels whose backward repeats bit for bit. As if set under
+            ``torch.use_deterministic_algorithms(True)``, unless that only warns.
+        return_lse: Return ``lse`` too. If it gets a gradient, the backward may run another kernel
+            than the forward; over gathered keys it gets one on all ranks, or on none.
         kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
             :class:`KernelConfig`. A kernel that is named never falls back.
         transport: How keys travel: ``p2p``, round the ring in messages of ``torch.distributed``;
@@ -155,6 +159,10 @@ def attend(
 
     A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
     """
+    q, k, v = _as_autocast(q, k, v)
+    if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        options = options._replace(deterministic=not only_warns)
     run = _run
     if torch.compiler.is_compiling():
         plain = options.mask is None or options.mask.predicate is None
@@ -180,6 +188,7 @@ def _run(
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``."""
+    _check_transforms()
     ring = ring_of(group)
     call, inputs = check_call(
         ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
@@ -187,6 +196,37 @@ def _run(
     )  # fmt: skip
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
     return results
+
+
+def _as_autocast(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
+    if not isinstance(qkv[0], Tensor) or not torch.is_autocast_enabled(qkv[0].device.type):
+        return qkv
+    dtype = torch.get_autocast_dtype(qkv[0].device.type)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in qkv
+    )
+
+
+def _check_transforms() -> None:
+    """Refuse what an operation over several processes has no rule for.
+
+    Raises:
+        UnsupportedError: Inside a transform of ``torch.func``, or under forward-mode gradients.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
+            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
+        )
+    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
+            "outside of torch.autograd.forward_ad.dual_level"
+        )
 
 
 _run_outside = torch.compiler.disable(_run)

@@ -15,6 +15,7 @@ from ring_torch._forward import header_device, run_forward
 from ring_torch._gather import Carrier, Messages
 from ring_torch._gathered import gathered_backward, gathered_forward
 from ring_torch._handshake import CallSignature, agree, check_graph, with_peer_errors
+from ring_torch._held import on_device, owned
 from ring_torch._keys import Keys
 from ring_torch.kernels._api import Upstream
 
@@ -57,6 +58,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
     """``out`` in the inputs' dtype and ``lse``, sinks included, and keys for the backward."""
     check_graph(call.ring, call.forward_signature, header_device(call))
     with (
+        on_device(call.device),
         _without_autocast(inputs.q.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
@@ -76,9 +78,12 @@ def backward_pass(
 ) -> tuple[Tensor | None, ...]:
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
+    if dlse is not None:
+        call, kept = call.with_lse_grad(), kept if call.transport == "p2p" else []
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     check_graph(call.ring, call.backward_signature, header_device(call))
     with (
+        on_device(call.device),
         _without_autocast(out.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
@@ -90,7 +95,7 @@ def backward_pass(
         dsinks = None
         if inputs.sinks is not None and delta is not None:
             dsinks = _sink_grads(inputs.sinks, lse, delta)
-    dq, dk, dv = (grad.to(call.dtype).contiguous() for grad in found[:3])
+    dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
     dbias = None
     if found.dbias is not None and inputs.bias is not None:
         dbias = found.dbias.to(inputs.bias.dtype)

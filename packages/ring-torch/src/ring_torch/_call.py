@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ring_core.triton.blocks import come_in_eights
 from ring_torch._comm import Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
 from ring_torch._handshake import CallSignature
-from ring_torch._held import is_capturing
+from ring_torch._held import is_capturing, on_device
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
 from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
@@ -63,11 +63,26 @@ class Call(NamedTuple):
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
+    prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
 
     @property
     def seed(self) -> int:
         """The seed of dropout, or 0."""
         return self.params.dropout_seed
+
+    def with_lse_grad(self) -> Call:
+        """The call whose backward takes a gradient of ``lse``: maybe with another kernel.
+
+        Raises:
+            UnsupportedError: The kernel that was named has none.
+        """
+        if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
+            return self
+        call = self.prepare_lse_grad()
+        if self.transport == "p2p":  # what is sent does not depend on kernels
+            call = call._replace(backward_signature=self.backward_signature)
+        params = replace(call.params, dropout_seed=self.seed)
+        return call._replace(number=self.number, params=params)
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Query indices, query positions, key positions of a rank, where an option needs them."""
@@ -174,9 +189,13 @@ def check_call(
     try:
         hash(given)
     except TypeError:
-        call = _prepare.__wrapped__(*given)
+        prepare = _prepare.__wrapped__
     else:
-        call = _prepare(*given)
+        prepare = _prepare
+    with on_device(q.device):
+        call = prepare(*given)
+    if grad and options.return_lse:
+        call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
     if is_capturing():
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
@@ -242,6 +261,8 @@ def _prepare(
     types: tuple[type, ...],
     grads: tuple[bool, bool],
     probe: bool,
+    *,
+    lse_grad: bool = False,
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
     del types  # it only tells calls apart: equal options of unlike types are not the same
@@ -278,7 +299,7 @@ def _prepare(
         segment_ids=q_ids is not None, softcap=cap is not None, bias=bias is not None,
         alibi=slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0,
-        grad=grad, lse_grad=grad and options.return_lse,
+        grad=grad, lse_grad=lse_grad,
     )  # fmt: skip
     choice = choose(config, request, plan)
     widths = (
@@ -349,7 +370,8 @@ def _come_in_eights(plan: Plan, rank: int) -> bool:
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
     if plan.mask.predicate is None or plan.boundaries is None:
         return None
-    return torch.as_tensor(plan.boundaries, device=device)
+    with torch.inference_mode(mode=False):  # calls that train share them
+        return torch.as_tensor(plan.boundaries, device=device)
 
 
 def _fact(x: object, name: str) -> Fact:

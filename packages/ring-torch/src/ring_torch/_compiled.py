@@ -22,6 +22,7 @@ from ring_torch._autograd import backward_pass, forward_pass
 from ring_torch._call import Call, Inputs, Options, check_call, keys_of, packing_of
 from ring_torch._comm import Ring, ring_of
 from ring_torch._gathered import keeps_gathered
+from ring_torch._held import owned
 from ring_torch._keys import Keys
 from ring_torch._transport import ask_peers
 
@@ -244,13 +245,7 @@ def attention(
         kept = kept or _kept_like(call, inputs, numbers)
     elif numbers.shape_the_plan:
         kept = []
-    return _owned(out), _owned(lse), [_owned(x) for x in kept]
-
-
-def _owned(x: Tensor) -> Tensor:
-    """A tensor that shares no memory, as operations have to return."""
-    shared = x.untyped_storage().nbytes() > x.nbytes
-    return x.clone() if shared else x
+    return owned(out), owned(lse), [owned(x) for x in kept]  # as operations have to
 
 
 @attention.register_fake
@@ -308,7 +303,7 @@ def attention_backward(
     if call.transport == "p2p" and call.plan.num_steps == 1:
         kept = []  # nothing travelled
     grads = backward_pass(call, inputs, (out, lse), kept, (dout, dlse))
-    return [_owned(grad) for grad in grads if grad is not None]
+    return [owned(grad) for grad in grads if grad is not None]
 
 
 @attention_backward.register_fake

@@ -18,6 +18,7 @@ from ring_torch._call import Options, check_call
 from ring_torch._comm import Ring, collective, ring_of
 from ring_torch._gradients import reduce_gradients
 from ring_torch._models import ModelReport, check_model
+from ring_torch._transport import describe_transport
 
 
 class ContextParallel:
@@ -272,7 +273,11 @@ class ContextParallel:
             self._ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
             bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
-        return f"{call.choice.describe()}\ntransport {call.transport}\n\n{call.plan.describe()}"
+        widths = (
+            q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
+        )  # fmt: skip
+        way = describe_transport(call.transport, self._ring, call.plan, call.device, widths)
+        return f"{call.choice.describe()}\n{way}\n\n{call.plan.describe()}"
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001

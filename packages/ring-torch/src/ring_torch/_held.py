@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 
 import torch
+from torch import Tensor
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on this GPU; entering that takes the host longer than asking whether it is needed."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+def owned(x: Tensor) -> Tensor:
+    """A tensor that shares no memory."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def cached_tensors[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -21,7 +35,11 @@ def cached_tensors[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        cached = lru_cache(maxsize)(function)
+        @lru_cache(maxsize)
+        def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.inference_mode(mode=False):  # calls that train share them
+                return function(*args, **kwargs)
+
         captured: dict[int, T] = {}
 
         @wraps(function)

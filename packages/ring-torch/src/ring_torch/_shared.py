@@ -35,6 +35,12 @@ class Shared:
         if self._memory is not None and self._memory.numel() >= self.header + size:
             self._in_graphs = self._in_graphs or is_capturing()
             return False
+        with torch.inference_mode(mode=False):  # passes that train will write there
+            self._grow(size)
+        return True
+
+    def _grow(self, size: int) -> None:
+        """Take new memory, once nobody uses the old."""
         import torch.distributed._symmetric_memory as symm_mem
 
         assert self.ring.group is not None
@@ -49,13 +55,13 @@ class Shared:
         self._memory[: self.header].zero_()
         torch.cuda.synchronize()  # it is zero before any peer writes there
         self.handle = symm_mem.rendezvous(self._memory, self.ring.group)
-        return True
 
     def headers(self) -> list[Tensor]:
         """Each rank's header, int64."""
         words = self.header // torch.int64.itemsize
         ranks = range(self.ring.size)
-        return [self.handle.get_buffer(rank, (words,), torch.int64, 0) for rank in ranks]
+        with torch.inference_mode(mode=False):
+            return [self.handle.get_buffer(rank, (words,), torch.int64, 0) for rank in ranks]
 
     def views(self, rank: int, start: int, packing: Packing) -> list[Tensor]:
         """The tensors of a message in a rank's buffer, behind the header."""
@@ -64,6 +70,7 @@ class Shared:
             self._views.clear()
         if key not in self._views:
             at = self.header + start
-            part = self.handle.get_buffer(rank, (packing.size,), torch.uint8, at)
-            self._views[key] = packing.views(part)
+            with torch.inference_mode(mode=False):
+                part = self.handle.get_buffer(rank, (packing.size,), torch.uint8, at)
+                self._views[key] = packing.views(part)
         return self._views[key]

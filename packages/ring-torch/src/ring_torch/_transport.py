@@ -66,15 +66,40 @@ def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
 def _pull_refusals(ring: Ring, device: torch.device, *, probe: bool) -> list[str]:
     if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
         return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
-    if not probe or ask_peers(ring):
-        return []
-    return ["the ranks' GPUs do not reach each other's memory"]
+    return list(ask_peers(ring)) if probe else list(_known(ring) or ())
 
 
-def ask_peers(ring: Ring) -> bool:
-    """Whether all ranks can copy out of each other's memory: they talk about it once a group."""
+def ask_peers(ring: Ring) -> tuple[str, ...]:
+    """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
-        return False
+        return ()
     from ring_torch._window import window_of
 
-    return window_of(ring).works
+    return window_of(ring).refusals
+
+
+def _known(ring: Ring) -> tuple[str, ...] | None:
+    """The same, or ``None`` if they have not talked yet."""
+    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
+        return ()
+    from ring_torch._window import known_window
+
+    window = known_window(ring)
+    return None if window is None else window.refusals
+
+
+def describe_transport(
+    transport: str, ring: Ring, plan: Plan, device: torch.device, widths: tuple[int, int, int]
+) -> str:
+    """A few lines for ``explain``: the transport of a call, and why it is not a faster one."""
+    lines = [f"transport {transport}"]
+    if ring.size == 1:
+        return f"{lines[0]} (one rank: nothing travels)"
+    if transport == "pull" and _known(ring) is None:
+        lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
+    if transport != "pull":
+        reasons = [*gather_refusals(plan), *_pull_refusals(ring, device, probe=False)]
+        if not reasons and _is_large(plan, *widths):
+            reasons = [f"it takes more than {MOST_MEMORY:g} times the memory of p2p"]
+        lines.append(f"  not pull: {'; '.join(reasons) or 'another one was named'}")
+    return "\n".join(lines)

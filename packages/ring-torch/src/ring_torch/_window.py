@@ -13,11 +13,14 @@ started before is done, and ends when all are done.
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,12 +47,18 @@ def window_of(ring: Ring) -> Window:
     return _windows[ring.group]
 
 
+def known_window(ring: Ring) -> Window | None:
+    """A group's window, if its ranks have been asked."""
+    assert ring.group is not None
+    return _windows.get(ring.group)
+
+
 @dataclass
 class Window:
     """A buffer of this rank's that its peers read."""
 
     ring: Ring
-    works: bool = field(init=False)
+    refusals: tuple[str, ...] = field(init=False)  # why peers' memory cannot be read, if it cannot
     device: int = field(init=False)
     memory: Shared = field(init=False)
     stream: torch.cuda.Stream = field(init=False)  # where ranks meet
@@ -64,23 +73,24 @@ class Window:
 
     def __post_init__(self) -> None:
         self.device = device = torch.cuda.current_device()
-        here = _host()
-        place = torch.tensor([here, device], device=torch.device("cuda", device))
-        every = [torch.empty_like(place) for _ in range(self.ring.size)]
-        dist.all_gather(every, place, group=self.ring.group)
-        places = [(host, other) for host, other in torch.stack(every).tolist()]
-        peers = [other for _, other in places if other != device]
+        places = [Place(*x) for x in self._gathered(here(device))]
+        reaches = [int(_reaches(device, other, places[self.ring.rank])) for other in places]
+        pairs = self._gathered(reaches)
+        self.refusals = tuple(refusals(places, pairs))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
         self.memory = Shared(self.ring, _HEADER)
         group, cuda = self.ring.group, torch.device("cuda")
         assert group is not None
         self._patience = timeout_of(group, cuda) // timedelta(milliseconds=1)
-        self.works = (
-            len(set(places)) == self.ring.size
-            and {host for host, _ in places} == {here}
-            and all(torch.cuda.can_device_access_peer(device, other) for other in peers)
-        )
+
+    def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers."""
+        mine = torch.tensor(numbers, device=torch.device("cuda", self.device))
+        every = [torch.empty_like(mine) for _ in range(self.ring.size)]
+        dist.all_gather(every, mine, group=self.ring.group)
+        found: list[list[int]] = torch.stack(every).tolist()
+        return found
 
     def reserve(self, size: int) -> None:
         """Make room for so many bytes after the header, on all ranks alike."""
@@ -152,7 +162,59 @@ def restored(stream: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.set_stream(stream)
 
 
-def _host() -> int:
-    """A number for the name of this host."""
-    name = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
-    return int.from_bytes(name, "little", signed=True)
+class Place(NamedTuple):
+    """Where a rank computes: digests of what tells hosts and GPUs apart, not of their names."""
+
+    host: int
+    gpu: int
+    ordinal: int  # among the GPUs that its process sees
+
+
+def here(device: int) -> Place:
+    """The place of this process."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return Place(_number(_boot()), _number(gpu), device)
+
+
+def _boot() -> str:
+    """What tells this host's running system from any other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _number(name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _reaches(device: int, other: Place, mine: Place) -> bool:
+    """Whether a GPU reads another's memory; of one that this process does not see, torch says."""
+    if other.host != mine.host or other.gpu == mine.gpu:
+        return True
+    seen = {here(n).gpu: n for n in range(torch.cuda.device_count())}
+    return other.gpu not in seen or torch.cuda.can_device_access_peer(device, seen[other.gpu])
+
+
+def refusals(places: Sequence[Place], reaches: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Why ranks at these places cannot copy out of each other's memory, the same on all.
+
+    Args:
+        places: Each rank's.
+        reaches: For each rank, whether it reaches the memory of each.
+    """
+    overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if len({place.host for place in places}) > 1:
+        yield "the ranks are on several hosts"
+        return
+    if len({place.gpu for place in places}) < len(places):
+        yield "several ranks share a GPU"
+    elif len({place.ordinal for place in places}) < len(places) and not overlapping:
+        yield (
+            "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
+            "for one GPU: let each process see all GPUs, or set "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        )
+    elif not all(map(all, reaches)):
+        yield "the ranks' GPUs do not reach each other's memory"

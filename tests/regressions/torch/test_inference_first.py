@@ -1,0 +1,66 @@
+"""What calls share is made for training, even if the first call is made for inference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import Mask
+from ring_torch import ring_attention
+from ring_torch._comm import Ring, flat
+from ring_torch._held import cached_tensors
+from ring_torch._shared import Shared
+
+
+def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_memory_of_peers_can_be_written_to_by_later_passes(inference: bool) -> None:
+    memory = Shared(Ring(None, 0, 2), 64)
+    memory.handle = SimpleNamespace(get_buffer=_played)
+    with torch.inference_mode(inference):
+        headers = memory.headers()
+        views = memory.views(1, 0, flat(8, torch.float32))
+    for x in (*headers, *views):
+        x.fill_(1)
+    assert memory.views(1, 0, flat(8, torch.float32))[0] is views[0]
+
+
+def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(Shared, "_grow", lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    with torch.inference_mode():
+        assert Shared(Ring(None, 0, 2), 64).reserve(8)
+    assert seen == [False]
+
+
+def test_cached_tensors_can_be_saved_for_a_backward() -> None:
+    made = cached_tensors(4)(torch.zeros)
+    with torch.inference_mode():
+        first: Any = made(3)
+    assert made(3) is first
+    assert not first.is_inference()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True}, {"cu_seqlens": (0, 5, 16)}, {"alibi_slopes": torch.ones(2)},
+        {"dropout_p": 0.3, "dropout_seed": 3},
+        {"mask": Mask(predicate=lambda i, j: i - j < 3, cu_seqlens=(0, 5, 16))},
+    ],
+)  # fmt: skip
+def test_inference_before_training(options: dict[str, Any]) -> None:
+    x = torch.randn(1, 16, 2, 8)
+    with torch.inference_mode():
+        expected = ring_attention(x, x, x, **options).clone()
+    leaf = x.clone().requires_grad_()
+    out = ring_attention(leaf, leaf, leaf, **options)
+    out.sum().backward()
+    torch.testing.assert_close(out.detach(), expected.clone(), rtol=0, atol=1e-6)

@@ -1,0 +1,101 @@
+"""Modes of torch around a call: honoured as by its own attention, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, _autograd, _held, ring_attention
+
+
+def _x(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(1, 16, 2, 8, dtype=dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "dtypes", [("float32",) * 3, ("float32", "float32", "bfloat16"), ("float64",) * 3]
+)
+@pytest.mark.parametrize("function", ["ring_attention", "ContextParallel"])
+def test_autocast(function: str, dtypes: tuple[str, ...], compiled: bool) -> None:
+    call: Any = ring_attention if function == "ring_attention" else ContextParallel().attention
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    leaves = [_x(getattr(torch, name)).requires_grad_() for name in dtypes]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = call(*leaves), _sdpa(*leaves)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    out.float().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == x.dtype for x in leaves)
+
+
+@pytest.fixture(params=[False, True])
+def only_warns(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(True, warn_only=request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_torch import _attention
+
+    seen: list[bool] = []
+    check = _attention.check_call
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[6].deterministic)
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(_attention, "check_call", spy)
+    ring_attention(_x(), _x(), _x())
+    assert seen == [not only_warns]
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda f: torch.func.vmap(f)(torch.stack([_x(), _x()])),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(_x()),
+    "vjp": lambda f: torch.func.vjp(f, _x()),
+    "jacrev": lambda f: torch.func.jacrev(f)(_x()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_in_words(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"torch\.func|forward-mode"):
+        TRANSFORMS[name](lambda x: ring_attention(x, x, x))
+
+
+def test_forward_mode_gradients_are_refused_in_words() -> None:
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        ring_attention(_x(), _x(), _x())
+
+
+def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: ("on", device.index))
+    assert _held.on_device(torch.device("cuda", 1)) == ("on", 1)
+    assert _held.on_device(torch.device("cuda", 0)) != ("on", 0)
+    seen: list[torch.device] = []
+
+    def spy(device: torch.device) -> Any:
+        seen.append(device)
+        return _held.nullcontext()
+
+    monkeypatch.setattr(_autograd, "on_device", spy)
+    x = _x().requires_grad_()
+    ring_attention(x, x, x).sum().backward()
+    assert seen == [x.device] * 2

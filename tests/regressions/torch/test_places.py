@@ -1,0 +1,47 @@
+"""Whether ranks can copy out of each other's memory, by what their hosts and GPUs are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_core import Mask, make_plan
+from ring_torch import ContextParallel
+from ring_torch._comm import Ring
+from ring_torch._transport import describe_transport
+from ring_torch._window import Place, refusals
+
+ONE, OTHER = 7, 8  # hosts
+ALL = [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("places", "reaches", "overlapping", "word"),
+    [
+        ([Place(ONE, 1, 0), Place(ONE, 2, 1)], ALL, False, None),
+        ([Place(ONE, 1, 0), Place(ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
+        ([Place(ONE, 1, 0), Place(ONE, 2, 0)], ALL, True, None),
+        ([Place(ONE, 1, 0), Place(OTHER, 2, 1)], ALL, True, "several hosts"),
+        ([Place(ONE, 1, 0), Place(OTHER, 2, 0)], ALL, False, "several hosts"),
+        ([Place(ONE, 1, 0), Place(ONE, 1, 0)], ALL, True, "share a GPU"),
+        ([Place(ONE, 1, 0), Place(ONE, 1, 1)], ALL, False, "share a GPU"),
+        ([Place(ONE, 1, 0), Place(ONE, 2, 1)], [[1, 1], [0, 1]], False, "do not reach"),
+    ],
+)
+def test_gpus_are_told_apart_by_what_they_are(
+    places: list[Place], reaches: list[list[int]], overlapping: bool, word: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")
+    reasons = list(refusals(places, reaches))
+    assert (reasons == []) == (word is None)
+    assert word is None or word in reasons[0]
+
+
+def test_explain_says_why_keys_are_not_pulled() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="striped")
+    said = describe_transport("p2p", Ring(None, 0, 4), plan, torch.device("cpu"), (32, 16, 2))
+    assert said.startswith("transport p2p\n  not pull: schedule 'striped' deals tokens")
+    assert "need CUDA tensors and a nccl group" in said
+    x = torch.zeros(1, 8, 1, 8)
+    assert "one rank: nothing travels" in ContextParallel().explain(x, x, x)
