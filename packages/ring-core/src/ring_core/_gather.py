@@ -7,7 +7,7 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,23 +21,12 @@ from ring_core._geometry import BandGeometry
 from ring_core._in_place import some_in_place
 from ring_core._item import WorkItem
 from ring_core._layout import Layout, Run
+from ring_core._span import Span, union
 
 if TYPE_CHECKING:
     from ring_core._plan import Plan
 
 Ints = npt.NDArray[np.int64]
-
-
-class Span(NamedTuple):
-    """Neighbours: whole numbers from ``start`` up to, but not including, ``stop``."""
-
-    start: int
-    stop: int
-
-    def within(self, other: Span) -> Span:
-        """The part of it inside another; of no length if there is none."""
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
 
 
 class Fetch(NamedTuple):
@@ -105,7 +94,7 @@ class Gather:
         for item in reversed(self.items):
             columns = Span(item.k_start, item.k_stop)
             fresh.append(tuple(slice(*span) for span in _without(columns, done)))
-            done = _union([*done, columns])
+            done = union([*done, columns])
         return tuple(reversed(fresh))
 
     @cached_property
@@ -139,7 +128,7 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
         itemsize: Bytes of a number of the inputs.
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
-    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    longest = plan.longest_gather.length
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
     return (longest + keys) * kv_width * (itemsize + 4) / ring
 
@@ -150,16 +139,9 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
     The latter is the remote part of its work; step 0 of the plan is the rest.
     """
     assert not gather_refusals(plan)
-    everything = Span(0, plan.kv_seq_len)
-    mine = [] if own else [Span(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    by_position = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
-    in_place: list[WorkItem] = []
-    if own:
-        by_position, in_place = some_in_place(plan, rank, by_position)
-    spans = _union(Span(item.k_start, item.k_stop) for item in by_position)
+    by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _joined([_moved(item, spans) for item in by_position])
-    held = ((run, rank) for rank in range(plan.cp_size) for run in plan.k_layout.runs(rank))
-    runs = sorted(held, key=lambda each: each[0].global_start)
+    runs = plan.k_runs
     fetches: list[Fetch] = []
     needs: list[int] = []
     done: list[Span] = []
@@ -170,9 +152,41 @@ def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
-        done = _union([*done, columns])
+        done = union([*done, columns])
         needs.append(len(fetches))
     return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place))
+
+
+class Longest(NamedTuple):
+    """What all ranks have to know of each other's gathers, their own keys among them.
+
+    Attributes:
+        length: Keys of the longest buffer.
+        in_place: Whether some rank has work over own keys where they lie.
+    """
+
+    length: int
+    in_place: bool
+
+
+def longest_gather(plan: Plan) -> Longest:
+    """Of all ranks; without the fetches, of which there are as many as pairs of ranks."""
+    needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
+    lengths = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
+    return Longest(max(lengths), any(in_place for _, in_place, _ in needed))
+
+
+def _needed(
+    plan: Plan, rank: int, *, own: bool
+) -> tuple[list[WorkItem], list[WorkItem], list[Span]]:
+    """A rank's items over positions, those in place, and the positions of the keys it gathers."""
+    everything = Span(0, plan.kv_seq_len)
+    mine = [] if own else [Span(*_ends(run)) for run in plan.k_layout.runs(rank)]
+    items = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
+    in_place: list[WorkItem] = []
+    if own:
+        items, in_place = some_in_place(plan, rank, items)
+    return items, in_place, union(Span(item.k_start, item.k_stop) for item in items)
 
 
 def _items(plan: Plan, rank: int, span: Span) -> Iterator[WorkItem]:
@@ -260,17 +274,6 @@ def _fetches(
 
 def _ends(run: Run) -> tuple[int, int]:
     return run.global_start, run.global_start + run.length
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, those that touch or overlap as one."""
-    union: list[Span] = []
-    for span in sorted(spans):
-        if union and span.start <= union[-1].stop:
-            union[-1] = Span(union[-1].start, max(span.stop, union[-1].stop))
-        else:
-            union.append(span)
-    return union
 
 
 def _without(span: Span, others: Sequence[Span]) -> list[Span]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ring_core._blocks import TILE
 from ring_core._item import WorkItem
+from ring_core._span import Span, union
 
 if TYPE_CHECKING:
     from ring_core._plan import Plan
@@ -45,10 +46,9 @@ def some_in_place(
         in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         rest += [side for side in sides if side is not None]
-    still = np.zeros(plan.kv_seq_len, dtype=bool)
-    for item in rest:
-        still[item.k_slice] = True
-    needed = sum(int(still[own.start : own.stop].sum()) for own in stretches)
+    still = union(Span(item.k_start, item.k_stop) for item in rest)
+    parts = (span.within(Span(own.start, own.stop)) for own in stretches for span in still)
+    needed = sum(part.stop - part.start for part in parts)
     return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
 
 
@@ -66,6 +66,10 @@ def _stretches(plan: Plan, rank: int) -> list[Stretch]:
 
 def _inside(item: WorkItem, own: Stretch, tile: int) -> WorkItem | None:
     """The rows of an item that see these keys only, if they are most of it."""
+    from_first = item.cu_q is None and item.hi is None  # every row sees the first key
+    to_last = item.cu_q is None and item.lo is None
+    if (from_first and item.k_start < own.start) or (to_last and own.stop < item.k_stop):
+        return None
     left, right = item.seen
     first = int(np.searchsorted(left, own.start - item.k_start))
     last = int(np.searchsorted(right, own.stop - item.k_start, side="right"))

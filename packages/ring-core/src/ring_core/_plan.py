@@ -15,10 +15,10 @@ import numpy.typing as npt
 from ring_core._arguments import check_index, check_record, check_size
 from ring_core._band import UNBOUNDED
 from ring_core._blocks import TILE, BlockGeometry
-from ring_core._gather import Gather, make_gather
+from ring_core._gather import Gather, Longest, longest_gather, make_gather
 from ring_core._geometry import BandGeometry, Rows
 from ring_core._item import WorkItem
-from ring_core._layout import Dealt, Layout
+from ring_core._layout import Dealt, Layout, Run
 from ring_core._mask import Mask, check_documents
 from ring_core._program import Stage, backward_program, forward_program
 from ring_core._schedule import Help, Schedule, Step, layout_of, live_steps, step_rows
@@ -141,6 +141,23 @@ class Plan:
         if (rank, own) not in self._gathers:
             self._gathers[rank, own] = make_gather(self, rank, own=own)
         return self._gathers[rank, own]
+
+    @cached_property
+    def longest_gather(self) -> Longest:
+        """What all ranks have to know of each other's gathers."""
+        return longest_gather(self)
+
+    @cached_property
+    def k_runs(self) -> list[tuple[Run, int]]:
+        """All runs of keys by position, with their ranks: equal pieces of the sequence."""
+        layout = self.k_layout
+        starts = layout.run_positions(np.arange(self.cp_size)).tolist()
+        runs = [
+            (Run(local, layout.run_length, start, layout.stride), rank)
+            for rank, row in enumerate(starts)
+            for local, start in zip(layout.run_starts, row, strict=True)
+        ]
+        return sorted(runs, key=lambda each: each[0].global_start)
 
     def table(self, step: int) -> npt.NDArray[np.int32]:
         """Items of all ranks, ``int32[cp_size, R, len(TABLE_COLUMNS)]``, padded with empty rows.

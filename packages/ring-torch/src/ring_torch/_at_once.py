@@ -48,14 +48,13 @@ def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
 
     Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
     """
-    gathers = [plan.gather(rank) for rank in range(plan.cp_size)]
-    size = keys.size(max(gather.length for gather in gathers))
+    longest = plan.longest_gather
+    size = keys.size(longest.length)
     fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
     plain = keys.dtype != torch.float64 and not keys.segments
     aligned = keys.width * keys.dtype.itemsize % 16 == 0
-    in_place = any(gather.in_place for gather in gathers)
     runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
-    return fits and plain and aligned and not in_place and runs
+    return fits and plain and aligned and not longest.in_place and runs
 
 
 @dataclass

@@ -68,7 +68,7 @@ def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Resu
 
 def keeps_gathered(call: Call, keys: Keys) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
-    longest = max(call.plan.gather(rank).length for rank in range(call.ring.size))
+    longest = call.plan.longest_gather.length
     in_one = call.kernel.capabilities.bands == "any"
     return in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= KEPT_BYTES
 

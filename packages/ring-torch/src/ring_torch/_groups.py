@@ -46,7 +46,7 @@ def groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> Groups:
     dims = sizes.head_dim + sizes.v_head_dim
     pairs = int(plan.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
-    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    longest = plan.longest_gather.length
     size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
     fetched = size if size <= KEPT_BYTES else 2 * size
     groups = 1

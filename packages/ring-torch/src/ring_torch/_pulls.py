@@ -200,7 +200,7 @@ def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carr
 @lru_cache(maxsize=256)
 def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
-    longest = max(plan.gather(rank).length for rank in range(plan.cp_size))
+    longest = plan.longest_gather.length
     return flat(Sums(keys, by_head=False).numel(longest), dtype).size
 
 

@@ -1,0 +1,40 @@
+"""What ranks have to know of each other's gathered keys is found without arrays of all tokens."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from ring_core import Mask, deal, gather_memory, make_plan
+
+MASKS = {
+    "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(40, 0)),
+    "both": Mask(window=(9, 17)), "chunks": Mask(chunk_size=48),
+    "documents": Mask(causal=True, cu_seqlens=(0, 100, 101, 230, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "dealt"])
+@pytest.mark.parametrize("name", MASKS)
+def test_it_is_that_of_the_gathers(name: str, schedule: str, cp_size: int) -> None:
+    mask = MASKS[name]
+    how = deal(mask, seq_len=512, cp_size=cp_size) if schedule == "dealt" else schedule
+    plan = make_plan(mask, seq_len=512, cp_size=cp_size, schedule=how)  # type: ignore[arg-type]
+    gathers = [plan.gather(rank) for rank in range(cp_size)]
+    assert plan.longest_gather.length == max(gather.length for gather in gathers)
+    assert plan.longest_gather.in_place == any(gather.in_place for gather in gathers)
+
+
+def test_it_takes_little_memory() -> None:
+    """A million tokens on 256 ranks: less than a byte a token, and no lists of fetches."""
+    tokens = 1 << 20
+    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=256, schedule="zigzag")
+    tracemalloc.start()
+    try:
+        gather_memory(plan, q_width=1, kv_width=1, itemsize=2)
+        assert tracemalloc.get_traced_memory()[1] < tokens
+    finally:
+        tracemalloc.stop()
+    assert not plan._gathers
