@@ -58,8 +58,8 @@ def run(chosen: list[Entry], results: Path) -> None:
         ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
         outcome = judged(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
         result = Result(
-            transformers.__version__, entry.name, entry.model_type, entry.autos,
-            outcome.result, outcome.reason, outcome.loss,
+            transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
+            outcome.loss,
         )  # fmt: skip
         with results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 REFUSED = "the model cannot be split: "  # what shard_batch says first
 
+_WIDTH = 200  # of a reason; check_model says all of it
 _TOP = """---
 runs: none
 ---
@@ -39,7 +40,6 @@ class Result:
     version: str
     name: str
     model_type: str
-    autos: tuple[str, ...]
     result: str
     reason: str
     loss: str
@@ -59,9 +59,7 @@ def read(path: Path = RESULTS) -> list[Result]:
     """All results of a file."""
     if not path.exists():
         return []
-    names = [field.name for field in fields(Result)]
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Result(**{n: tuple(row[n]) if n == "autos" else row[n] for n in names}) for row in rows]
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def rendered(results: list[Result]) -> str:
@@ -124,10 +122,8 @@ def _loss(result: Result) -> str:
 
 
 def _why(result: Result) -> str:
-    text = (
-        result.reason.removeprefix(REFUSED)
-        .replace("|", "/")
-        .replace("*", "\\*")
-        .replace("<", "\\<")
-    )
-    return text.replace("_", "\\_").removeprefix("ValueError: ")
+    text = result.reason.removeprefix(REFUSED).removeprefix("ValueError: ")
+    text = text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ..."
+    for mark in "|*<_[":
+        text = text.replace(mark, f"\\{mark}")
+    return text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
-from sweep.compare import compare
+from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import PAGE, RESULTS, Result, read, rendered
 from sweep.tiny import config_of
@@ -61,6 +61,27 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
+
+
+def _careless(rank: int, name: str, model_type: str) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ring_torch._context.check_model", lambda _: hf.ModelReport())
+        return compare(rank, name, model_type)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlamaForSequenceClassification", "logits"), ("RwkvForCausalLM", "logits"),
+        ("FNetForMaskedLM", "gradient"), ("RobertaForMaskedLM", "logits"),
+        ("MobileBertForMaskedLM", "logits"),
+    ],
+)  # fmt: skip
+def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, words: str) -> None:
+    """Without the check, so that the comparison is known to find what it is for."""
+    outcomes = two.run(_careless, name, LISTED[name].model_type)
+    assert {outcome.result for outcome in outcomes} == {"wrong"}
+    assert any(words in outcome.reason for outcome in outcomes)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # initialising empty weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,10 +79,10 @@ def test_models_that_pool_are_refused(name: str, model_type: str) -> None:
 
 
 def test_what_pools_nothing_is_exact() -> None:
-    model = transformers.BertModel(
-        config_of("bert", transformers.BertModel), add_pooling_layer=False
-    )
-    assert hf.check_model(model).exact and hf.check_model(model).pooling is None
+    config: Any = config_of("bert", transformers.BertModel)
+    model = transformers.BertModel(config, add_pooling_layer=False)
+    report = hf.check_model(model)
+    assert report.exact and report.pooling is None
 
 
 @pytest.mark.parametrize(("name", "model_type"), MIXING)
@@ -125,6 +126,13 @@ class Peft(nn.Module):
         return self.base_model
 
 
+def test_prompts_that_peft_puts_before_a_sequence_are_refused() -> None:
+    model: Any = Peft(build("LlamaForCausalLM", "llama"))
+    assert hf.check_model(model).exact
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    assert not hf.check_model(model).exact
+
+
 class Task(nn.Module):
     """A module of the user's around a model."""
 
@@ -156,14 +164,19 @@ def test_models_wrapped_for_data_parallelism(two: LocalRanks) -> None:
 
 
 def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    check = hf.check_model
-    monkeypatch.setattr("ring_torch._context.check_model", lambda x: calls.append(0) or check(x))
+    calls: list[nn.Module] = []
+
+    def counted(model: nn.Module) -> hf.ModelReport:
+        calls.append(model)
+        return hf.check_model(model)
+
+    monkeypatch.setattr("ring_torch._context.check_model", counted)
     cp, model = ContextParallel(), build("BertForMaskedLM", "bert")
     for _ in range(3):
         cp.shard_batch({"input_ids": TOKENS}, model=model)
-    assert len(calls) == 1 and len(cp._reports) == 1
+    assert calls == [model] and len(cp._reports) == 1
     del model
+    calls.clear()
     gc.collect()
     assert len(cp._reports) == 0
 

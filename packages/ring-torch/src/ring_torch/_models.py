@@ -20,6 +20,7 @@ from ring_torch._code import (
     names_in_forward,
     parameters_of,
     reads_in_forward,
+    uses_global,
 )
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
@@ -105,6 +106,11 @@ def check_model(model: nn.Module) -> ModelReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if _adds_tokens(model):
+        return ModelReport(
+            exact=False,
+            reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
+        )
     model = unwrapped(model)
     if _is_of_transformers(model):
         return _report(model)
@@ -124,15 +130,26 @@ def check_model(model: nn.Module) -> ModelReport:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
-            inner = model.get_base_model()  # type: ignore[operator]
-        if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module) or inner is model:
-            return model
-        model = inner
+    return list(_wrappers(model))[-1]
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from outside in."""
+    yield model
+    inner = getattr(model, "_orig_mod", None)
+    if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]
+    if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
+        inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and inner is not model:
+        yield from _wrappers(inner)
+
+
+def _adds_tokens(model: nn.Module) -> bool:
+    return any(
+        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
+        for x in _wrappers(model)
+    )
 
 
 def _report(model: Any) -> ModelReport:
@@ -145,6 +162,7 @@ def _report(model: Any) -> ModelReport:
         *_of_layers(model, parts, layers),
         *_of_masks(parts),
     ]
+    reasons = list(dict.fromkeys(reasons))
     return ModelReport(
         not reasons, tuple(reasons), _position_offset(parts), pooling, layers, _shifts(model)
     )
@@ -195,7 +213,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _attends(module: nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in names_in(type(module))
+    return uses_global(type(module), "AttentionInterface")
 
 
 def _of_inputs(model: Any) -> Iterator[str]:
@@ -281,7 +299,7 @@ def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
             )
 
 
-def _masks(cls: type[nn.Module]) -> bool:
+def _masks(cls: type) -> bool:
     return any(map(_makes_mask, names_in(cls)))
 
 
@@ -298,7 +316,7 @@ def _pooling(model: Any) -> str | None:
         return None
     for output in _outputs(model):
         if any(word in output.__name__ for word in _POOLED_CLASSES):
-            return output.__name__
+            return str(output.__name__)
         for field in fields(output):
             if field.name in _POOLED and getattr(model, "pooler", model) is not None:
                 return _POOLED[field.name]
