@@ -100,7 +100,7 @@ def test_labels_of_several_batches_count_together() -> None:
 def test_compiled_in_one_graph() -> None:
     model = build("BertForMaskedLM", "bert", hf.register())
     shard = ContextParallel().shard_batch(batch_of("plain", 40), model=model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**shard).loss, model(**shard).loss, rtol=1e-12, atol=0)
 
 
