@@ -22,14 +22,15 @@ runs: none
 {exact} classes of models of transformers {version} are exact on a ring, {refused} are refused by name, none is wrong and
 none hangs: `nox -s sweep` builds every class that an `AutoModelFor*` makes ({all}) from a small config with random
 weights, and compares two ranks with one in float64: outputs, the gradient of every weight, and the loss with its
-gradients. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
+gradients, without padding and with padding on the right and on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
 are run on text alone. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
 """
 
 
 _LOSS = (
     "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
-    "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together."
+    "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together.\n"
+    "Padding: *none* is of models that take no mask."
 )
 
 
@@ -43,6 +44,7 @@ class Result:
     result: str
     reason: str
     loss: str
+    padding: str
 
     @property
     def is_bad(self) -> bool:
@@ -109,8 +111,12 @@ def rendered(results: list[Result]) -> str:
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
-    for kind, name, text in rows:
-        yield f"| {kind} | `{name}` | {text} |"
+    for kind, name, *texts in rows:
+        yield f"| {kind} | `{name}` | {' | '.join(texts)} |"
+
+
+def _padding(result: Result) -> str:
+    return result.padding if result.padding in ("exact", "none") else result.padding.split(":")[0]
 
 
 def _loss(result: Result) -> str:

@@ -20,7 +20,7 @@ CHOSEN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM",
     "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM",
     "DeepseekV3ForCausalLM", "BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM",
-    "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "Qwen2VLForConditionalGeneration",
+    "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "OPTForCausalLM", "Qwen2VLForConditionalGeneration",
 )  # fmt: skip
 REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMaskedLM")
 
@@ -54,6 +54,7 @@ def test_none_is_wrong_and_none_hangs() -> None:
     assert [result.name for result in LISTED.values() if result.is_bad] == []
     assert {LISTED[name].result for name in CHOSEN} == {"exact"}
     assert {LISTED[name].loss for name in CHOSEN} == {"exact"}
+    assert {LISTED[name].padding for name in CHOSEN} == {"exact"}
 
 
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
@@ -61,6 +62,7 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
+        assert outcome.padding == listed.padding
 
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:

@@ -198,6 +198,7 @@ OFFSET = (
     ("XLMRobertaForMaskedLM", "xlm-roberta"), ("Data2VecTextForMaskedLM", "data2vec-text"),
     ("XLMRobertaXLForMaskedLM", "xlm-roberta-xl"), ("XmodForMaskedLM", "xmod"),
     ("RobertaPreLayerNormForMaskedLM", "roberta-prelayernorm"), ("BertForMaskedLM", "bert"),
+    ("OPTForCausalLM", "opt"), ("BioGptForCausalLM", "biogpt"),
 )  # fmt: skip
 
 

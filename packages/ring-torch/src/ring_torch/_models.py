@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -72,6 +72,8 @@ class ModelReport:
         reasons: Why it is not exact, and what to do; empty where it is.
         position_offset: The position id of a first token: 0, or ``padding_idx + 1`` in models that
             count from there. Padding then has position ``padding_idx``.
+        counts_padding: Whether padding counts in position ids, as a token does, where none are
+            given.
         pooling: What the model makes of one token of a sequence, or of all; ``None`` for models
             whose outputs are of each token.
         layers: What the config calls each layer; ``attention`` where it names no kinds. Empty
@@ -83,6 +85,7 @@ class ModelReport:
     exact: bool = True
     reasons: tuple[str, ...] = ()
     position_offset: int = 0
+    counts_padding: bool = True
     pooling: str | None = None
     layers: tuple[str, ...] = ()
     shifts_labels: bool = True
@@ -117,15 +120,17 @@ def check_model(model: nn.Module) -> ModelReport:
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
-    if len({(x.position_offset, x.shifts_labels) for x in reports}) > 1:
-        return ModelReport(False, ("its models of transformers want other positions or labels",))
-    reasons = tuple(reason for x in reports for reason in x.reasons)
-    first = reports[0]
-    return ModelReport(
-        not reasons, reasons, first.position_offset,
-        next((x.pooling for x in reports if x.pooling), None),
-        tuple(layer for x in reports for layer in x.layers), first.shifts_labels,
-    )  # fmt: skip
+    if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
+        reasons = ("it holds models of transformers that want other positions or labels",)
+    else:
+        reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
+    return replace(
+        reports[0],
+        exact=not reasons,
+        reasons=reasons,
+        pooling=next((x.pooling for x in reports if x.pooling), None),
+        layers=tuple(layer for x in reports for layer in x.layers),
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -162,9 +167,14 @@ def _report(model: Any) -> ModelReport:
         *_of_layers(model, parts, layers),
         *_of_masks(parts),
     ]
-    reasons = list(dict.fromkeys(reasons))
     return ModelReport(
-        not reasons, tuple(reasons), _position_offset(parts), pooling, layers, _shifts(model)
+        exact=not reasons,
+        reasons=tuple(dict.fromkeys(reasons)),
+        position_offset=_position_offset(parts),
+        counts_padding=not any(map(_counts_real_tokens, parts.values())),
+        pooling=pooling,
+        layers=layers,
+        shifts_labels=_shifts(model),
     )
 
 
@@ -362,6 +372,14 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
         ):
             return padding + 1
     return 0
+
+
+def _counts_real_tokens(module: nn.Module) -> bool:
+    """Whether it makes position ids of the attention mask, as OPT does."""
+    made = "cumsum" in names_in_forward(type(module))
+    return made and {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(
+        type(module)
+    )
 
 
 def _shifts(model: Any) -> bool:
