@@ -17,6 +17,8 @@ from sweep.tiny import config_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -98,6 +100,71 @@ def test_models_that_are_exact(name: str, model_type: str) -> None:
     assert len(report.layers) >= 2
     assert report.position_offset == (2 if "oberta" in name.lower() else 0)
     assert report.shifts_labels is not name.endswith("MaskedLM")
+
+
+class PooledOutput(transformers.LlamaForCausalLM):
+    """A model of the user's that makes one output of a sequence."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SequenceClassifierOutputWithPast:
+        """Nothing that is run."""
+        raise NotImplementedError(input_ids)
+
+
+class OwnAttention(nn.Module):
+    """Attention that does not ask transformers' registry."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Nothing that is run."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            hidden_states, hidden_states, hidden_states
+        )
+
+
+class AliasedAttention(nn.Module):
+    """Attention that has transformers' registry by another name."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Nothing that is run."""
+        return _attend(hidden_states)
+
+
+def _attend(x: Tensor) -> Tensor:
+    out: Tensor = REGISTRY["sdpa"](x)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("part", "is_exact"),
+    [
+        (nn.Conv1d(32, 32, 3, padding=1), False), (nn.Conv1d(32, 32, 1), True),
+        (nn.LSTM(32, 32), False), (nn.Linear(32, 32), True),
+    ],
+)  # fmt: skip
+def test_parts_that_users_add(part: nn.Module, is_exact: bool) -> None:
+    model: Any = build("LlamaForCausalLM", "llama")
+    model.model.layers[0].mlp.extra = part
+    assert hf.check_model(model).exact is is_exact
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [(OwnAttention, False), (AliasedAttention, True)])
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_attention_that_users_write(
+    kind: type[nn.Module], is_exact: bool, all_layers: bool
+) -> None:
+    model: Any = build("LlamaForCausalLM", "llama")
+    for layer in model.model.layers if all_layers else model.model.layers[:1]:
+        layer.self_attn = kind()
+    assert hf.check_model(model).exact is is_exact
+
+
+def test_heads_that_users_write() -> None:
+    pooling = hf.check_model(build_user(PooledOutput)).pooling
+    assert pooling == "SequenceClassifierOutputWithPast"
+
+
+def build_user(cls: Any) -> Any:
+    """A small model of a class of this file."""
+    return cls(config_of("llama", transformers.LlamaForCausalLM))
 
 
 def test_the_routers_loss_is_refused() -> None:

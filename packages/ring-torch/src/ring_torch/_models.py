@@ -120,6 +120,7 @@ def check_model(model: nn.Module) -> ModelReport:
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
+    reasons: tuple[str, ...]
     if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
         reasons = ("it holds models of transformers that want other positions or labels",)
     else:
@@ -322,7 +323,8 @@ def _pooling(model: Any) -> str | None:
     heads = [base.__name__ for base in type(model).__mro__]
     if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
         return found[0]
-    if any(word in head for word in _TOKEN_HEADS for head in heads):
+    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
+    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
         return None
     for output in _outputs(model):
         if any(word in output.__name__ for word in _POOLED_CLASSES):
