@@ -38,7 +38,7 @@ MIXING = (
     ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
     ("BloomForCausalLM", "bloom"), ("T5EncoderModel", "t5"), ("BartForCausalLM", "bart"),
     ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"), ("EsmForMaskedLM", "esm"),
-    ("ViTForImageClassification", "vit"),
+    ("ViTForImageClassification", "vit"), ("BltForCausalLM", "blt"),
 )  # fmt: skip
 EXACT = (
     ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"),

@@ -281,6 +281,8 @@ def _of_layers(
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
+    if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
+        yield f"{_name(model)} cuts its sequence into patches, of a rank's own tokens"
     if "question_token_id" in names_in_forward(type(model)):
         yield f"{_name(model)} looks for one token of the whole sequence"
 
