@@ -57,6 +57,12 @@ def test_none_is_wrong_and_none_hangs() -> None:
     assert {LISTED[name].padding for name in CHOSEN} == {"exact"}
 
 
+def test_what_was_exact_before_models_were_checked_still_is() -> None:
+    before = RESULTS.with_name("exact.txt").read_text().split()
+    assert len(before) > 200
+    assert [name for name in before if LISTED[name].result != "exact"] == []
+
+
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
 def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
