@@ -41,7 +41,7 @@ def judged(answers: list[tuple[bool, object]]) -> Outcome:
         return Outcome("hanging", "; ".join(texts))
     first, second = outcomes
     assert first is not None and second is not None
-    if first.result == second.result and first.loss == second.loss:
+    if (first.result, first.loss, first.padding) == (second.result, second.loss, second.padding):
         return first
     return Outcome(
         "hanging" if "error" in (first.result, second.result) else "wrong",
@@ -58,8 +58,8 @@ def run(chosen: list[Entry], results: Path) -> None:
         ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
         outcome = judged(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
         result = Result(
-            transformers.__version__, entry.name, entry.model_type, entry.autos,
-            outcome.result, outcome.reason, outcome.loss,
+            transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
+            outcome.loss, outcome.padding,
         )  # fmt: skip
         with results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from sweep.tiny import VOCAB, config_of
 
 ROWS, LENGTH = 2, 21
 LIMIT = 1e-7  # of differences in float64, as a part of the largest number compared
-LARGEST = 30_000_000  # parameters of what counts as small
+LARGEST = 80_000_000  # parameters of what counts as small
 FIRST_TOKEN = 4  # those below are special
 
 
@@ -32,11 +32,13 @@ class Outcome:
         result: ``exact``, ``refused``, ``wrong``, ``error``, ``does not build``, ``does not run``.
         reason: Why, in words; empty where exact.
         loss: ``exact``, ``none`` or why it was refused.
+        padding: ``exact``, ``none``, or why it was refused, of rows with padding on either side.
     """
 
     result: str
     reason: str = ""
     loss: str = "none"
+    padding: str = "none"
 
 
 class DifferentError(Exception):
@@ -54,25 +56,59 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
         return Outcome("does not build", _words(error))
     try:
         batch = batch_of(model)
-        expected = run(model, batch)
-    except Exception as error:  # noqa: BLE001 - the whole model's own
-        batch, expected = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}, None
-        failure = _words(error)
+    except Exception:  # noqa: BLE001 - no model of tokens, which is refused
+        batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
+    cp, outcome = ContextParallel(), Outcome("exact")
     try:
-        model.set_attn_implementation(hf.register())
-        cp = ContextParallel()
-        shard = cp.shard_batch(batch, model=model)
-    except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
-        return Outcome("refused" if _is_refusal(error) else "error", _words(error))
-    if expected is None:
-        return Outcome("does not run", failure)
-    try:
-        check(cp, model, run(model, shard, cp), expected)
+        outcome = _judged(cp, model, batch, torch.ones(ROWS, LENGTH, dtype=torch.int64))
+        if outcome.result == "exact" and "input_ids" in batch:
+            outcome = replace(outcome, padding=_with_padding(cp, model, batch))
+            outcome = replace(outcome, loss=_with_labels(cp, model, batch))
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
-        return Outcome("refused" if _is_refusal(error) else "error", _words(error))
-    return _with_labels(cp, model, batch)
+        return Outcome("error", _words(error))
+    return outcome
+
+
+def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor) -> Outcome:
+    """One batch, whole and split.
+
+    Raises:
+        DifferentError: They differ.
+    """
+    model.set_attn_implementation("eager")
+    expected, failure = None, ""
+    try:
+        expected = run(model, batch, real)
+    except Exception as error:  # noqa: BLE001 - the whole model's own
+        failure = _words(error)
+    model.set_attn_implementation(hf.register())
+    try:
+        shard = cp.shard_batch(batch, model=model)
+        got = None if expected is None else run(model, shard, real, cp)
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return Outcome("refused", _words(error))
+    if expected is None:
+        return Outcome("does not run", failure)
+    check(cp, got, expected, real)
+    return Outcome("exact")
+
+
+def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
+    """Rows with padding on the right, and on the left."""
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return "none"
+    right = (torch.arange(LENGTH) < torch.tensor([[13], [LENGTH]])).long()
+    for real in (right, right.flip(1)):
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        tokens = batch["input_ids"].where(real == 1, padding)
+        outcome = _judged(cp, model, {"input_ids": tokens, "attention_mask": real}, real)
+        if outcome.result != "exact":
+            return f"{outcome.result}: {outcome.reason}"
+    return "exact"
 
 
 def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
@@ -80,9 +116,12 @@ def build(name: str, model_type: str, attention: str = "eager", **changes: Any) 
     cls = getattr(transformers, name)
     config = config_of(model_type, cls, **changes)
     with torch.device("meta"):
-        size = sum(x.numel() for x in cls._from_config(config).parameters())
-    if size > LARGEST:
+        model = cls._from_config(config)
+    size = sum(x.numel() for x in model.parameters())
+    if size > LARGEST and hf.check_model(model).exact:
         raise ValueError(f"has {size:,} parameters with a small config")
+    if size > LARGEST:
+        return model  # without weights: it is refused
     torch.manual_seed(1)
     model = cls._from_config(config, attn_implementation=attention)
     with torch.no_grad():  # biases, norms and sinks begin at values that would hide their use
@@ -106,59 +145,74 @@ def batch_of(model: Any) -> dict[str, Any]:
 
 
 def run(
-    model: Any, batch: dict[str, Any], cp: ContextParallel | None = None
+    model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All outputs, and gradients of a sum over them, of this rank's part."""
+    """Outputs, and gradients of a sum over those of real tokens, of this rank's part.
+
+    Raises:
+        ValueError: The whole model's outputs are no numbers.
+    """
     model.zero_grad()
     with Wide():
         out = model(**batch, **_whole(model))
-    given = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    given.pop("loss", None)
-    length = next(iter(batch.values())).shape[1]
-    seeded = torch.Generator()
-    parts = []
-    for x in given.values():
-        if x.shape[:2] == (ROWS, length) and x.requires_grad:
-            if cp is None:
-                weights = torch.randn(x.shape, generator=seeded.manual_seed(3)).to(x.dtype)
-            else:
-                size = (ROWS, LENGTH, *x.shape[2:])
-                weights = torch.randn(size, generator=seeded.manual_seed(3)).to(x.dtype)
-                more = length * cp.cp_size - LENGTH
-                shape = (ROWS, more, *x.shape[2:])
-                weights = cp.shard(torch.cat([weights, weights.new_zeros(shape)], 1))
-            parts.append((x * weights).sum())
+    outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    outs.pop("loss", None)
+    parts = [
+        (x * _weights(x, real, cp)).sum()
+        for x in outs.values()
+        if x.ndim > 1 and x.shape[:2] == (ROWS, _length(cp)) and x.requires_grad
+    ]
     if parts:
         sum(parts).backward()  # type: ignore[union-attr]
+    if cp is None and not all(_of_tokens(x, real).isfinite().all() for x in outs.values()):
+        raise ValueError("outputs of the whole model are not finite")
     if cp is not None:
         cp.reduce_gradients(model)
     grads = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
-    return {n: x.detach() for n, x in given.items()}, grads
+    return {n: x.detach() for n, x in outs.items()}, grads
 
 
-def check(cp: ContextParallel, model: Any, got: Any, expected: Any) -> None:
+def _length(cp: ContextParallel | None) -> int:
+    """Tokens of a row, or of a rank's part of it."""
+    return LENGTH if cp is None else -(-LENGTH // (2 * cp.cp_size)) * 2
+
+
+def _weights(x: Tensor, real: Tensor, cp: ContextParallel | None) -> Tensor:
+    """Random weights of an output's entries, nought where a token is padding."""
+    size = (ROWS, LENGTH, *x.shape[2:])
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(x.dtype)
+    weights = weights * real.reshape(ROWS, LENGTH, *(1 for _ in x.shape[2:]))
+    if cp is None:
+        return weights
+    more = weights.new_zeros((ROWS, _length(cp) * cp.cp_size - LENGTH, *x.shape[2:]))
+    return cp.shard(torch.cat([weights, more], dim=1))
+
+
+def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
+    """An output of real tokens; all of one that is not of tokens."""
+    return x[real == 1] if x.shape[:2] == real.shape else x
+
+
+def check(cp: ContextParallel, got: Any, expected: Any, real: Tensor) -> None:
     """Compare outputs and gradients.
 
     Raises:
         DifferentError: They differ.
     """
-    del model
     (outs, grads), (whole_outs, whole_grads) = got, expected
-    found = []
-    if not whole_outs:
-        raise DifferentError("the model has no output to compare")
+    found = [] if whole_outs else ["the model has no output to compare"]
     if outs.keys() != whole_outs.keys():
         found.append(f"outputs {sorted(outs)} for {sorted(whole_outs)}")
     for name in sorted(outs.keys() & whole_outs.keys()):
         x, whole = outs[name], whole_outs[name]
-        local = -(-LENGTH // (2 * cp.cp_size)) * 2
-        if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, local):
+        if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, _length(cp)):
             x = cp.unshard(x)[:, :LENGTH]
-        found += _difference(name, x, whole)
-    if grads.keys() != whole_grads.keys():
-        found.append(f"gradients of {sorted(grads.keys() ^ whole_grads.keys())[:4]} on one side")
-    for name in sorted(grads.keys() & whole_grads.keys()):
-        found += _difference(f"gradient of {name}", grads[name], whole_grads[name])
+        found += _difference(name, _of_tokens(x, real), _of_tokens(whole, real))
+    for name in sorted(grads.keys() | whole_grads.keys()):  # no gradient is one of zeros
+        some = grads.get(name, whole_grads.get(name))
+        assert some is not None
+        pair = [x.get(name, torch.zeros_like(some)) for x in (grads, whole_grads)]
+        found += _difference(f"gradient of {name}", *pair)
     flag = torch.tensor(len(found))
     dist.all_reduce(flag)
     if flag:
@@ -168,13 +222,9 @@ def check(cp: ContextParallel, model: Any, got: Any, expected: Any) -> None:
 def _difference(name: str, x: Tensor, whole: Tensor) -> list[str]:
     if x.shape != whole.shape:
         return [f"{name} {tuple(x.shape)} for {tuple(whole.shape)}"]
-    if not whole.isfinite().all():
-        return [f"{name} of the whole model is not finite"] if x.isfinite().all() else []
-    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    scale = max(float(whole.abs().max()), 1e-6) if whole.numel() else 1.0
     error = float((x - whole).abs().max()) if whole.numel() else 0.0
-    if error <= LIMIT * max(scale, 1e-6):
-        return []
-    return [f"{name} off by {error / max(scale, 1e-6):.1e}"]
+    return [] if error <= LIMIT * scale else [f"{name} off by {error / scale:.1e}"]
 
 
 def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
@@ -192,28 +242,26 @@ def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     return {"labels": torch.where(hidden, -100, labels)}
 
 
-def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> Outcome:
+def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """The model's own loss, of the whole batch and of its parts."""
-    if "input_ids" not in batch or not (labels := labels_of(model, batch["input_ids"])):
-        return Outcome("exact")
+    if not (labels := labels_of(model, batch["input_ids"])):
+        return "none"
     model.set_attn_implementation("eager")
     expected = None
     with suppress(Exception):  # the model has no loss of such labels
         expected = _loss(model, batch | labels | _whole(model))
     model.set_attn_implementation(hf.register())
     if expected is None:
-        return Outcome("exact")
+        return "none"
     try:
         loss, grads = _loss(model, cp.shard_batch(batch | labels, model=model), cp)
-    except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
-        if _is_refusal(error):
-            return Outcome("exact", loss=_words(error))
-        return Outcome("error", f"loss: {_words(error)}")
-    try:
-        check(cp, model, ({"loss": loss}, grads), ({"loss": expected[0]}, expected[1]))
-    except DifferentError as error:
-        return Outcome("wrong", str(error), loss="wrong")
-    return Outcome("exact", loss="exact")
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return _words(error)
+    real = torch.ones(ROWS, LENGTH)
+    check(cp, ({"loss": loss}, grads), ({"loss": expected[0]}, expected[1]), real)
+    return "exact"
 
 
 def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) -> Any:

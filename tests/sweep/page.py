@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 REFUSED = "the model cannot be split: "  # what shard_batch says first
 
+_WIDTH = 200  # of a reason; check_model says all of it
 _TOP = """---
 runs: none
 ---
@@ -21,14 +22,15 @@ runs: none
 {exact} classes of models of transformers {version} are exact on a ring, {refused} are refused by name, none is wrong and
 none hangs: `nox -s sweep` builds every class that an `AutoModelFor*` makes ({all}) from a small config with random
 weights, and compares two ranks with one in float64: outputs, the gradient of every weight, and the loss with its
-gradients. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
+gradients, without padding and with padding on the right and on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
 are run on text alone. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
 """
 
 
 _LOSS = (
     "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
-    "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together."
+    "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together.\n"
+    "Padding: *none* is of models that take no mask."
 )
 
 
@@ -39,10 +41,10 @@ class Result:
     version: str
     name: str
     model_type: str
-    autos: tuple[str, ...]
     result: str
     reason: str
     loss: str
+    padding: str
 
     @property
     def is_bad(self) -> bool:
@@ -59,9 +61,7 @@ def read(path: Path = RESULTS) -> list[Result]:
     """All results of a file."""
     if not path.exists():
         return []
-    names = [field.name for field in fields(Result)]
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Result(**{n: tuple(row[n]) if n == "autos" else row[n] for n in names}) for row in rows]
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def rendered(results: list[Result]) -> str:
@@ -111,8 +111,12 @@ def rendered(results: list[Result]) -> str:
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
-    for kind, name, text in rows:
-        yield f"| {kind} | `{name}` | {text} |"
+    for kind, name, *texts in rows:
+        yield f"| {kind} | `{name}` | {' | '.join(texts)} |"
+
+
+def _padding(result: Result) -> str:
+    return result.padding if result.padding in ("exact", "none") else result.padding.split(":")[0]
 
 
 def _loss(result: Result) -> str:
@@ -124,10 +128,8 @@ def _loss(result: Result) -> str:
 
 
 def _why(result: Result) -> str:
-    text = (
-        result.reason.removeprefix(REFUSED)
-        .replace("|", "/")
-        .replace("*", "\\*")
-        .replace("<", "\\<")
-    )
-    return text.replace("_", "\\_").removeprefix("ValueError: ")
+    text = result.reason.removeprefix(REFUSED).removeprefix("ValueError: ")
+    text = text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ..."
+    for mark in "|*<_[":
+        text = text.replace(mark, f"\\{mark}")
+    return text

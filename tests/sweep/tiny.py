@@ -119,17 +119,24 @@ SIZES: dict[str, int] = {
     "altup_num_inputs": 2,
     "image_size": 28,
     "num_hash_buckets": 16,
+    "encoder_hash_byte_group_vocab": VOCAB,
     "type_vocab_size": 2,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
 #: What no name tells, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 11},
     "big_bird": {"attention_type": "original_full"},
+    "cohere_compass": {"rope_parameters": _ROPE_BY_KIND},
+    "cohere_compass_text": {"rope_parameters": _ROPE_BY_KIND},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "num_experts_per_tok": 2},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 5, "pad_token_id": 1},
+    "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 16},
     "step3p7": {"sliding_window": WINDOW},

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
-from sweep.compare import compare
+from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import PAGE, RESULTS, Result, read, rendered
 from sweep.tiny import config_of
@@ -20,7 +20,7 @@ CHOSEN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM",
     "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM",
     "DeepseekV3ForCausalLM", "BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM",
-    "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "Qwen2VLForConditionalGeneration",
+    "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "OPTForCausalLM", "Qwen2VLForConditionalGeneration",
 )  # fmt: skip
 REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMaskedLM")
 
@@ -54,6 +54,13 @@ def test_none_is_wrong_and_none_hangs() -> None:
     assert [result.name for result in LISTED.values() if result.is_bad] == []
     assert {LISTED[name].result for name in CHOSEN} == {"exact"}
     assert {LISTED[name].loss for name in CHOSEN} == {"exact"}
+    assert {LISTED[name].padding for name in CHOSEN} == {"exact"}
+
+
+def test_what_was_exact_before_models_were_checked_still_is() -> None:
+    before = RESULTS.with_name("exact.txt").read_text().split()
+    assert len(before) > 200
+    assert [name for name in before if LISTED[name].result != "exact"] == []
 
 
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
@@ -61,6 +68,28 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
+        assert outcome.padding == listed.padding
+
+
+def _careless(rank: int, name: str, model_type: str) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ring_torch._context.check_model", lambda _: hf.ModelReport())
+        return compare(rank, name, model_type)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlamaForSequenceClassification", "logits"), ("RwkvForCausalLM", "logits"),
+        ("FNetForMaskedLM", "gradient"), ("RobertaForMaskedLM", "logits"),
+        ("MobileBertForMaskedLM", "logits"),
+    ],
+)  # fmt: skip
+def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, words: str) -> None:
+    """Without the check, so that the comparison is known to find what it is for."""
+    outcomes = two.run(_careless, name, LISTED[name].model_type)
+    assert {outcome.result for outcome in outcomes} == {"wrong"}
+    assert any(words in outcome.reason for outcome in outcomes)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # initialising empty weights

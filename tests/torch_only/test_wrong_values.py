@@ -122,9 +122,10 @@ SUBJECTS: dict[str, Subject] = {
         for call in (cp.shard, cp.unshard)
     },
     "ring_torch.ContextParallel.shard_batch": Subject(
-        cp.shard_batch, {"batch": batch},
+        cp.shard_batch, {"batch": batch, "model": nn.Linear(1, 1)},
         {
             "batch": {"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
+            "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
             "dropout_seed": OPTIONS["dropout_seed"],
         },
     ),

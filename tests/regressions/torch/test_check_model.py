@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from sweep.tiny import config_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -35,7 +38,7 @@ MIXING = (
     ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
     ("BloomForCausalLM", "bloom"), ("T5EncoderModel", "t5"), ("BartForCausalLM", "bart"),
     ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"), ("EsmForMaskedLM", "esm"),
-    ("ViTForImageClassification", "vit"),
+    ("ViTForImageClassification", "vit"), ("BltForCausalLM", "blt"),
 )  # fmt: skip
 EXACT = (
     ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"),
@@ -78,10 +81,10 @@ def test_models_that_pool_are_refused(name: str, model_type: str) -> None:
 
 
 def test_what_pools_nothing_is_exact() -> None:
-    model = transformers.BertModel(
-        config_of("bert", transformers.BertModel), add_pooling_layer=False
-    )
-    assert hf.check_model(model).exact and hf.check_model(model).pooling is None
+    config: Any = config_of("bert", transformers.BertModel)
+    model = transformers.BertModel(config, add_pooling_layer=False)
+    report = hf.check_model(model)
+    assert report.exact and report.pooling is None
 
 
 @pytest.mark.parametrize(("name", "model_type"), MIXING)
@@ -97,6 +100,71 @@ def test_models_that_are_exact(name: str, model_type: str) -> None:
     assert len(report.layers) >= 2
     assert report.position_offset == (2 if "oberta" in name.lower() else 0)
     assert report.shifts_labels is not name.endswith("MaskedLM")
+
+
+class PooledOutput(transformers.LlamaForCausalLM):
+    """A model of the user's that makes one output of a sequence."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SequenceClassifierOutputWithPast:
+        """Nothing that is run."""
+        raise NotImplementedError(input_ids)
+
+
+class OwnAttention(nn.Module):
+    """Attention that does not ask transformers' registry."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Nothing that is run."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            hidden_states, hidden_states, hidden_states
+        )
+
+
+class AliasedAttention(nn.Module):
+    """Attention that has transformers' registry by another name."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Nothing that is run."""
+        return _attend(hidden_states)
+
+
+def _attend(x: Tensor) -> Tensor:
+    out: Tensor = REGISTRY["sdpa"](x)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("part", "is_exact"),
+    [
+        (nn.Conv1d(32, 32, 3, padding=1), False), (nn.Conv1d(32, 32, 1), True),
+        (nn.LSTM(32, 32), False), (nn.Linear(32, 32), True),
+    ],
+)  # fmt: skip
+def test_parts_that_users_add(part: nn.Module, is_exact: bool) -> None:
+    model: Any = build("LlamaForCausalLM", "llama")
+    model.model.layers[0].mlp.extra = part
+    assert hf.check_model(model).exact is is_exact
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [(OwnAttention, False), (AliasedAttention, True)])
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_attention_that_users_write(
+    kind: type[nn.Module], is_exact: bool, all_layers: bool
+) -> None:
+    model: Any = build("LlamaForCausalLM", "llama")
+    for layer in model.model.layers if all_layers else model.model.layers[:1]:
+        layer.self_attn = kind()
+    assert hf.check_model(model).exact is is_exact
+
+
+def test_heads_that_users_write() -> None:
+    pooling = hf.check_model(build_user(PooledOutput)).pooling
+    assert pooling == "SequenceClassifierOutputWithPast"
+
+
+def build_user(cls: Any) -> Any:
+    """A small model of a class of this file."""
+    return cls(config_of("llama", transformers.LlamaForCausalLM))
 
 
 def test_the_routers_loss_is_refused() -> None:
@@ -123,6 +191,13 @@ class Peft(nn.Module):
     def get_base_model(self) -> Any:
         """The model that has the adapters."""
         return self.base_model
+
+
+def test_prompts_that_peft_puts_before_a_sequence_are_refused() -> None:
+    model: Any = Peft(build("LlamaForCausalLM", "llama"))
+    assert hf.check_model(model).exact
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    assert not hf.check_model(model).exact
 
 
 class Task(nn.Module):
@@ -156,14 +231,19 @@ def test_models_wrapped_for_data_parallelism(two: LocalRanks) -> None:
 
 
 def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    check = hf.check_model
-    monkeypatch.setattr("ring_torch._context.check_model", lambda x: calls.append(0) or check(x))
+    calls: list[nn.Module] = []
+
+    def counted(model: nn.Module) -> hf.ModelReport:
+        calls.append(model)
+        return hf.check_model(model)
+
+    monkeypatch.setattr("ring_torch._context.check_model", counted)
     cp, model = ContextParallel(), build("BertForMaskedLM", "bert")
     for _ in range(3):
         cp.shard_batch({"input_ids": TOKENS}, model=model)
-    assert len(calls) == 1 and len(cp._reports) == 1
+    assert calls == [model] and len(cp._reports) == 1
     del model
+    calls.clear()
     gc.collect()
     assert len(cp._reports) == 0
 
@@ -185,6 +265,7 @@ OFFSET = (
     ("XLMRobertaForMaskedLM", "xlm-roberta"), ("Data2VecTextForMaskedLM", "data2vec-text"),
     ("XLMRobertaXLForMaskedLM", "xlm-roberta-xl"), ("XmodForMaskedLM", "xmod"),
     ("RobertaPreLayerNormForMaskedLM", "roberta-prelayernorm"), ("BertForMaskedLM", "bert"),
+    ("OPTForCausalLM", "opt"), ("BioGptForCausalLM", "biogpt"),
 )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def _trained(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tenso
     return loss.detach(), grads
 
 
-def _matches(_: int, name: str, model_type: str, kind: str) -> None:
+def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
+    del rank
     model = build(name, model_type)
     classes = model.config.num_labels if "Token" in name else 40
     batch = batch_of(kind, classes)
@@ -65,7 +66,7 @@ def _matches(_: int, name: str, model_type: str, kind: str) -> None:
     expected = {weight: grad.clone() for weight, grad in expected.items()}
     model.set_attn_implementation(hf.register())
     for schedule in ("zigzag", "plain"):
-        cp = ContextParallel(schedule=schedule)  # type: ignore[arg-type]
+        cp = ContextParallel(schedule=schedule)
         loss, _ = _trained(model, cp.shard_batch(batch, model=model))
         cp.reduce_gradients(model)
         dist.all_reduce(loss)
@@ -94,6 +95,13 @@ def test_labels_of_several_batches_count_together() -> None:
         alone = model(**cp.shard_batch(batch, model=model)).loss
         both = model(**cp.shard_batch(batch | {"num_items_in_batch": 2 * count}, model=model)).loss
     torch.testing.assert_close(both, alone / 2)
+
+
+def test_compiled_in_one_graph() -> None:
+    model = build("BertForMaskedLM", "bert", hf.register())
+    shard = ContextParallel().shard_batch(batch_of("plain", 40), model=model)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**shard).loss, model(**shard).loss, rtol=1e-12, atol=0)
 
 
 def test_other_losses_are_refused() -> None:

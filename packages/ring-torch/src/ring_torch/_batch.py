@@ -131,7 +131,7 @@ def shard_batch(
     positions = given.pop("position_ids", None)
     segments = _segments(real, None if "attention_mask" in given else positions, (size, length))
     if positions is None:
-        positions = _positions(given, tokens, report.position_offset)
+        positions = _positions(given, tokens, real, report)
     elif "attention_mask" in given:
         _check_one_document(_numpy(positions), real)
     given["position_ids"] = positions.expand(size, length)
@@ -167,16 +167,25 @@ def shard_batch(
     return given
 
 
-def _positions(given: Mapping[str, Any], tokens: Tensor, offset: int) -> Tensor:
+def _positions(
+    given: Mapping[str, Any],
+    tokens: Tensor,
+    real: npt.NDArray[np.bool_] | None,
+    report: ModelReport,
+) -> Tensor:
     """Position ids, int64 ``[1, T]`` or ``[B, T]``, as the model makes them where it is given none.
 
     With an offset padding has the position before the first, and is not counted; among embeddings
     nobody can tell what is padding.
     """
-    if not offset or "input_ids" not in given:
+    offset = report.position_offset
+    if offset and "input_ids" in given:
+        counted = tokens != offset - 1
+    elif real is not None and not report.counts_padding:
+        counted = torch.from_numpy(real).to(tokens.device)
+    else:
         return torch.arange(offset, offset + tokens.shape[1], device=tokens.device)[None]
-    real = (tokens != offset - 1).long()
-    return real.cumsum(1) * real + offset - 1
+    return counted.long().cumsum(1) * counted + offset - 1
 
 
 def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) -> None:

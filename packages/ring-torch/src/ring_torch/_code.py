@@ -9,32 +9,69 @@ from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
 
-from torch import nn
-
 _SKIPPED = frozenset({"__init__", "_init_weights", "generate", "prepare_inputs_for_generation"})
 
 
-def forward_of(cls: type[nn.Module]) -> FunctionType | None:
+def forward_of(cls: type) -> FunctionType | None:
     """The function under the decorators of ``forward``."""
-    function = inspect.unwrap(cls.forward)
+    function = inspect.unwrap(getattr(cls, "forward"))  # noqa: B009 - any class of modules has one
     return function if isinstance(function, FunctionType) else None
 
 
-def parameters_of(cls: type[nn.Module]) -> frozenset[str]:
+def parameters_of(cls: type) -> frozenset[str]:
     """Names that ``forward`` takes; ``**`` where it takes any."""
-    parameters = inspect.signature(cls.forward).parameters.values()
+    function = forward_of(cls)
+    if function is None:
+        return frozenset({"**"})
+    parameters = inspect.signature(function).parameters.values()
     return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
 
 
-@lru_cache(maxsize=4096)
-def names_in(cls: type[nn.Module]) -> frozenset[str]:
-    """Globals, attributes and keywords that the methods of a class use, those of torch left out."""
-    return frozenset(name for code in _codes_of(cls) for name in _names(code))
+def names_in(cls: type) -> frozenset[str]:
+    """Globals, attributes and keywords in the methods of a class, and in functions beside it.
+
+    Methods that it has of torch and of transformers' base class are left out.
+    """
+    return _names_in(cls)
 
 
-@lru_cache(maxsize=4096)
-def names_in_forward(cls: type[nn.Module]) -> frozenset[str]:
+def uses_global(cls: type, kind: str) -> bool:
+    """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
+    return _uses_global(cls, kind)
+
+
+def names_in_forward(cls: type) -> frozenset[str]:
     """The same, and local variables, of ``forward`` alone."""
+    return _names_in_forward(cls)
+
+
+def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
+    """Attributes of a local variable that ``forward`` reads."""
+    return _reads_in_forward(cls, variable)
+
+
+@lru_cache(maxsize=4096)
+def _names_in(cls: type) -> frozenset[str]:
+    return frozenset(
+        name
+        for function in _functions_of(cls)
+        for code in _with_inner(function.__code__)
+        for name in _names(code)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _uses_global(cls: type, kind: str) -> bool:
+    return any(
+        type(function.__globals__.get(name)).__name__ == kind
+        for function in _functions_of(cls)
+        for code in _with_inner(function.__code__)
+        for name in code.co_names
+    )
+
+
+@lru_cache(maxsize=4096)
+def _names_in_forward(cls: type) -> frozenset[str]:
     function = forward_of(cls)
     if function is None:
         return frozenset()
@@ -43,8 +80,7 @@ def names_in_forward(cls: type[nn.Module]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=4096)
-def reads_in_forward(cls: type[nn.Module], variable: str) -> frozenset[str]:
-    """Attributes of a local variable that ``forward`` reads."""
+def _reads_in_forward(cls: type, variable: str) -> frozenset[str]:
     function = forward_of(cls)
     if function is None:
         return frozenset()
@@ -58,14 +94,24 @@ def reads_in_forward(cls: type[nn.Module], variable: str) -> frozenset[str]:
     )
 
 
-def _codes_of(cls: type) -> Iterator[CodeType]:
+def _functions_of(cls: type) -> Iterator[FunctionType]:
+    """Methods, and functions of the same module that these name."""
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "transformers.modeling_", "builtins")):
             continue
         for name, value in vars(base).items():
             function = inspect.unwrap(value) if callable(value) else value
             if isinstance(function, FunctionType) and name not in _SKIPPED:
-                yield from _with_inner(function.__code__)
+                yield function
+                yield from _beside(function)
+
+
+def _beside(function: FunctionType) -> Iterator[FunctionType]:
+    for name in function.__code__.co_names:
+        other = function.__globals__.get(name)
+        other = inspect.unwrap(other) if callable(other) else other
+        if isinstance(other, FunctionType) and other.__module__ == function.__module__:
+            yield other
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

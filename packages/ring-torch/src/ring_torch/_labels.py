@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Never, Self
 
@@ -39,7 +38,7 @@ class Sealed:
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, *_: object, **__: object) -> Never:
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         """Refuse what torch would do with it."""
         raise SealedError(cls._words)
 
@@ -115,11 +114,7 @@ class UnshiftedLabels(Sealed):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: object,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
         """This rank's part of a cross entropy; refuse what else torch would do with them."""
         del types
@@ -132,7 +127,7 @@ class UnshiftedLabels(Sealed):
             raise SealedError(cls._words)
         if given.get("ignore_index", IGNORED) != IGNORED or reduction not in ("mean", "sum"):
             raise SealedError(cls._words)
-        total = cross_entropy(
+        total: Tensor = cross_entropy(
             given["input"], target.values, ignore_index=IGNORED, reduction="sum",
             label_smoothing=given.get("label_smoothing", 0.0),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from ring_torch._code import (
     names_in_forward,
     parameters_of,
     reads_in_forward,
+    uses_global,
 )
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
@@ -71,6 +72,8 @@ class ModelReport:
         reasons: Why it is not exact, and what to do; empty where it is.
         position_offset: The position id of a first token: 0, or ``padding_idx + 1`` in models that
             count from there. Padding then has position ``padding_idx``.
+        counts_padding: Whether padding counts in position ids, as a token does, where none are
+            given.
         pooling: What the model makes of one token of a sequence, or of all; ``None`` for models
             whose outputs are of each token.
         layers: What the config calls each layer; ``attention`` where it names no kinds. Empty
@@ -82,6 +85,7 @@ class ModelReport:
     exact: bool = True
     reasons: tuple[str, ...] = ()
     position_offset: int = 0
+    counts_padding: bool = True
     pooling: str | None = None
     layers: tuple[str, ...] = ()
     shifts_labels: bool = True
@@ -105,34 +109,53 @@ def check_model(model: nn.Module) -> ModelReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if _adds_tokens(model):
+        return ModelReport(
+            exact=False,
+            reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
+        )
     model = unwrapped(model)
     if _is_of_transformers(model):
         return _report(model)
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
-    if len({(x.position_offset, x.shifts_labels) for x in reports}) > 1:
-        return ModelReport(False, ("its models of transformers want other positions or labels",))
-    reasons = tuple(reason for x in reports for reason in x.reasons)
-    first = reports[0]
-    return ModelReport(
-        not reasons, reasons, first.position_offset,
-        next((x.pooling for x in reports if x.pooling), None),
-        tuple(layer for x in reports for layer in x.layers), first.shifts_labels,
-    )  # fmt: skip
+    reasons: tuple[str, ...]
+    if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
+        reasons = ("it holds models of transformers that want other positions or labels",)
+    else:
+        reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
+    return replace(
+        reports[0],
+        exact=not reasons,
+        reasons=reasons,
+        pooling=next((x.pooling for x in reports if x.pooling), None),
+        layers=tuple(layer for x in reports for layer in x.layers),
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
-            inner = model.get_base_model()  # type: ignore[operator]
-        if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module) or inner is model:
-            return model
-        model = inner
+    return list(_wrappers(model))[-1]
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from outside in."""
+    yield model
+    inner = getattr(model, "_orig_mod", None)
+    if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]
+    if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
+        inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and inner is not model:
+        yield from _wrappers(inner)
+
+
+def _adds_tokens(model: nn.Module) -> bool:
+    return any(
+        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
+        for x in _wrappers(model)
+    )
 
 
 def _report(model: Any) -> ModelReport:
@@ -146,7 +169,13 @@ def _report(model: Any) -> ModelReport:
         *_of_masks(parts),
     ]
     return ModelReport(
-        not reasons, tuple(reasons), _position_offset(parts), pooling, layers, _shifts(model)
+        exact=not reasons,
+        reasons=tuple(dict.fromkeys(reasons)),
+        position_offset=_position_offset(parts),
+        counts_padding=not any(map(_counts_real_tokens, parts.values())),
+        pooling=pooling,
+        layers=layers,
+        shifts_labels=_shifts(model),
     )
 
 
@@ -195,7 +224,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _attends(module: nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in names_in(type(module))
+    return uses_global(type(module), "AttentionInterface")
 
 
 def _of_inputs(model: Any) -> Iterator[str]:
@@ -252,6 +281,8 @@ def _of_layers(
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
+    if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
+        yield f"{_name(model)} cuts its sequence into patches, of a rank's own tokens"
     if "question_token_id" in names_in_forward(type(model)):
         yield f"{_name(model)} looks for one token of the whole sequence"
 
@@ -281,7 +312,7 @@ def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
             )
 
 
-def _masks(cls: type[nn.Module]) -> bool:
+def _masks(cls: type) -> bool:
     return any(map(_makes_mask, names_in(cls)))
 
 
@@ -294,11 +325,12 @@ def _pooling(model: Any) -> str | None:
     heads = [base.__name__ for base in type(model).__mro__]
     if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
         return found[0]
-    if any(word in head for word in _TOKEN_HEADS for head in heads):
+    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
+    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
         return None
     for output in _outputs(model):
         if any(word in output.__name__ for word in _POOLED_CLASSES):
-            return output.__name__
+            return str(output.__name__)
         for field in fields(output):
             if field.name in _POOLED and getattr(model, "pooler", model) is not None:
                 return _POOLED[field.name]
@@ -344,6 +376,14 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
         ):
             return padding + 1
     return 0
+
+
+def _counts_real_tokens(module: nn.Module) -> bool:
+    """Whether it makes position ids of the attention mask, as OPT does."""
+    made = "cumsum" in names_in_forward(type(module))
+    return made and {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(
+        type(module)
+    )
 
 
 def _shifts(model: Any) -> bool:

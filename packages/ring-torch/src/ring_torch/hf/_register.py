@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from ring_core import KernelConfig, UnsupportedError, checks
-from ring_torch._batch import Sealed, ShardedMask
+from ring_torch._batch import ShardedMask
+from ring_torch._labels import Sealed
 from ring_torch._models import SERVED_LAYERS
 from ring_torch._transport import TRANSPORTS
 from ring_torch.kernels import KERNEL_NAMES
