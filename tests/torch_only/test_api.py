@@ -209,8 +209,8 @@ def test_autograd_meets_checkpoint_autocast_and_double_backward() -> None:
     torch.testing.assert_close(through, grad, rtol=0, atol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = ring_attention(q, k, v, causal=True, kernel="eager")
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, plain)
+    assert out.dtype == torch.bfloat16  # as torch's own attention
+    torch.testing.assert_close(out.float(), plain, rtol=2e-2, atol=2e-2)
     (once,) = torch.autograd.grad(ring_attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         once.sum().backward()

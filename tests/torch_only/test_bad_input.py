@@ -87,10 +87,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "predicate": ({"mask": Mask(predicate=lambda q, k: q == k)}, ("predicate",)),
     "v dim": ({"v": torch.zeros(2, 8, 2, 8)}, ("head dim 8 to equal Q's 16",)),
     "half": ({n: torch.zeros(KV, dtype=torch.bfloat16) for n in "qkv"}, ("not bfloat16",)),
-    "lse gradient": (
-        {"q": torch.zeros(Q, requires_grad=True), "return_lse": True},
-        ("gradient through lse",),
-    ),
     "blocks": ({"kernel": KernelConfig("sdpa", block_q=64)}, ("block_q",)),
 }
 

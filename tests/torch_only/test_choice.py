@@ -84,24 +84,29 @@ def test_alone_nothing_travels(transport: str) -> None:
     assert chosen(transport, plan(), size=1) == "p2p"
 
 
+REASON = "the ranks' GPUs do not reach each other's memory"
+
+
 @pytest.mark.parametrize("reaches", [True, False])
 def test_pull_needs_gpus_that_reach_each_other(
     reaches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(works=reaches))
+    monkeypatch.setattr(
+        _window, "window_of", lambda _: SimpleNamespace(refusals=() if reaches else (REASON,))
+    )
     assert chosen("pull", plan(), GPU, probe=False) == "pull"  # nobody is asked
     expected = "pull" if reaches else "p2p"
     assert chosen("auto", plan(), GPU) == expected
     if not reaches:
-        with pytest.raises(UnsupportedError, match="GPUs do not reach each other's memory"):
+        with pytest.raises(UnsupportedError, match=REASON):
             chosen("pull", plan(), GPU)
 
 
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(works=True))
+    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(refusals=()))
     many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
     assert chosen("auto", many, GPU, size=32) == "p2p"
     assert chosen("pull", many, GPU, size=32) == "pull"

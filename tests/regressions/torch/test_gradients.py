@@ -50,7 +50,7 @@ def _found(rank: int, transport: str, of_out: bool, of_lse: bool, compiled: bool
     call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     out, lse = call(*leaves)
     at = torch.arange(T)[rank * T // 2 :][: T // 2]
-    loss = (out.square().sum() if of_out else 0) + ((lse * at).sum() if of_lse else 0)
+    loss: Any = (out.square().sum() if of_out else 0) + ((lse * at).sum() if of_lse else 0)
     loss.backward()
     for leaf, x in zip(leaves, _expected(of_out, of_lse), strict=True):
         found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, _autograd, _held, ring_attention
+from ring_torch import ContextParallel, _attention, _autograd, _call, _held, ring_attention
 
 
 def _x(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -20,8 +21,9 @@ def _x(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+    parts: Any = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+    return out
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -51,10 +53,8 @@ def only_warns(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_torch import _attention
-
     seen: list[bool] = []
-    check = _attention.check_call
+    check = _call.check_call
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(args[6].deterministic)
@@ -87,13 +87,14 @@ def test_forward_mode_gradients_are_refused_in_words() -> None:
 def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: ("on", device.index))
-    assert _held.on_device(torch.device("cuda", 1)) == ("on", 1)
-    assert _held.on_device(torch.device("cuda", 0)) != ("on", 0)
+    entered: list[Any] = [_held.on_device(torch.device("cuda", n)) for n in (0, 1)]
+    assert entered[0] != ("on", 0)
+    assert entered[1] == ("on", 1)
     seen: list[torch.device] = []
 
     def spy(device: torch.device) -> Any:
         seen.append(device)
-        return _held.nullcontext()
+        return nullcontext()
 
     monkeypatch.setattr(_autograd, "on_device", spy)
     x = _x().requires_grad_()

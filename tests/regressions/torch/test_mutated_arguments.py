@@ -53,9 +53,8 @@ def _explained(offsets: Any) -> str:
 
 def _llama3(offsets: Any) -> Tensor:
     attend: Any = compat.llama3_flash_attn_varlen_func
-    _, cu_q, cu_k, most_q, most_k, part = (
-        None, *compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1),
-    )  # fmt: skip
+    prepared: Any = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
+    cu_q, cu_k, most_q, most_k, part = prepared
     out: Tensor = attend(
         *_qkv(), cu_q, cu_k, most_q, most_k, heads_k_stride=1, local_k_slice=part, causal=True
     )
@@ -142,7 +141,7 @@ def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
     attend: Any = compat.llama3_flash_attn_varlen_func
     with torch.inference_mode(inference):
         offsets = torch.tensor(FIRST, dtype=torch.int32)
-        prepared = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
+        prepared: Any = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
         cu_q, cu_k, most_q, most_k, part = prepared
         cu_q[1] = 16
         with pytest.raises(ValueError, match="cu_seqlens_q is"):

@@ -31,6 +31,10 @@ def _destroy() -> None:
     gc.collect()
 
 
+def _pair() -> Any:
+    return dist.new_group([0, 1])
+
+
 def _qkv() -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(1, T, 2, 8) for _ in range(3)]
@@ -68,13 +72,13 @@ def _used_first(rank: int, folder: str) -> list[bool]:
     alone = _is_exact(cp)
     _init(folder, "used", rank, 2)
     every = (cp.attention, lambda *_, **__: cp.unshard(_qkv()[0]))
-    calls = [lambda f=f: f(*_qkv(), causal=True) for f in every]  # type: ignore[misc]
+    calls = [lambda f=f: f(*_qkv(), causal=True) for f in every]
     more = [lambda: cp.shard(_qkv()[0]), lambda: cp.positions(T), lambda: cp.explain(*_qkv())]
     return [alone, *map(_refused, [*calls, *more]), _is_exact(ContextParallel())]
 
 
 def _destroyed(rank: int, folder: str) -> list[bool]:
-    cp, named = ContextParallel(), ContextParallel(dist.new_group([0, 1]))
+    cp, named = ContextParallel(), ContextParallel(_pair())
     before = _is_exact(cp) and _is_exact(named)
     _destroy()
     gone = [_refused(lambda: x.attention(*_qkv())) for x in (cp, named)]  # noqa: B023
@@ -103,7 +107,7 @@ def _inference_first(_: int, __: str) -> list[bool]:
 
 def _two_objects(_: int, __: str) -> list[bool]:
     one, other = ContextParallel(), ContextParallel(schedule="striped")
-    group = ContextParallel(dist.new_group([0, 1]))
+    group = ContextParallel(_pair())
     return [_is_exact(x) for x in (one, other, group, other, one, group)]
 
 
@@ -122,9 +126,10 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     _destroy()
     cp = ContextParallel()
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def function(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return cp.attention(q, k, v, causal=causal)
+
+    attend: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
 
     alone = _is_exact(cp, attend)
     _init(folder, "compiled", rank, 2)

@@ -200,9 +200,10 @@ def _run(
 
 def _as_autocast(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
-    if not isinstance(qkv[0], Tensor) or not torch.is_autocast_enabled(qkv[0].device.type):
+    kind = qkv[0].device.type if isinstance(qkv[0], Tensor) else "none"
+    if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
         return qkv
-    dtype = torch.get_autocast_dtype(qkv[0].device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

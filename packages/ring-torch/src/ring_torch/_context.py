@@ -45,6 +45,7 @@ class ContextParallel:
     def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
         self.group = group
         self.schedule: Schedule = schedule
+        layout_of(schedule)  # refuses what is none
         self._bound: Ring | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self._ring  # noqa: B018 - refuses what these ranks cannot run

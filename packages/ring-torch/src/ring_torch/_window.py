@@ -49,8 +49,7 @@ def window_of(ring: Ring) -> Window:
 
 def known_window(ring: Ring) -> Window | None:
     """A group's window, if its ranks have been asked."""
-    assert ring.group is not None
-    return _windows.get(ring.group)
+    return None if ring.group is None else _windows.get(ring.group)
 
 
 @dataclass
