@@ -1,0 +1,106 @@
+"""What ranks send ahead of a pass: no other message looks like it, and a difference has a name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from ring_core import Dealt, Mask
+from ring_torch import ring_attention
+from ring_torch._comm import ring_of
+from ring_torch._handshake import _COMPARED, CallSignature, Header, _compare_on_stream
+from ring_torch.local import LocalRanks
+
+FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}
+
+
+def _header(number: int = 3, seed: int = 0, **fields: Any) -> Header:
+    return Header.of(CallSignature.of(FIELDS | fields, "forward"), number, seed)
+
+
+def test_what_is_sent_is_what_arrives() -> None:
+    header = _header(7, 2**64 - 1)
+    message = header.bytes()
+    assert len(message) == 2048
+    assert message[:4] == b"RING"
+    assert Header.read(bytes(message)) == header
+
+
+@pytest.mark.parametrize(
+    "message", [bytes(2048), bytes(range(256)) * 8, b"RING" + bytes(2044), b"RING\3" + bytes(2043)]
+)
+def test_tensors_are_no_header(message: bytes) -> None:
+    assert Header.read(message) is None
+    assert "is no header" in _header().difference(None)
+
+
+@pytest.mark.parametrize("text", [b"[1, 2]", b"3", b"null", b"{", b"\xff", b""])
+def test_fields_that_cannot_be_read_are_no_error_of_ours(text: bytes) -> None:
+    theirs = _header()._replace(fields=text)
+    assert "mask is None there and 'causal' here" in _header().difference(theirs)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "word"),
+    [
+        (_header(4), "call is 4 there and 3 here"),
+        (_header(seed=2**63), f"dropout_seed is {2**63} there and 0 here"),
+        (_header(mask="full"), "mask is 'full' there and 'causal' here"),
+        (_header(mask="m" * 5000), "mask is"),
+        (_header()._replace(status=_COMPARED), "status is 'a call like an earlier one' there"),
+    ],
+)
+def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
+    assert word in _header().difference(Header.read(bytes(theirs.bytes())))
+
+
+def test_long_fields_leave_room_and_still_differ() -> None:
+    one, other = (
+        _header(**{f"field {n}": "x" * 4000 + end for n in range(12)}) for end in ("a", "b")
+    )
+    assert len(one.bytes()) == len(other.bytes()) == 2048
+    assert json.loads(one.fields).keys() == json.loads(other.fields).keys()
+    assert one.difference(other).count("there and") == 12
+
+
+def _named(rank: int, name: str) -> str:
+    x = torch.ones(1, 64, 2, 8)
+    far = tuple(range(0, 129, 2))
+    options: dict[str, Any] = {
+        "documents": {"cu_seqlens": (0, 5 + rank, 128)},
+        "many documents": {"cu_seqlens": (*far[:60], far[60] + rank, *far[61:])},
+        "a mask's documents": {"mask": Mask(cu_seqlens=(0, 5 + rank, 128))},
+        "chunks": {"schedule": Dealt(((0, 1 + rank), (2 - rank, 3)))},
+    }[name]
+    with pytest.raises(RuntimeError, match="make different calls") as error:
+        ring_attention(x, x, x, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["documents", "many documents", "a mask's documents", "chunks"])
+def test_equally_many_are_told_apart(name: str) -> None:
+    with LocalRanks(2, timeout=10) as pool:
+        for words in pool.run(_named, name):
+            assert ("chunks is" if name == "chunks" else "cu_seqlens is") in words
+
+
+def _on_stream(rank: int, what: str) -> str:
+    signature = CallSignature.of(FIELDS, "forward")
+    number, seed = 3 + rank * (what == "number"), 5 + rank * (what == "seed")
+    if what == "fields" and rank:
+        signature = CallSignature.of(FIELDS | {"mask": "full"}, "forward")
+    try:
+        _compare_on_stream(ring_of(None), number, seed, signature, torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    return "the same"
+
+
+@pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
+def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
+    with LocalRanks(2, timeout=10) as pool:
+        for words in pool.run(_on_stream, what):
+            assert (words == "the same") == (what == "nothing")
