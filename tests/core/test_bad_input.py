@@ -268,7 +268,7 @@ SUBJECTS: dict[str, Subject] = {
             "backward": FLAG,
         },
     ),
-    "ring_core.viz.describe": Subject(describe, {"plan": plan}, {"plan": PLAN, "color": FLAG, "width": {**SIZE, "none": None}}),
+    "ring_core.viz.describe": Subject(describe, {"plan": plan}, {"plan": PLAN, "color": FLAG, "pictures": FLAG, "width": {**SIZE, "none": None}}),
     "ring_core.viz.plot": Subject(
         plot, {"plan": plan, "path": Path("x.svg")},
         {"plan": PLAN, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import pytest
 
@@ -60,9 +59,3 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
     assert (both.what, both.eta) == ("forward and backward", 1.5)
     text = bench.shown(DEFAULTS, "devices", (forward, both))
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
-
-
-def test_the_progress_bar_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ImportError, match="bench needs tqdm: pip install tqdm"):
-        bench.timings(lambda _: (1, 1), lambda _: (1, 1), share=1, seconds=0)

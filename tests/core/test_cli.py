@@ -32,8 +32,8 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def test_plan_is_plain_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
+def test_plan_is_zigzag_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
     assert printed(capsys, *SMALL) == plan.describe()
 
 
@@ -47,7 +47,7 @@ def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> No
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
-    assert text == make_plan(mask, seq_len=64, cp_size=4).describe()
+    assert text == make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag").describe()
 
 
 def test_dealt_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_doctor_finds_versions_at_odds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.png"
-    assert "schedule=plain" in printed(capsys, *SMALL, "--png", str(file))
+    assert "schedule=zigzag" in printed(capsys, *SMALL, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -180,13 +180,13 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "words"),
     [
         (("--schedule", "zagzig"), "unknown schedule 'zagzig'; known: plain, zigzag"),
-        (("--window", "3"), "--window takes LEFT,RIGHT"),
-        (("--window", "3,wide"), "--window takes integers separated by commas, got 'wide'"),
+        (("--window", "3,2,1"), "--window: '3,2,1' is no LEFT or LEFT,RIGHT such as 4096, 4096,0"),
+        (("--window", "3,wide"), "--window: 'wide' is no whole number such as 65536, 64k or 1m"),
         (("--window=-1,0",), "never -1"),
         (("--cu-seqlens", "0,32"), "must end at the sequence length 64"),
         (("--cu-seqlens", "0,x"), "--cu-seqlens takes integers"),
         (("--cu-seqlens", "0,32", "--schedule", "all"), "must end at the sequence length 64"),
-        (("--kv-seq-len", "66"), "66 is not a positive multiple of 4"),
+        (("--kv-seq-len", "66"), "66 is not a positive multiple of 8"),
         (("--kv-seq-len", "66", "--schedule", "all"), "66 is not a positive multiple of 4"),
         (("--kv-seq-len", "66", "--advise"), "66 is not a positive multiple of 4"),
         (("--heads", "8"), "--heads means nothing without --advise"),
@@ -246,6 +246,6 @@ def test_as_a_module() -> None:
     )
     assert wrong.returncode == 2
     assert wrong.stderr == (
-        "ring_core: error: sequence length 7 is not a positive multiple of 2, as the contiguous "
+        "ring_core: error: sequence length 7 is not a positive multiple of 4, as the zigzag "
         "layout over 2 ranks needs; pad to 8\n"
     )

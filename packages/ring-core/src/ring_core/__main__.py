@@ -17,10 +17,12 @@ from ring_core import __version__, doctor, viz
 from ring_core._deal import COMPARED, schedule_for
 from ring_core._mask import Mask, Window
 from ring_core._plan import Plan, make_plan
+from ring_core._sizes import size, window
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DEFAULT_HARDWARE = "h200-nvlink"
+DEFAULT_SCHEDULE = "zigzag"  # that of ``ContextParallel``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,13 +47,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     plan = commands.add_parser("plan", help="show who computes what, and when")
     add = plan.add_argument
-    add("--seq-len", type=int, required=True, metavar="N", help="queries, over all ranks")
-    add("--kv-seq-len", type=int, metavar="N", help="keys, over all ranks, if not as many")
+    add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
+    add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
-    add("--schedule", help=f"{', '.join(COMPARED)} (default plain), or all for a table")
+    add(
+        "--schedule", help=f"{', '.join(COMPARED)} (default {DEFAULT_SCHEDULE}), or all for a table"
+    )
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
-    add("--window", metavar="LEFT,RIGHT", help="e.g. 4096,0; a side may be none")
-    add("--chunk-size", type=int, metavar="N", help="queries see their own chunk only")
+    add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
+    add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
     add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents")
     add("--png", metavar="FILE", help="draw the plan, or the costs, as well (also .svg, .pdf)")
     add("--color", choices=("auto", "always", "never"), default="auto")
@@ -86,7 +90,7 @@ def _plan(args: argparse.Namespace) -> str:
     )
     parts = []
     if named or not (args.advise or args.schedule):
-        plan = _one_plan(args, mask, ranks[0], args.schedule or "plain")
+        plan = _one_plan(args, mask, ranks[0], args.schedule or DEFAULT_SCHEDULE)
         parts.append(viz.describe(plan, color=_colored(args.color)))
         if args.png:
             viz.plot(plan, args.png)
@@ -210,13 +214,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _window(text: str | None) -> Window | None:
-    if text is None:
-        return None
-    words = [word.strip().lower() for word in text.split(",")]
-    sides = [None if word == "none" else _integer("--window", word) for word in words]
-    if len(sides) != 2:
-        raise ValueError(f"--window takes LEFT,RIGHT, e.g. 4096,0 or 4096,none; got {text!r}")
-    return sides[0], sides[1]
+    try:
+        return None if text is None else window(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--window: {error}") from error
 
 
 def _offsets(text: str | None) -> tuple[int, ...] | None:

@@ -225,11 +225,11 @@ class Plan:
             parts.append(self.blocks.digest())
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
 
-    def describe(self, *, color: bool = False) -> str:
-        """The plan in words and characters, for a terminal."""
+    def describe(self, *, color: bool = False, pictures: bool = True) -> str:
+        """The plan in words and characters, for a terminal; or its figures alone."""
         from ring_core import viz
 
-        return viz.describe(self, color=color)
+        return viz.describe(self, color=color, pictures=pictures)
 
     def plot(self, path: str | Path) -> None:
         """Draw the plan to a picture file (needs ``ring-core[viz]``)."""

@@ -11,11 +11,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from ring_core._mask import Mask
 from ring_core._plan import make_plan
 from ring_core._schedule import SCHEDULES, ScheduleName
+from ring_core._sizes import size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
@@ -81,13 +84,13 @@ class Timing:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a ``bench`` command; what is not given is the backend's choice."""
     add = parser.add_argument
-    add("--seq-len", type=int, metavar="N", help="tokens, over all ranks")
+    add("--seq-len", type=size, metavar="N", help="tokens, over all ranks")
     add("--ranks", type=int, metavar="P", help="default: all devices, at least two processes")
     add("--heads", type=int, metavar="H")
     add("--kv-heads", type=int, metavar="K")
     add("--head-dim", type=int, metavar="D")
     add("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
-    add("--window", type=int, metavar="W", help="keys before its own that a query sees")
+    add("--window", type=size, metavar="W", help="keys before its own that a query sees")
     add("--schedule", choices=SCHEDULES, default="zigzag")
     add("--kernel", default="auto")
     add("--seconds", type=float, default=20.0, help="for all rounds together; default 20")
@@ -121,18 +124,13 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
 def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timing, Timing]:
     """Time both in turns, forward and with the backward, showing how far it is on stderr.
 
+    With tqdm that is a progress bar, else a line a round.
+
     The first round warms up and is not counted; then at least three, at most twenty, or as many as
     ``seconds`` allow.
-
-    Raises:
-        ImportError: tqdm, which draws the progress bar, is not installed.
     """
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("bench needs tqdm: pip install tqdm") from error
     rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    with tqdm(total=MOST_ROUNDS, desc="rounds", unit="round", file=sys.stderr) as bar:
+    with _progress(MOST_ROUNDS) as bar:
         one(0), ring(0)
         until = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
@@ -147,6 +145,40 @@ def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timin
         for n, what in enumerate(("forward", "forward and backward"))
     )
     return forward, both
+
+
+class _Progress(Protocol):
+    """What of tqdm is used."""
+
+    total: float | None
+
+    def update(self) -> object:
+        """Another round is done."""
+        ...
+
+
+@dataclass
+class _Lines:
+    """A line for each round."""
+
+    total: float | None
+    done: int = 0
+
+    def update(self) -> None:
+        """Another round is done."""
+        self.done += 1
+        sys.stderr.write(f"round {self.done} of at most {self.total}\n")
+
+
+def _progress(total: int) -> AbstractContextManager[_Progress]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext(_Lines(total))
+    bar: AbstractContextManager[_Progress] = tqdm(
+        total=total, desc="rounds", unit="round", file=sys.stderr
+    )
+    return bar
 
 
 def shown(setting: Setting, where: str, found: Sequence[Timing]) -> str:

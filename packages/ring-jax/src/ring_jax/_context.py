@@ -208,7 +208,7 @@ class ContextParallel:
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport,
         )  # fmt: skip
-        return f"{choice.describe()}\ntransport {static.transport}\n\n{static.plan.describe()}"
+        return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
 
     def _specs(self, x: Inputs) -> Inputs:
         """How each array of a call is split."""

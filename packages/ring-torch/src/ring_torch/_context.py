@@ -264,7 +264,8 @@ class ContextParallel:
     ) -> str:
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
 
-        The kernel it would choose, why not the faster ones, and the plan.
+        The kernel it would choose, why not the faster ones, how keys travel, and the plan in
+        figures; :meth:`ring_core.Plan.describe` draws it.
         """
         options = Options(
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
@@ -278,7 +279,7 @@ class ContextParallel:
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip
         way = describe_transport(call.transport, self._ring, call.plan, call.device, widths)
-        return f"{call.choice.describe()}\n{way}\n\n{call.plan.describe()}"
+        return f"{call.choice.describe()}\n{way}\n{call.plan.describe(pictures=False)}"
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001

@@ -17,19 +17,21 @@ _SYMBOLS = string.digits + string.ascii_letters
 _BACKGROUNDS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
 
 
-def describe(plan: Plan, *, color: bool = False, width: int = 64) -> str:
+def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool = True) -> str:
     """The plan in characters: who computes what, who holds what, who works when.
 
     Args:
         plan: The plan.
         color: Colour ranks with ANSI escapes.
         width: Characters the pictures may take, 8 to 1024; lines take up to 16 more.
+        pictures: Else the heading and the figures alone.
 
     Raises:
         ValueError: ``width`` below 8 or above 1024.
     """
     check_record("plan", plan, Plan)
     check_record("color", color, bool)
+    check_record("pictures", pictures, bool)
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
@@ -37,6 +39,8 @@ def describe(plan: Plan, *, color: bool = False, width: int = 64) -> str:
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} schedule={plan.schedule} "
         f"mask: {plan.mask.describe()}"
     )
+    if not pictures:
+        return "\n".join([heading, *_summary(plan)])
     parts = [
         [heading],
         _mask_lines(plan, color, min(SHOWN_CELLS, width // 2)),

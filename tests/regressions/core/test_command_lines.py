@@ -1,0 +1,75 @@
+"""Command lines take sizes as people write them, and fit a screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from ring_core import Mask, bench, make_plan
+from ring_core.__main__ import main
+
+
+def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", "--cp", "4", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        (("--seq-len", "64k"), ("--seq-len", "65536")),
+        (("--seq-len", "1M"), ("--seq-len", "1048576")),
+        (("--seq-len", "64k", "--window", "4096"), ("--seq-len", "65536", "--window", "4096,0")),
+        (("--seq-len", "64k", "--window", "4k,none"), ("--seq-len", "65536", "--window", "4096,none")),
+        (("--seq-len", "64k", "--chunk-size", "8k"), ("--seq-len", "65536", "--chunk-size", "8192")),
+        (("--seq-len", "64k"), ("--seq-len", "65536", "--schedule", "zigzag")),
+    ],
+)  # fmt: skip
+def test_sizes_and_defaults(
+    written: tuple[str, ...], plain: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _said(capsys, *written) == _said(capsys, *plain)
+
+
+@pytest.mark.parametrize(
+    "words", [("--seq-len", "64kb"), ("--seq-len", "k"), ("--seq-len", "1.5k")]
+)
+def test_what_is_no_size_is_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "--cp", "4", *words])
+    assert error.value.code == 2
+    assert "such as" in capsys.readouterr().err
+
+
+def test_bench_takes_such_sizes() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_options(parser)
+    args = parser.parse_args(["--seq-len", "64k", "--window", "4k"])
+    assert (args.seq_len, args.window) == (65536, 4096)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_bench_runs_without_a_progress_bar(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731
+    forward, both = bench.timings(run, run, share=0.5, seconds=0)
+    assert forward.what == "forward"
+    assert both.what == "forward and backward"
+    assert ("round 1 of at most" in capsys.readouterr().err) != installed
+
+
+@pytest.mark.parametrize("cp_size", [1, 8, 64])
+def test_figures_of_a_plan_fit_a_screen(cp_size: int) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=65536, cp_size=cp_size, schedule="zigzag")
+    lines = plan.describe(pictures=False).splitlines()
+    assert len(lines) <= 8
+    assert max(map(len, lines)) <= 80
+    assert set(lines) <= set(plan.describe().splitlines())
