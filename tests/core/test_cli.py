@@ -80,7 +80,7 @@ def test_table_of_schedules(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_says_which_schedule_cannot_divide(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "plan", "--seq-len", "20", "--cp", "4", "--schedule", "all").splitlines()
     assert rows[2].startswith("zigzag ")
-    assert rows[2].endswith("pad to 24")
+    assert "pad to 24 with zeros" in rows[2]
     assert len(rows) == 6
 
 
@@ -247,5 +247,6 @@ def test_as_a_module() -> None:
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "ring_core: error: sequence length 7 is not a positive multiple of 4, as the zigzag "
-        "layout over 2 ranks needs; pad to 8\n"
+        "layout over 2 ranks needs; pad to 8 with zeros at the end, and pass cu_seqlens=(0, 7, 8), "
+        "by which no token sees them\n"
     )

@@ -59,7 +59,10 @@ def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
 
 def test_long_fields_leave_room_and_still_differ() -> None:
     one, other = (
-        _header(**{f"field {n}": "x" * 4000 + end for n in range(12)}) for end in ("a", "b")
+        Header.of(
+            CallSignature.of({f"field {n}": "x" * 4000 + end for n in range(12)}, "forward"), 3, 0
+        )
+        for end in ("a", "b")
     )
     assert len(one.bytes()) == len(other.bytes()) == 2048
     assert json.loads(one.fields).keys() == json.loads(other.fields).keys()
@@ -69,7 +72,7 @@ def test_long_fields_leave_room_and_still_differ() -> None:
 def _named(rank: int, name: str) -> str:
     x = torch.ones(1, 64, 2, 8)
     far = tuple(range(0, 129, 2))
-    options: dict[str, Any] = {
+    options: Any = {
         "documents": {"cu_seqlens": (0, 5 + rank, 128)},
         "many documents": {"cu_seqlens": (*far[:60], far[60] + rank, *far[61:])},
         "a mask's documents": {"mask": Mask(cu_seqlens=(0, 5 + rank, 128))},

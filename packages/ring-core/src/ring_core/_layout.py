@@ -108,10 +108,16 @@ class Layout:
             raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
-            raise ValueError(
+            text = (
                 f"sequence length {self.seq_len} is not a positive multiple of {self.divisor}, as "
                 f"the {self.name} layout over {self.cp_size} ranks needs; pad to {padded}"
             )
+            if self.seq_len > 0:
+                text = (
+                    f"{text} with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, "
+                    f"{padded}), by which no token sees them"
+                )
+            raise ValueError(text)
 
     @property
     def divisor(self) -> int:

@@ -6,6 +6,7 @@ communication and raises ``ValueError``: what was asked, what is possible, what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from ring_core._mask import Mask, Window
 from ring_core._mask_of import mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+MOST_DENSE = 64 << 20  # bytes of a mask that is an array, on a rank
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,43 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
         raise ValueError(
             f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
             f"this rank's queries in layout order; columns: all keys in natural order), got {bias.shape}"
+        )
+
+
+def check_dense_mask(mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, device: str) -> None:
+    """A mask that is an array has rows for the local queries, and columns for all keys.
+
+    Args:
+        mask: Booleans, ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``.
+        q_shape: ``[B, T_local, H, D]``.
+        kv_seq_len: Keys, over all ranks.
+        device: Of the queries.
+
+    Raises:
+        ValueError: It has another type, shape or device, or more than ``MOST_DENSE`` bytes.
+    """
+    batch, length, heads, _ = q_shape
+    shape = mask.shape if len(mask.shape) == 4 else (1, 1, *mask.shape)
+    wanted = ((1, batch), (1, heads), (length,), (kv_seq_len,))
+    if mask.dtype != "bool":
+        raise ValueError(
+            f"mask must be a ring_core.Mask or an array of booleans, got one of {mask.dtype}; numbers "
+            f"to be added to the scores are a bias"
+        )
+    if len(shape) != 4 or any(n not in ok for n, ok in zip(shape, wanted, strict=True)):
+        raise ValueError(
+            f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
+            f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "
+            f"order), got {mask.shape}"
+        )
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device} and q on {device}; move it there")
+    size = math.prod(mask.shape)
+    if size > MOST_DENSE:
+        raise ValueError(
+            f"mask takes {-(-size >> 20)} MiB a rank, and at most {MOST_DENSE >> 20} MiB are affordable: "
+            f"say it with causal, window, chunk_size, cu_seqlens or segment_ids, or as a function "
+            f"of positions, mask=Mask(predicate=...)"
         )
 
 

@@ -16,6 +16,7 @@ from ring_torch._autograd import RingAttention
 from ring_torch._call import Options, check_call
 from ring_torch._comm import ring_of
 from ring_torch._compiled import attend_in_graph
+from ring_torch._dense import with_dense_mask
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Window = tuple[int | None, int | None]
@@ -27,7 +28,7 @@ def ring_attention(
     causal: bool = ...,
     window: Window | None = ..., chunk_size: int | None = ...,
     cu_seqlens: Sequence[int] | None = ...,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
@@ -39,7 +40,7 @@ def ring_attention(
     causal: bool = ...,
     window: Window | None = ..., chunk_size: int | None = ...,
     cu_seqlens: Sequence[int] | None = ...,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
@@ -57,7 +58,7 @@ def ring_attention(
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -96,6 +97,9 @@ def ring_attention(
         segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids
             see each other, negative ones see nothing and are not seen.
         mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
+            Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
+            query may see a key: rows in layout order, columns for all keys in natural order, at
+            most 64 MiB a rank; beside the other options.
         softmax_scale: Default ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
         sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their
@@ -163,15 +167,23 @@ def attend(
     if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
         only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
         options = options._replace(deterministic=not only_warns)
+    if isinstance(options.mask, Tensor):
+        options, bias = with_dense_mask(options, bias, q, k, _size_of(group))
     run = _run
     if torch.compiler.is_compiling():
-        plain = options.mask is None or options.mask.predicate is None
+        plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
         run = attend_in_graph if plain else _run_outside
     out, lse = run(
         group, schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse) if options.return_lse else out
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _size_of(group: Group) -> int:
+    """Ranks of a group."""
+    return ring_of(group).size
 
 
 def _run(

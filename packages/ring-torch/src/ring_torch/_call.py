@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ class Options(NamedTuple):
     window: tuple[int | None, int | None] | None
     chunk_size: int | None
     cu_seqlens: Sequence[int] | None
-    mask: Mask | None
+    mask: Mask | Tensor | None  # no tensor once the call is checked
     softmax_scale: float | None
     softcap: float | None
     dropout_p: float
@@ -209,8 +209,9 @@ def _keyed(options: Options) -> Options:
     Raises:
         ValueError: One of these is malformed.
     """
+    given: Any = options.mask  # whatever else it is is refused
     mask = checks.check_mask(
-        options.mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        given, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
     )  # fmt: skip
     checks.check_dropout(options.dropout_p, options.dropout_seed)
@@ -273,7 +274,7 @@ def _prepare(
     sizes, device = checks.check_qkv(q, k, v), facts[0].device
     if device.type == "meta":
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
-    assert options.mask is not None
+    assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
         kv_seq_len=sizes.k_len * ring.size,

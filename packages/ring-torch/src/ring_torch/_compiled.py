@@ -198,7 +198,7 @@ def attend_in_graph(
 def _numbers(options: Options) -> tuple[bool, Numbers]:
     """Whether a call is causal, and what may change; traced, so there is no look at a number."""
     rule: Options | Mask = options
-    if options.mask is not None:
+    if isinstance(options.mask, Mask):
         if options.causal or any(
             x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
         ):

@@ -16,6 +16,7 @@ from ring_torch._attention import Group, Window, attend
 from ring_torch._batch import shard_batch
 from ring_torch._call import Options, check_call
 from ring_torch._comm import Ring, collective, ring_of
+from ring_torch._dense import with_dense_mask
 from ring_torch._gradients import reduce_gradients
 from ring_torch._models import ModelReport, check_model
 from ring_torch._transport import describe_transport
@@ -187,7 +188,7 @@ class ContextParallel:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
         chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
         bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
         dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
@@ -197,7 +198,7 @@ class ContextParallel:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
         chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
         bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
         dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
@@ -214,7 +215,7 @@ class ContextParallel:
         chunk_size: int | None = None,
         cu_seqlens: Sequence[int] | None = None,
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
@@ -249,7 +250,7 @@ class ContextParallel:
         chunk_size: int | None = None,
         cu_seqlens: Sequence[int] | None = None,
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
@@ -271,6 +272,8 @@ class ContextParallel:
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
             dropout_seed, deterministic, return_lse, kernel, transport,
         )  # fmt: skip
+        if isinstance(mask, Tensor):
+            options, bias = with_dense_mask(options, bias, q, k, self.cp_size)
         call, _ = check_call(
             self._ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
             bias=bias, alibi_slopes=alibi_slopes,

@@ -1,0 +1,138 @@
+"""A mask that is an array of booleans: exact as it stands, or too large by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import checks
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.local import LocalRanks
+
+T, HEADS = 24, 2
+SHAPES: dict[str, tuple[int, ...]] = {
+    "rows": (T, T), "shared": (1, 1, T, T), "by sequence": (2, 1, T, T), "by head": (1, HEADS, T, T),
+    "each": (2, HEADS, T, T),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alone": {}, "causal": {"causal": True}, "documents": {"cu_seqlens": (0, 7, T)},
+    "bias": {"bias": True}, "sinks": {"sinks": torch.tensor([0.5, -1.0], dtype=torch.float64)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def _given(shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Q, K and V; a mask that hides all from a row; a bias."""
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, T, HEADS, 8, dtype=torch.float64) for _ in range(3)]
+    mask = torch.rand(shape) < 0.4
+    mask[..., 3, :] = False
+    return qkv, mask, torch.randn(1, HEADS, T, T, dtype=torch.float64)
+
+
+def _by_hand(
+    leaves: list[Tensor], mask: Tensor, bias: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    scores = q @ k.transpose(2, 3) * 8**-0.5 + (bias if "bias" in options else 0)
+    shown = mask.expand(2, HEADS, T, T).clone()
+    at = torch.arange(T)
+    if "causal" in options:
+        shown &= at[:, None] >= at
+    if "cu_seqlens" in options:
+        shown &= (at < 7)[:, None] == (at < 7)
+    scores = scores.masked_fill(~shown, -torch.inf)
+    if "sinks" in options:
+        scores = torch.cat([scores, options["sinks"].view(1, -1, 1, 1).expand(2, -1, T, 1)], dim=-1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()[..., :T]
+    return (weights @ v).transpose(1, 2), lse
+
+
+def _compared(_: int, shape: str, name: str, compiled: bool, transport: str) -> None:
+    torch._dynamo.reset()
+    cp, options = ContextParallel(), OPTIONS[name]
+    qkv, mask, bias = _given(SHAPES[shape])
+    whole = [x.requires_grad_() for x in (*qkv, bias)]
+    expected, expected_lse = _by_hand(whole[:3], mask, whole[3], options)
+    expected.square().sum().backward()
+    leaves = [cp.shard(x.detach()).requires_grad_() for x in whole[:3]]
+    rows = cp.shard(bias.detach(), dim=2).requires_grad_()
+    given = options | ({"bias": rows} if name == "bias" else {})
+
+    def attend(mask: Tensor) -> Any:
+        return cp.attention(*leaves, mask=mask, return_lse=True, transport=transport, **given)
+
+    call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    out, lse = call(cp.shard(mask, dim=-2))
+    torch.testing.assert_close(out, cp.shard(expected.detach()))
+    torch.testing.assert_close(lse, cp.shard(expected_lse.detach(), dim=2))
+    out.square().sum().backward()
+    pairs = list(zip(leaves, whole[:3], [1] * 3, strict=True))
+    for leaf, x, dim in [*pairs, *([(rows, whole[3], 2)] if name == "bias" else [])]:
+        assert leaf.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(leaf.grad, cp.shard(x.grad, dim=dim))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "compiled", "transport"),
+    [
+        *product(SHAPES, OPTIONS, [False], ["p2p"]),
+        *product(["rows"], OPTIONS, [True, False], ["gather"]),
+    ],
+)
+def test_a_dense_mask_is_exact(
+    shape: str, name: str, compiled: bool, transport: str, pool: LocalRanks
+) -> None:
+    pool.run(_compared, shape, name, compiled, transport)
+
+
+def test_it_may_be_changed_in_place() -> None:
+    qkv, mask, _ = _given((T, T))
+    first = ring_attention(*qkv, mask=mask)
+    mask.fill_(True)
+    assert torch.equal(
+        ring_attention(*qkv, mask=mask), ring_attention(*qkv, mask=torch.ones(T, T) > 0)
+    )
+    assert not torch.equal(first, ring_attention(*qkv, mask=mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.zeros(T, T), "array of booleans, got one of float32"),
+        (torch.ones(T, T, dtype=torch.int32), "array of booleans, got one of int32"),
+        (torch.zeros(T, T + 1) > 0, rf"shape \[{T}, {T}\]"),
+        (torch.zeros(3, 1, T, T) > 0, "got"),
+        (torch.zeros(T) > 0, "got"),
+        (torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
+    ],
+)
+def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
+    qkv, _, _ = _given((T, T))
+    with pytest.raises(ValueError, match=words):
+        ring_attention(*qkv, mask=mask)
+
+
+def test_what_is_too_large_is_told_what_to_use() -> None:
+    mask = checks.Tensor((1 << 13, (1 << 13) + 1), "bool", "cpu")
+    with pytest.raises(ValueError, match=r"at most 64 MiB .*Mask\(predicate"):
+        checks.check_dense_mask(mask, (1, 1 << 13, 1, 8), (1 << 13) + 1, "cpu")
+    fits = checks.Tensor((1 << 13, 1 << 13), "bool", "cpu")
+    checks.check_dense_mask(fits, (1, 1 << 13, 1, 8), 1 << 13, "cpu")
+
+
+def test_explain_takes_it() -> None:
+    qkv, mask, _ = _given((T, T))
+    assert "kernel" in ContextParallel().explain(*qkv, mask=mask)
