@@ -14,6 +14,7 @@ from ring_jax._attention import ring_attention as attend
 from ring_jax.compat._translate import (
     Array,
     SlidingWindow,
+    alike,
     bias_of,
     config_of,
     documents_of,
@@ -173,7 +174,8 @@ def flash_attention(
         dropout_seed: An integer below ``2**64`` or a traced one; needed where something drops.
         cum_seqlens_q: Offsets of documents, ``[n + 1]``, with a batch of one; with a larger batch
             ``[B + 1]``, differences being the lengths of its rows. Tokens behind them are padding.
-        cum_seqlens_k: The same of the keys.
+        cum_seqlens_k: The same of the keys; equal ones, as ``causal`` and ``sliding_window`` need,
+            start alike, whatever padding follows.
         sliding_window: As for :func:`ring_attention`.
         fwd_params: As for :func:`ring_attention`.
         bwd_params: As for :func:`ring_attention`.
@@ -214,19 +216,22 @@ def flash_attention(
         mesh=(mesh, IN_SHARD_MAP), in_specs=(in_specs, IN_SHARD_MAP),
         out_specs=(out_specs, IN_SHARD_MAP), platform=platform_of(platform),
     )  # fmt: skip
-    documents = documents_of(
-        cum_seqlens_q, cum_seqlens_k, query, key, aligned=causal or sliding_window is not None
-    )
+    aligned = causal or sliding_window is not None
+    documents = documents_of(cum_seqlens_q, cum_seqlens_k, query, key, aligned=aligned)
     segments = segments_of(q_segment_ids, kv_segment_ids, query, key)
     if documents is not None and segments is not None:
         raise ValueError("q_segment_ids and cum_seqlens_q both say what the documents are")
-    return attend(
+    tokens, bias = query.shape[1], bias_of(bias, attention_mask, query.dtype)
+    if documents is not None and aligned:
+        query, key, value, bias, documents = alike(query, key, value, bias, documents)
+    out = attend(
         query, key, value, axis_name=None, causal=causal, window=window_of(sliding_window),
         segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
-        softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]),
-        bias=bias_of(bias, attention_mask, query.dtype), dropout_p=dropout_prob,
-        dropout_seed=dropout_seed, kernel=config_of(fwd_params, bwd_params, fused_backward=False),
+        softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
+        dropout_p=dropout_prob, dropout_seed=dropout_seed,
+        kernel=config_of(fwd_params, bwd_params, fused_backward=False),
     )  # fmt: skip
+    return out if query.shape[1] == tokens else out[:, :tokens]
 
 
 def _logits_dtype(dtype: DTypeLike, query: Array) -> tuple[object, str]:

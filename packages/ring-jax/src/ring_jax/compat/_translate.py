@@ -123,6 +123,38 @@ def documents_of(
     )
 
 
+def alike(
+    q: Array, k: Array, v: Array, bias: Array | None, documents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array | None, tuple[Array, Array]]:
+    """Documents that start alike, padded to one length ``T``, where positions compare.
+
+    Rows of ``q`` ``[B, T_q, H, D]`` that are added see nothing; keys that are added are not seen.
+
+    Raises:
+        ValueError: The bias is not ``[B or 1, H or 1, T_q, T_kv]``.
+    """
+    lengths = q.shape[1], k.shape[1]
+    if lengths[0] == lengths[1]:
+        return q, k, v, bias, documents
+    more = tuple(max(lengths) - length for length in lengths)
+    if bias is not None:
+        if jnp.ndim(bias) != 4 or jnp.shape(bias)[2:] != lengths:
+            raise ValueError(
+                f"bias must have shape [batch or 1, heads or 1, {lengths[0]}, {lengths[1]}], got "
+                f"{list(jnp.shape(bias))}"
+            )
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
+
+    def longer(x: Array, by: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+
+    q_ids, k_ids = (
+        jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
+        for ids, by in zip(documents, more, strict=True)
+    )
+    return longer(q, more[0]), longer(k, more[1]), longer(v, more[1]), bias, (q_ids, k_ids)
+
+
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
     """The kernel's settings; no fused backward, the default there, leaves it to the kernel.
 
