@@ -114,8 +114,9 @@ class RingAttention:
             dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed``
                 and global indices alone, not on ring size, schedule or kernel. Batch rows and heads
                 count from 0 on this device; ``ContextParallel`` counts them over the mesh.
-            dropout_seed: An integer in ``[0, 2**64)``, an integer scalar, or uint32 ``[2]`` (low
-                word first); equal on all devices, may be traced.
+            dropout_seed: An integer in ``[0, 2**64)``, numpy's too, an integer scalar, or uint32
+                ``[2]`` (low word first); equal on all devices, may be traced: then a negative one
+                counts by its bits.
             deterministic: Only use kernels whose backward repeats bit for bit.
             return_lse: Return ``lse`` too.
             kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
