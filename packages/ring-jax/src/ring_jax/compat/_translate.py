@@ -249,7 +249,7 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
         )
     tokens = jnp.arange(length)
     if batch > 1:
-        return jnp.where(tokens < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
+        return jnp.where(tokens[None] < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
     document = jnp.searchsorted(offsets, tokens, side="right") - 1
     return jnp.where(tokens < offsets[-1], document, -1).astype(jnp.int32)[None]
 
