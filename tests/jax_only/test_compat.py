@@ -274,7 +274,7 @@ def test_mask_and_bias_add_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4\].*broadcast_to"),
+        ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
         ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
         ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels here have no num_warps"),
         ({"mask_builder": len, "platform": "pallas"}, "mask_builder: .*; platform: "),

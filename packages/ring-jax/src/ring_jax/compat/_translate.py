@@ -55,19 +55,29 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
 
 
 def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
-    """Sinks as ``[H]`` or ``[H, n]``.
+    """Sinks as ``[H, n]``; ``[1, n]`` are shared by all heads.
 
     Raises:
+        ValueError: ``[H]`` of several heads, which may be one sink a head or ``H`` of them all.
         UnsupportedError: They are not one row a query head.
     """
-    shape = jnp.shape(softmax_aux) if softmax_aux is not None else (heads,)
-    if len(shape) not in (1, 2) or shape[0] != heads:
-        raise UnsupportedError(
-            f"softmax_aux must be [{heads}], one sink a query head, or [{heads}, n], got "
-            f"{list(shape)}; sinks that all heads share are "
-            f"jnp.broadcast_to(softmax_aux.reshape(-1), ({heads}, softmax_aux.size))"
+    if softmax_aux is None:
+        return None
+    shape = jnp.shape(softmax_aux)
+    if shape == (heads,) and heads > 1:
+        raise ValueError(
+            f"softmax_aux of shape [{heads}] is one sink for each of {heads} heads, or {heads} "
+            f"sinks that all heads share; say which: softmax_aux[:, None] is the former, "
+            f"softmax_aux[None] the latter"
         )
-    return softmax_aux
+    if len(shape) == 1 and heads == 1:
+        shape = (1, *shape)
+    if len(shape) != 2 or shape[0] not in (1, heads):
+        raise UnsupportedError(
+            f"softmax_aux must be [{heads}, n], a row a query head, or [1, n], which all heads "
+            f"share, got {list(shape)}; those that all share are softmax_aux.reshape(1, -1)"
+        )
+    return jnp.broadcast_to(jnp.reshape(softmax_aux, shape), (heads, shape[1]))
 
 
 def segments_of(
