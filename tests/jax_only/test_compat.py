@@ -96,7 +96,7 @@ FLASH = SHARED | dict([
     ("cum_seqlens_q", ROW_LENGTHS),
     ("cum_seqlens_k", ROW_LENGTHS),
     no("normalize_output", False, "return_lse"),
-    no("precision", lax.Precision.HIGHEST, "default_matmul_precision"),
+    no("precision", lax.Precision.HIGH, "cast the inputs to bfloat16"),
     no("logits_dtype", jnp.bfloat16, "scores are float32"),
     no("block_tables", PACKED, "gather"),
 ])  # fmt: skip

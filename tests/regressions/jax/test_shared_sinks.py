@@ -15,8 +15,9 @@ from ring_jax.compat import OperationMetadata, RingAttn, flash_attention, ring_a
 H = 4
 
 
-def _operation(*args: Any, **options: Any) -> Any:
-    return RingAttn(OperationMetadata())(*args, causal=False, **options).attention_outputs
+def _operation(q: Any, k: Any, v: Any, softmax_aux: Any) -> Any:
+    whole = RingAttn(OperationMetadata())(q, k, v, softmax_aux, causal=False)
+    return whole.attention_outputs
 
 
 CALLS = {"flash": flash_attention, "ring": ring_attention, "operation": _operation}
@@ -44,5 +45,6 @@ def test_what_could_be_either(call: Any) -> None:
 def test_one_head_has_one_reading() -> None:
     sinks = jnp.ones(3)
     wanted = reference.attention(*map(np.asarray, _qkv(1)), sinks=np.ones((1, 3)))[0]
-    got = flash_attention(*_qkv(1), softmax_aux=sinks)
+    q, k, v = _qkv(1)
+    got = flash_attention(q, k, v, softmax_aux=sinks)
     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)

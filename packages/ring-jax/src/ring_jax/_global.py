@@ -64,8 +64,8 @@ def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
 
 def axes_along(x: Array, mesh: AnyMesh, dim: int, *others: Axes) -> Axes:
     """The axes along which a dimension is known to be split, but for ``others``."""
-    axes: Axes = _without(_parts(x, mesh)[dim], names_of(*others))
-    return None if axes is PartitionSpec.UNCONSTRAINED else axes
+    axes: Any = _without(_parts(x, mesh)[dim], names_of(*others))
+    return None if axes is PartitionSpec.UNCONSTRAINED else cast("Axes", axes)
 
 
 def names_of(*axes: Axes) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from ring_jax.compat._translate import (
     bias_of,
     config_of,
     documents_of,
-    is_default_precision,
     platform_of,
+    precision_of,
     refuse,
     segments_of,
     sinks_of,
@@ -183,7 +183,7 @@ def flash_attention(
         logits_soft_cap: Scores become ``cap * tanh(scores / cap)``.
         softmax_aux: As for :func:`ring_attention`.
         normalize_output: False is refused.
-        precision: Other than the default is refused; ``jax.default_matmul_precision`` sets it.
+        precision: The default, or the highest for float32, which is what runs; others are refused.
         logits_dtype: float32, which float64 inputs surpass; float64 with these; else refused.
         q_segment_ids: As for :func:`ring_attention`; not together with ``cum_seqlens_q``.
         kv_segment_ids: As for :func:`ring_attention`.
@@ -207,10 +207,7 @@ def flash_attention(
             None if normalize_output else False,
             "use ring_jax.ring_attention(return_lse=True): out * exp(lse) is not normalised",
         ),
-        precision=(
-            None if is_default_precision(precision) else precision,
-            "run the step under jax.default_matmul_precision, which reaches the backward too",
-        ),
+        precision=precision_of(precision, query.dtype),
         logits_dtype=_logits_dtype(logits_dtype, query),
         block_tables=(block_tables, "there is no paged cache; gather keys and values first"),
         mask_info=(mask_info, f"{MASK_INFO}; or pass its attention_mask"), cfg=(cfg, CONFIG),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, UnsupportedError
 
@@ -213,9 +214,17 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
     )
 
 
-def is_default_precision(precision: object) -> bool:
-    """Whether a precision of matmuls is the default, in one of its spellings."""
-    return precision in (None, "default", lax.Precision.DEFAULT)
+def precision_of(precision: object, dtype: DTypeLike) -> tuple[object, str]:
+    """What :func:`refuse` takes of a precision of matmuls: the default, and what runs anyway."""
+    highest = (lax.Precision.HIGHEST, "highest", "float32")
+    taken = [None, "default", lax.Precision.DEFAULT]
+    taken += highest if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
+    pair = isinstance(precision, tuple) and len(precision) == 2
+    sides = precision if isinstance(precision, tuple) and pair else (precision,)
+    return None if all(side in taken for side in sides) else precision, (
+        "products of float32 have the highest precision, and 16-bit ones are summed in float32; "
+        "leave it out, and cast the inputs to bfloat16 for speed"
+    )
 
 
 def _blocks(name: str, params: object) -> dict[str, int | None]:
