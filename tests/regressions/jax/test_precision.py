@@ -18,9 +18,10 @@ HIGHEST = (lax.Precision.HIGHEST, "highest", "float32", (lax.Precision.HIGHEST, 
 @pytest.mark.parametrize("precision", HIGHEST, ids=str)
 def test_the_highest(precision: Any) -> None:
     x = jnp.ones((1, 4, 2, 8))
+    narrow = x.astype(jnp.bfloat16)
     np.testing.assert_array_equal(flash_attention(x, x, x, precision=precision), x)
     with pytest.raises(UnsupportedError, match=r"precision: .* cast the inputs to bfloat16"):
-        flash_attention(*[x.astype(jnp.bfloat16)] * 3, precision=precision)
+        flash_attention(narrow, narrow, narrow, precision=precision)
 
 
 @pytest.mark.parametrize("precision", [lax.Precision.HIGH, "bfloat16", "tensorfloat32"], ids=str)

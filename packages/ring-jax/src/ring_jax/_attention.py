@@ -103,7 +103,7 @@ class RingAttention:
             segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal
                 ids see each other, negative ones see nothing and are not seen.
             mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
-                predicate.
+                predicate, which is defined once: a new function is planned and compiled anew.
             softmax_scale: Default ``D ** -0.5``.
             softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
             sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.
