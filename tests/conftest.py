@@ -122,6 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--backend").startswith("jax"):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # as many programs run, and tests of JAX
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores

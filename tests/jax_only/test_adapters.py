@@ -147,7 +147,7 @@ FLAX: dict[str, Honoured | Refused] = {
     "dropout_rate": Honoured(DROPPING | {"dropout_rate": 0.0}, {}),
     "deterministic": Honoured(DROPPING | {"deterministic": True}, {}),
     "dtype": Honoured({"dtype": jnp.float32}, {}),
-    "precision": Refused({"precision": "highest"}, "default_matmul_precision"),
+    "precision": Refused({"precision": "high"}, "cast the inputs to bfloat16"),
     "module": Refused({"module": object()}, "sow_weights"),
     "promote_dtype": Honoured({"promote_dtype": nnx.nn.dtypes.promote_dtype}, {}),
     "is_causal": Honoured({"is_causal": True}, {"causal": True}),

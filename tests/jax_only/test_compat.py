@@ -96,7 +96,7 @@ FLASH = SHARED | dict([
     ("cum_seqlens_q", ROW_LENGTHS),
     ("cum_seqlens_k", ROW_LENGTHS),
     no("normalize_output", False, "return_lse"),
-    no("precision", lax.Precision.HIGHEST, "default_matmul_precision"),
+    no("precision", lax.Precision.HIGH, "cast the inputs to bfloat16"),
     no("logits_dtype", jnp.bfloat16, "scores are float32"),
     no("block_tables", PACKED, "gather"),
 ])  # fmt: skip
@@ -274,7 +274,7 @@ def test_mask_and_bias_add_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4\].*broadcast_to"),
+        ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
         ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
         ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels here have no num_warps"),
         ({"mask_builder": len, "platform": "pallas"}, "mask_builder: .*; platform: "),

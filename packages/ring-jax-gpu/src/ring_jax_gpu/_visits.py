@@ -104,8 +104,8 @@ def _in_items(
 ) -> tuple[Array, Array]:
     """Whether some item shows something of a block, and whether one shows all; ``[1, I, J]``."""
     q_start, q_stop, k_start, k_stop, lo, hi = (x[:, None, None] for x in bounds.T)
-    top = (jnp.arange(grid[0], dtype=jnp.int32) * block_q)[:, None]
-    left = jnp.arange(grid[1], dtype=jnp.int32) * block_k
+    top = (jnp.arange(grid[0], dtype=jnp.int32) * block_q)[None, :, None]
+    left = (jnp.arange(grid[1], dtype=jnp.int32) * block_k)[None, None]
     bottom, right = top + block_q, left + block_k
     first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1

@@ -134,7 +134,7 @@ def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
     flat = kinds.reshape(many, outer * inner)
     order = jnp.argsort(flat == EMPTY, axis=1, stable=True).astype(jnp.int32)
     count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
-    step = jnp.arange(outer * inner, dtype=jnp.int32)
+    step = jnp.arange(outer * inner, dtype=jnp.int32)[None]
     at = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
     is_live = step < count
     kind = jnp.where(is_live, jnp.take_along_axis(flat, at, axis=1), EMPTY)
@@ -152,8 +152,8 @@ def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
 def _in_items(bounds: Array, blocks: Blocks) -> tuple[Array, Array]:
     """Whether some item shows something of a block, and whether one shows all; ``[1, I, J]``."""
     q_start, q_stop, k_start, k_stop, lo, hi = (x[:, None, None] for x in bounds.T)
-    top = (jnp.arange(blocks.grid[0], dtype=jnp.int32) * blocks.q)[:, None]
-    left = jnp.arange(blocks.grid[1], dtype=jnp.int32) * blocks.k
+    top = (jnp.arange(blocks.grid[0], dtype=jnp.int32) * blocks.q)[None, :, None]
+    left = (jnp.arange(blocks.grid[1], dtype=jnp.int32) * blocks.k)[None, None]
     bottom, right = top + blocks.q, left + blocks.k
     first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1

@@ -103,19 +103,22 @@ class RingAttention:
             segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal
                 ids see each other, negative ones see nothing and are not seen.
             mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
-                predicate.
+                predicate, which is defined once: a new function is planned and compiled anew.
             softmax_scale: Default ``D ** -0.5``.
             softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
             sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.
-                Replicated along the axis; their gradient is the whole sum, on every mesh.
+                Replicated along the axis; their gradient is the whole sum on every mesh;
+                taken inside ``shard_map(check_vma=False)`` it is this device's part.
             bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
                 columns for all keys in natural order; has a gradient; ``-inf`` masks.
             alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
             dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed``
                 and global indices alone, not on ring size, schedule or kernel. Batch rows and heads
-                count from 0 on this device; ``ContextParallel`` counts them over the mesh.
-            dropout_seed: An integer in ``[0, 2**64)``, an integer scalar, or uint32 ``[2]`` (low
-                word first); equal on all devices, may be traced.
+                count from 0 on this device; ``ContextParallel`` counts them over the mesh,
+                and inside ``shard_map`` a data-parallel rank goes into the seed.
+            dropout_seed: An integer in ``[0, 2**64)``, numpy's too, an integer scalar, or uint32
+                ``[2]`` (low word first); equal on all devices, may be traced: then a negative one
+                counts by its bits.
             deterministic: Only use kernels whose backward repeats bit for bit.
             return_lse: Return ``lse`` too.
             kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls

@@ -88,7 +88,7 @@ def _add_sinks(result: Result, sinks: Array) -> Result:
     """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
     out, lse = result
     folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
-    with_sinks = jnp.logaddexp(lse, folded[:, None])
+    with_sinks = jnp.logaddexp(lse, folded[None, :, None])
     weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
     return Result(out * weight[..., None], with_sinks)
 
@@ -97,7 +97,7 @@ def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
     """``dsink = -sum(exp(sink - lse) * delta)`` over this device's rows."""
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     grads = [
-        -(jnp.exp(column[:, None] - safe) * delta).sum(axis=(0, 2))
+        -(jnp.exp(column[None, :, None] - safe) * delta).sum(axis=(0, 2))
         for column in sinks.astype(lse.dtype).reshape(sinks.shape[0], -1).T
     ]
     return jnp.stack(grads, axis=1).reshape(sinks.shape).astype(sinks.dtype)

@@ -177,10 +177,13 @@ def axis_size(axis_name: Hashable | None) -> int:
 def seed_words(seed: int | Array) -> Array:
     """A dropout seed as its low and high 32 bits, uint32 ``[2]``.
 
+    A traced one cannot be refused for its sign: it counts by its bits.
+
     Raises:
         ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
     """
-    if isinstance(seed, int) or not isinstance(seed, jax.Array | np.ndarray | np.generic):
+    seed = _on_host(seed)
+    if not isinstance(seed, jax.Array | np.ndarray | np.generic):
         checks.check_seed(seed)
         return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
     shape, dtype = jnp.shape(seed), jnp.result_type(seed)
@@ -194,6 +197,20 @@ def seed_words(seed: int | Array) -> Array:
     x = jnp.asarray(seed)
     high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
     return jnp.stack([x, high]).astype(jnp.uint32)
+
+
+def _on_host(seed: Any) -> Any:
+    """A seed as Python's integer where its value is known, and could be wide or negative.
+
+    jax would cut numpy's integers to 32 bits; its own unsigned ones are as they should be.
+    """
+    known = isinstance(seed, np.ndarray | np.generic) or (
+        isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
+    )
+    if not known or seed.shape != () or not np.issubdtype(seed.dtype, np.integer):
+        return seed
+    own = isinstance(seed, jax.Array) and np.issubdtype(seed.dtype, np.unsignedinteger)
+    return seed if own else int(seed)
 
 
 def _check_static(**values: Any) -> None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, cast, overload
+from functools import lru_cache, partial
+from typing import ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
 from ring_jax._call import check_call, prepared
+from ring_jax._global import (
+    AnyMesh,
+    Axes,
+    Order,
+    axes_along,
+    free,
+    names_of,
+    reordered,
+    size_of,
+    split,
+    spread,
+)
 from ring_jax._types import Inputs, Kernel, Static
 from ring_jax._xla import XlaKernel
 
@@ -24,15 +36,18 @@ class ContextParallel:
     """Sequences of global arrays split along an axis of a mesh.
 
     Args:
-        mesh: Its axes may be explicit or auto, and there may be others beside these.
+        mesh: Its axes are all explicit or all auto, and there may be others beside these.
         axis_name: The axis along which sequences are split.
-        batch_axis: The axis along which batches are split, if they are.
-        head_axis: The axis along which heads are split, if they are; it must divide the K/V heads.
+        batch_axis: The axis, or axes, along which batches are split. Where they are split along one
+            that is not named, they stay so on explicit axes and with the kernel ``xla``; other
+            kernels need its name, or auto axes make a copy for each device.
+        head_axis: The same of heads; it must divide the K/V heads.
         schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
             :func:`ring_core.deal` returns; it decides the layout.
 
     Raises:
-        ValueError: No such axis or schedule, or it is dealt to another number of devices.
+        ValueError: No such axis or schedule, a schedule dealt to another number of devices, or a
+            mesh that mixes explicit axes with others.
 
     Example::
 
@@ -47,19 +62,13 @@ class ContextParallel:
         self,
         mesh: Mesh,
         axis_name: str,
-        batch_axis: str | None = None,
-        head_axis: str | None = None,
+        batch_axis: Axes = None,
+        head_axis: Axes = None,
         schedule: Schedule = "zigzag",
     ) -> None:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-        named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-        for name, axis in named.items():
-            if axis is not None or name == "axis_name":
-                checks.check_choice(name, axis, mesh.axis_names)
-        given = [axis for axis in named.values() if axis is not None]
-        if len(set(given)) < len(given):
-            raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+        _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh = mesh
         self.axis_name = axis_name
         self.batch_axis = batch_axis
@@ -88,9 +97,7 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
         """
         _check_dim(x, dim)
-        order = self._order(x.shape[dim])
-        moved = x if order is None else jnp.take(x, order, axis=dim)
-        return self._split(moved, dim, self.axis_name)
+        return self._lay(x, self._order(x.shape[dim]), dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
         """The array in natural order again, no longer split along the axis.
@@ -99,9 +106,8 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
         """
         _check_dim(x, dim)
-        whole = self._split(x, dim, None)
         order = self._order(x.shape[dim])
-        return whole if order is None else jnp.take(whole, np.argsort(order), axis=dim)
+        return self._lay(x, None if order is None else np.argsort(order), dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
@@ -166,9 +172,11 @@ class ContextParallel:
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport,
         )  # fmt: skip
-        specs = self._specs(inputs)
-        ring = _ring(static, self.mesh, self.batch_axis, self.head_axis, specs)
-        out, lse = ring(jax.tree.map(self._reshard, inputs, specs))
+        batch, heads = self._axes(inputs)
+        specs = _specs(inputs, batch, self.axis_name, heads)
+        manual = self._manual(static, batch, heads)
+        laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
+        out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
         return (out, lse) if return_lse else out
 
     def explain(
@@ -210,21 +218,29 @@ class ContextParallel:
         )  # fmt: skip
         return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
 
-    def _specs(self, x: Inputs) -> Inputs:
-        """How each array of a call is split."""
-        batch, tokens, heads = self.batch_axis, self.axis_name, self.head_axis
-        q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
-        bias = slopes = None
-        if x.bias is not None:
-            shared = [size == 1 for size in x.bias.shape[:2]]
-            axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
-            bias = PartitionSpec(*axes, tokens, None)
-        if x.slopes is not None:
-            slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
-        sinks, seed = PartitionSpec(heads), PartitionSpec()
-        every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None)
-        given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
-        return Inputs._make(given)
+    def _axes(self, x: Inputs) -> tuple[Axes, Axes]:
+        """The axes of batch and heads: those that are named, else those known to split q."""
+        q, k = x.q, x.k
+        batch = self.batch_axis or axes_along(q, self.mesh, 0, self.axis_name, self.head_axis)
+        heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
+        return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
+
+    def _manual(self, static: Static, batch: Axes, heads: Axes) -> frozenset[str]:
+        """The axes that a call has a program for each device of; the others are the compiler's.
+
+        It can split what plain XLA runs, and would copy the arrays of any other kernel.
+        """
+        every = frozenset(self.mesh.axis_names)
+        plain = all(isinstance(kernel, XlaKernel) for kernel in static.kernels)
+        if AxisType.Explicit in self.mesh.axis_types or not plain:
+            return every
+        named = {*names_of(self.axis_name, batch, heads)}
+        return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
+
+    def _laid(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+        """An array of a call as its program takes it."""
+        auto = len(manual) < len(self.mesh.axis_names)
+        return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
     def _check(self, q: object, k: object, v: object) -> None:
         """What ``shard_map`` would refuse in words of its own."""
@@ -241,39 +257,53 @@ class ContextParallel:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
-                size = 1 if axis is None else self.mesh.shape[axis]
+                size = size_of(self.mesh, axis)
                 if x.shape[dim] % size:
                     raise ValueError(
                         f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
                         f"devices along {axis!r}"
                     )
 
-    def _order(self, seq_len: int) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
+    def _order(self, seq_len: int) -> Order | None:
         """The tokens in layout order; ``None`` where that is the natural one."""
         layout = self.layout(seq_len)
         if layout.name == "contiguous":
             return None
         return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
 
-    def _split(self, x: Array, dim: int, axis: str | None) -> Array:
-        """Split one dimension along an axis, or not at all, and leave the others as they are."""
-        old = getattr(jax.typeof(x).sharding, "spec", ())
-        kept: list[Any] = [*old, *[None] * (x.ndim - len(old))]
-        kept = [None if part == self.axis_name else part for part in kept]
-        kept[dim] = axis
-        return self._reshard(x, PartitionSpec(*kept))
+    def _lay(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
+        """Tokens in another order, split along the axis or not; they are moved as a whole."""
+        if order is not None or whole:
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)
+        if order is not None:
+            x = reordered(x, order, dim)
+        return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
-    def _reshard(self, x: Array, spec: PartitionSpec) -> Array:
-        """Lay an array out over the mesh."""
-        sharding = NamedSharding(self.mesh, spec)
-        if AxisType.Explicit in self.mesh.axis_types:
-            return cast("Array", jax.reshard(x, sharding))
-        return cast("Array", lax.with_sharding_constraint(x, sharding))
+
+def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
+    """How each array of a call is split."""
+    q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
+    bias = slopes = None
+    if x.bias is not None:
+        shared = [size == 1 for size in x.bias.shape[:2]]
+        axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
+        bias = PartitionSpec(*axes, tokens, None)
+    if x.slopes is not None:
+        slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
+    sinks, seed = PartitionSpec(heads), PartitionSpec()
+    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None)
+    given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
+    return Inputs._make(given)
 
 
 @lru_cache(maxsize=128)
 def _ring(
-    static: Static, mesh: Mesh, batch_axis: str | None, head_axis: str | None, specs: Inputs
+    static: Static,
+    mesh: AnyMesh,
+    batch_axis: Axes,
+    head_axis: Axes,
+    specs: Inputs,
+    manual: frozenset[str],
 ) -> Callable[[Inputs], tuple[Array, Array]]:
     """A checked call as one program of global arrays, compiled where nothing around it is."""
 
@@ -285,7 +315,9 @@ def _ring(
         return attend(static, prepared(static, x, (batch, heads)))
 
     rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
-    ring = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows))
+    ring = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+    )
     return jax.jit(ring, inline=True)
 
 
@@ -295,4 +327,29 @@ def _check_dim(x: object, dim: object) -> None:
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+        )
+
+
+def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
+    """Refuse axes that the mesh has not, has in two roles, or has of two types."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    checks.check_choice("axis_name", axis_name, mesh.axis_names)
+    named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    given: list[object] = [axis_name]
+    for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if axes is None:
+            continue
+        several = axes if isinstance(axes, tuple) and axes else (axes,)
+        for axis in several:
+            checks.check_choice(name, axis, mesh.axis_names)
+        given += several
+    if len(set(given)) < len(given):
+        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+    types = {str(kind): kind for kind in mesh.axis_types}
+    if AxisType.Explicit in types.values() and len(types) > 1:
+        raise ValueError(
+            f"the axes of the mesh must be all explicit or all auto, got "
+            f"{dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}; make it with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
         )

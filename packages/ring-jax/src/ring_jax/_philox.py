@@ -15,7 +15,9 @@ def dropout_keep(
     keys: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Which elements survive: :func:`ring_core.philox.dropout_keep` for indices that broadcast."""
-    b, h, i, j = (x.astype(jnp.uint32) for x in (batch, heads, queries, keys))
+    every = (batch, heads, queries, keys)
+    rank = max(x.ndim for x in every)
+    b, h, i, j = (x.astype(jnp.uint32).reshape((1,) * (rank - x.ndim) + x.shape) for x in every)
     shape = jnp.broadcast_shapes(b.shape, h.shape, i.shape, j.shape)
     words = philox((jnp.broadcast_to(j >> 2, shape), i, h, b), (seed[0], seed[1]))
     lane = j & 3

@@ -204,9 +204,8 @@ class Sight:
             x, visible = x + bias, visible & (bias > -jnp.inf)
         if self.rows.slopes is not None:
             q_pos, k_pos = self._positions(self.rows.positions, self.columns.positions, i, j)
-            x -= self._heads(self.rows.slopes).astype(x.dtype) * jnp.abs(q_pos - k_pos).astype(
-                x.dtype
-            )
+            distance = jnp.abs(q_pos - k_pos).astype(x.dtype)[None, None, None]
+            x -= self._heads(self.rows.slopes).astype(x.dtype) * distance
         return Scores(jnp.where(visible, x, -jnp.inf), slope, visible)
 
     def kept(self, i: Block, j: Block) -> Array | None:
@@ -236,7 +235,7 @@ class Sight:
     def _visible(self, bounds: Bounds, i: Block, j: Block) -> Array:
         """What a block shows, ``[B or 1, 1, 1, n, m]``."""
         row = (i.start + jnp.arange(self.block_q))[:, None]
-        column = j.start + jnp.arange(self.block_k)
+        column = (j.start + jnp.arange(self.block_k))[None]
         visible = (row >= jnp.maximum(i.first, bounds.q_start)) & (row < bounds.q_stop)
         visible &= (column >= jnp.maximum(j.first, bounds.k_start)) & (column < bounds.k_stop)
         distance = (row - bounds.q_start) - (column - bounds.k_start)
@@ -252,13 +251,13 @@ class Sight:
             return visible[None, None, None]
         q_ids = lax.dynamic_slice_in_dim(rows.ids, i.start, self.block_q, axis=1)[:, :, None]
         k_ids = lax.dynamic_slice_in_dim(columns.ids, j.start, self.block_k, axis=1)[:, None]
-        return (visible & (q_ids == k_ids) & (q_ids >= 0))[:, None, None]
+        return (visible[None] & (q_ids == k_ids) & (q_ids >= 0))[:, None, None]
 
     def _positions(self, rows: Array, columns: Array, i: Block, j: Block) -> tuple[Array, Array]:
-        """Numbers of a block's rows ``[n, 1]`` and columns ``[m]``."""
+        """Numbers of a block's rows ``[n, 1]`` and columns ``[1, m]``."""
         return (
             lax.dynamic_slice_in_dim(rows, i.start, self.block_q)[:, None],
-            lax.dynamic_slice_in_dim(columns, j.start, self.block_k),
+            lax.dynamic_slice_in_dim(columns, j.start, self.block_k)[None],
         )
 
     def _bias(self, bias: Array, i: Block, j: Block) -> Array:

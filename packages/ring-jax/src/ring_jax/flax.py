@@ -30,7 +30,7 @@ from ring_jax._adapt import (
     mask_options,
 )
 from ring_jax._types import Array
-from ring_jax.compat._translate import is_default_precision, refuse
+from ring_jax.compat._translate import precision_of, refuse
 
 EINSUM = "matmuls are the kernel's own; quantise queries, keys and values instead"
 
@@ -56,7 +56,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
     * ``dtype``, ``promote_dtype``: What queries, keys and values are cast to; by default the dtype
       that all of them promote to.
     * ``force_fp32_for_softmax``: True or false, the softmax runs in float32 (float64 for float64).
-    * ``precision``: Refused if not the default.
+    * ``precision``: Refused if neither the default nor, for float32, the highest, which runs.
     * ``module``: Refused: attention weights are never formed (``sow_weights``).
     * ``input_positions``: Refused: rotate before, by ``cp.positions(T)``.
     * ``einsum_dot_general``, ``qk_attn_weights_einsum``, ``attn_weights_value_einsum``: Refused.
@@ -106,10 +106,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
                 True if dropping and broadcast_dropout else None,
                 "every batch row and head drops elements of its own; pass False",
             ),
-            precision=(
-                None if is_default_precision(precision) else precision,
-                "run the step under jax.default_matmul_precision, which reaches the backward too",
-            ),
+            precision=precision_of(precision, query.dtype),
             module=(module, "attention weights are never formed; leave sow_weights false"),
             einsum_dot_general=(einsum_dot_general, EINSUM),
             qk_attn_weights_einsum=(qk_attn_weights_einsum, EINSUM),

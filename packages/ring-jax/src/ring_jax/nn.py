@@ -136,7 +136,7 @@ def _visible(
     rows = batch[0] if batch else 1
     names = ("query_seq_lengths", "key_value_seq_lengths")
     q_shown, k_shown = (
-        None if length is None else bound.positions(size) < _lengths(name, length, rows)
+        None if length is None else bound.positions(size)[None] < _lengths(name, length, rows)
         for name, length, size in zip(names, lengths, sizes, strict=True)
     )
     if is_array(mask):

@@ -14,11 +14,12 @@ from ring_jax._attention import ring_attention as attend
 from ring_jax.compat._translate import (
     Array,
     SlidingWindow,
+    alike,
     bias_of,
     config_of,
     documents_of,
-    is_default_precision,
     platform_of,
+    precision_of,
     refuse,
     segments_of,
     sinks_of,
@@ -73,7 +74,8 @@ def ring_attention(
         q_segment_ids: Integers ``[B, T_local]``; equal ids see each other, negative ones are
             padding. Without ``kv_segment_ids`` they are the keys' too.
         kv_segment_ids: Integers ``[B, T_kv_local]``.
-        softmax_aux: Sinks, ``[H]`` or ``[H, n]``, the same on every device.
+        softmax_aux: Sinks, ``[H, n]``, a row a head, or ``[1, n]``, which all heads share; the same
+            on every device. ``[H]`` could be either and is refused.
         bias: ``[B or 1, H or 1, T_local, T_kv]``: columns for all keys, not for this device's.
         mask_builder: Refused; a rule of one's own is a :class:`ring_core.Mask`.
         sliding_window: ``(left, right)``, the keys a query sees on each side besides its own
@@ -173,14 +175,15 @@ def flash_attention(
         dropout_seed: An integer below ``2**64`` or a traced one; needed where something drops.
         cum_seqlens_q: Offsets of documents, ``[n + 1]``, with a batch of one; with a larger batch
             ``[B + 1]``, differences being the lengths of its rows. Tokens behind them are padding.
-        cum_seqlens_k: The same of the keys.
+        cum_seqlens_k: The same of the keys; equal ones, as ``causal`` and ``sliding_window`` need,
+            start alike, whatever padding follows.
         sliding_window: As for :func:`ring_attention`.
         fwd_params: As for :func:`ring_attention`.
         bwd_params: As for :func:`ring_attention`.
         logits_soft_cap: Scores become ``cap * tanh(scores / cap)``.
-        softmax_aux: Sinks, ``[H]`` or ``[H, n]``.
+        softmax_aux: As for :func:`ring_attention`.
         normalize_output: False is refused.
-        precision: Other than the default is refused; ``jax.default_matmul_precision`` sets it.
+        precision: The default, or the highest for float32, which is what runs; others are refused.
         logits_dtype: float32, which float64 inputs surpass; float64 with these; else refused.
         q_segment_ids: As for :func:`ring_attention`; not together with ``cum_seqlens_q``.
         kv_segment_ids: As for :func:`ring_attention`.
@@ -204,29 +207,29 @@ def flash_attention(
             None if normalize_output else False,
             "use ring_jax.ring_attention(return_lse=True): out * exp(lse) is not normalised",
         ),
-        precision=(
-            None if is_default_precision(precision) else precision,
-            "run the step under jax.default_matmul_precision, which reaches the backward too",
-        ),
+        precision=precision_of(precision, query.dtype),
         logits_dtype=_logits_dtype(logits_dtype, query),
         block_tables=(block_tables, "there is no paged cache; gather keys and values first"),
         mask_info=(mask_info, f"{MASK_INFO}; or pass its attention_mask"), cfg=(cfg, CONFIG),
         mesh=(mesh, IN_SHARD_MAP), in_specs=(in_specs, IN_SHARD_MAP),
         out_specs=(out_specs, IN_SHARD_MAP), platform=platform_of(platform),
     )  # fmt: skip
-    documents = documents_of(
-        cum_seqlens_q, cum_seqlens_k, query, key, aligned=causal or sliding_window is not None
-    )
+    aligned = causal or sliding_window is not None
+    documents = documents_of(cum_seqlens_q, cum_seqlens_k, query, key, aligned=aligned)
     segments = segments_of(q_segment_ids, kv_segment_ids, query, key)
     if documents is not None and segments is not None:
         raise ValueError("q_segment_ids and cum_seqlens_q both say what the documents are")
-    return attend(
+    tokens, bias = query.shape[1], bias_of(bias, attention_mask, query.dtype)
+    if documents is not None and aligned:
+        query, key, value, bias, documents = alike(query, key, value, bias, documents)
+    out = attend(
         query, key, value, axis_name=None, causal=causal, window=window_of(sliding_window),
         segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
-        softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]),
-        bias=bias_of(bias, attention_mask, query.dtype), dropout_p=dropout_prob,
-        dropout_seed=dropout_seed, kernel=config_of(fwd_params, bwd_params, fused_backward=False),
+        softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
+        dropout_p=dropout_prob, dropout_seed=dropout_seed,
+        kernel=config_of(fwd_params, bwd_params, fused_backward=False),
     )  # fmt: skip
+    return out if query.shape[1] == tokens else out[:, :tokens]
 
 
 def _logits_dtype(dtype: DTypeLike, query: Array) -> tuple[object, str]:

@@ -49,8 +49,8 @@ class OperationMetadata:
     runtime_softmax_dtype: DTypeLike | None = None
     sequence_axis_name: str | None = None
     mesh: Mesh | None = None
-    batch_axis_name: str | None = None
-    head_axis_name: str | None = None
+    batch_axis_name: str | tuple[str, ...] | None = None
+    head_axis_name: str | tuple[str, ...] | None = None
     schedule: Schedule = "plain"
     softmax_scale: float | None = None
     blocksize_q: int | None = None

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, UnsupportedError
 
@@ -55,19 +56,29 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
 
 
 def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
-    """Sinks as ``[H]`` or ``[H, n]``.
+    """Sinks as ``[H, n]``; ``[1, n]`` are shared by all heads.
 
     Raises:
+        ValueError: ``[H]`` of several heads, which may be one sink a head or ``H`` of them all.
         UnsupportedError: They are not one row a query head.
     """
-    shape = jnp.shape(softmax_aux) if softmax_aux is not None else (heads,)
-    if len(shape) not in (1, 2) or shape[0] != heads:
-        raise UnsupportedError(
-            f"softmax_aux must be [{heads}], one sink a query head, or [{heads}, n], got "
-            f"{list(shape)}; sinks that all heads share are "
-            f"jnp.broadcast_to(softmax_aux.reshape(-1), ({heads}, softmax_aux.size))"
+    if softmax_aux is None:
+        return None
+    shape = jnp.shape(softmax_aux)
+    if shape == (heads,) and heads > 1:
+        raise ValueError(
+            f"softmax_aux of shape [{heads}] is one sink for each of {heads} heads, or {heads} "
+            f"sinks that all heads share; say which: softmax_aux[:, None] is the former, "
+            f"softmax_aux[None] the latter"
         )
-    return softmax_aux
+    if len(shape) == 1 and heads == 1:
+        shape = (1, *shape)
+    if len(shape) != 2 or shape[0] not in (1, heads):
+        raise UnsupportedError(
+            f"softmax_aux must be [{heads}, n], a row a query head, or [1, n], which all heads "
+            f"share, got {list(shape)}; those that all share are softmax_aux.reshape(1, -1)"
+        )
+    return jnp.broadcast_to(jnp.reshape(softmax_aux, shape), (heads, shape[1]))
 
 
 def segments_of(
@@ -123,6 +134,38 @@ def documents_of(
     )
 
 
+def alike(
+    q: Array, k: Array, v: Array, bias: Array | None, documents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array | None, tuple[Array, Array]]:
+    """Documents that start alike, padded to one length ``T``, where positions compare.
+
+    Rows of ``q`` ``[B, T_q, H, D]`` that are added see nothing; keys that are added are not seen.
+
+    Raises:
+        ValueError: The bias is not ``[B or 1, H or 1, T_q, T_kv]``.
+    """
+    lengths = q.shape[1], k.shape[1]
+    if lengths[0] == lengths[1]:
+        return q, k, v, bias, documents
+    more = tuple(max(lengths) - length for length in lengths)
+    if bias is not None:
+        if jnp.ndim(bias) != 4 or jnp.shape(bias)[2:] != lengths:
+            raise ValueError(
+                f"bias must have shape [batch or 1, heads or 1, {lengths[0]}, {lengths[1]}], got "
+                f"{list(jnp.shape(bias))}"
+            )
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
+
+    def longer(x: Array, by: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+
+    q_ids, k_ids = (
+        jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
+        for ids, by in zip(documents, more, strict=True)
+    )
+    return longer(q, more[0]), longer(k, more[1]), longer(v, more[1]), bias, (q_ids, k_ids)
+
+
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
     """The kernel's settings; no fused backward, the default there, leaves it to the kernel.
 
@@ -171,9 +214,17 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
     )
 
 
-def is_default_precision(precision: object) -> bool:
-    """Whether a precision of matmuls is the default, in one of its spellings."""
-    return precision in (None, "default", lax.Precision.DEFAULT)
+def precision_of(precision: object, dtype: DTypeLike) -> tuple[object, str]:
+    """What :func:`refuse` takes of a precision of matmuls: the default, and what runs anyway."""
+    highest = (lax.Precision.HIGHEST, "highest", "float32")
+    taken = [None, "default", lax.Precision.DEFAULT]
+    taken += highest if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
+    pair = isinstance(precision, tuple) and len(precision) == 2
+    sides = precision if isinstance(precision, tuple) and pair else (precision,)
+    return None if all(side in taken for side in sides) else precision, (
+        "products of float32 have the highest precision, and 16-bit ones are summed in float32; "
+        "leave it out, and cast the inputs to bfloat16 for speed"
+    )
 
 
 def _blocks(name: str, params: object) -> dict[str, int | None]:
@@ -217,7 +268,7 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
         )
     tokens = jnp.arange(length)
     if batch > 1:
-        return jnp.where(tokens < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
+        return jnp.where(tokens[None] < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
     document = jnp.searchsorted(offsets, tokens, side="right") - 1
     return jnp.where(tokens < offsets[-1], document, -1).astype(jnp.int32)[None]
 

@@ -1,0 +1,213 @@
+"""Meshes with other axes: exact, and nothing travels along them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ring_core import reference
+from ring_jax import ContextParallel, ring_attention
+
+Q, KV = (2, 8, 4, 4), (2, 8, 2, 4)
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+#: Sizes of the axes, and the names that the call is told of batch and heads.
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "cp": ({"cp": 2}, {}),
+    "dp-cp": ({"dp": 2, "cp": 2}, {"batch_axis": "dp"}),
+    "dp-cp-tp": ({"dp": 2, "cp": 2, "tp": 2}, {"batch_axis": "dp", "head_axis": "tp"}),
+    "pod-cp": ({"pod": 2, "cp": 2}, {"batch_axis": ("pod",)}),
+}
+AXES = {"dp-cp": ("dp", None), "dp-cp-tp": ("dp", "tp"), "pod-cp": ("pod", None)}
+
+
+def _mesh(axis_type: AxisType, sizes: dict[str, int]) -> Mesh:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    types = (axis_type,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def _inputs() -> list[np.ndarray[Any, Any]]:
+    """Q, K, V and the gradient of the result."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in (Q, KV, KV, Q)]
+
+
+def _groups(text: str) -> Iterator[list[list[int]]]:
+    """The groups of devices of each collective of a compiled program."""
+    listed = r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
+    counted = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    for line in text.splitlines():
+        for found in re.finditer(listed, line):
+            yield [[*map(int, one.split(","))] for one in re.findall(r"\{([\d,]+)\}", found[1])]
+        for found in re.finditer(counted, line):
+            shape, source, turn = (
+                [int(x) for x in part.split(",")] if part else None for part in found.groups()
+            )
+            ids = np.arange(np.prod(source or [])).reshape(source or [])
+            yield ids.transpose(turn).reshape(shape or []).tolist()
+
+
+def _travelled(text: str, mesh: Mesh) -> set[str]:
+    """The axes of a mesh along which a compiled program sends anything."""
+    places = list(np.ndindex(tuple(mesh.shape.values())))
+    names = list(mesh.shape)
+    return {
+        names[dim]
+        for groups in _groups(text) for group in groups for dim in range(len(names))
+        if len({places[device][dim] for device in group}) > 1
+    }  # fmt: skip
+
+
+def test_axes_that_a_program_sends_along() -> None:
+    """The reading of compiled programs finds what travels, in either way they write it."""
+    mesh = _mesh(AxisType.Auto, {"dp": 2, "cp": 2})
+    assert _travelled("x, replica_groups={{0,1},{2,3}}, y", mesh) == {"cp"}
+    assert _travelled("x, replica_groups={{0,1,2,3}}", mesh) == {"dp", "cp"}
+    assert _travelled("x, replica_groups=[2,2]<=[4], y", mesh) == {"cp"}
+    assert _travelled("x, replica_groups=[2,2]<=[2,2]T(1,0)", mesh) == {"dp"}
+    assert _travelled("x, source_target_pairs={{0,2},{2,0}}", mesh) == {"dp"}
+
+
+def _check(call: Any, arrays: list[Any]) -> str:
+    """Compare one program, forward and gradients, with dense attention; its compiled text."""
+
+    def both(q: Any, k: Any, v: Any, weight: Any) -> Any:
+        out, pull = jax.vjp(call, q, k, v)
+        sharding = jax.typeof(out).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            weight = jax.reshard(weight, sharding)
+        return out, *pull(weight)
+
+    program = jax.jit(both).lower(*arrays).compile()
+    expected = reference.attention_grads(*[_inputs()[n] for n in (3, 0, 1, 2)], causal=True)
+    wanted = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
+    for got, exact in zip(program(*arrays), wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+    return str(program.as_text())
+
+
+def _of_the_class(mesh: Mesh, told: dict[str, Any]) -> Any:
+    cp = ContextParallel(mesh, "cp", **told)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True))
+
+    return call
+
+
+def _of_the_function(mesh: Mesh, spec: P) -> Any:
+    """In the order of tokens that a program of one's own would be in."""
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        return ring_attention(q, k, v, axis_name="cp", schedule="plain", causal=True)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def call(*args: Any) -> Any:
+        along = NamedSharding(mesh, spec)
+        return mapped(*(jax.reshard(x, along) if explicit else x for x in args))
+
+    return call
+
+
+@pytest.mark.parametrize("given", ["split", "whole"])
+@pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no set_mesh"])
+@pytest.mark.parametrize("of", ["class", "function"])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
+def test_every_mesh(axis_type: AxisType, name: str, of: str, *, within: bool, given: str) -> None:
+    """Forward and gradients; nothing travels along the axes of batch and heads if it is split."""
+    sizes, told = MESHES[name]
+    mesh, (batch, heads) = _mesh(axis_type, sizes), AXES.get(name, (None, None))
+    call = (
+        _of_the_class(mesh, told) if of == "class"
+        else _of_the_function(mesh, P(batch, "cp", heads))
+    )  # fmt: skip
+    arrays: list[Any] = _inputs()
+    if given != "whole":
+        along = NamedSharding(mesh, P(batch, "cp", heads))
+        arrays = [jax.device_put(x, along) for x in arrays]
+    with jax.set_mesh(mesh) if within else nullcontext():
+        text = _check(call, arrays)
+    travelled = _travelled(text, mesh)
+    assert "cp" in travelled
+    assert given == "whole" or travelled == {"cp"}
+
+
+@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
+def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
+    """It is not copied along: at most flags and scalars are summed over auto axes."""
+    mesh = _mesh(axis_type, {"pod": 2, "cp": 2})
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("pod"))) for x in _inputs()]
+    text = _check(_of_the_class(mesh, {}), arrays)
+    if axis_type == AxisType.Explicit:
+        assert _travelled(text, mesh) == {"cp"}
+    summed = [line for line in text.splitlines() if " all-reduce(" in line]
+    rest = [line for line in text.splitlines() if " all-reduce(" not in line]
+    assert _travelled("\n".join(rest), mesh) == {"cp"}
+    large = [
+        line for line in summed
+        if _travelled(line, mesh) != {"cp"} and re.search(r"\[(?!1(,1)*\])\d[\d,]*\]", line.split(" all-")[0])
+    ]  # fmt: skip
+    assert not large
+
+
+@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
+def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
+    """With heads split too, and dropout that counts rows over all of them."""
+    mesh = _mesh(axis_type, {"data": 2, "fsdp": 2, "cp": 2})
+    cp = ContextParallel(mesh, "cp", batch_axis=("data", "fsdp"))
+    q, k, v, _ = (np.concatenate([x, x[::-1]]) for x in _inputs())
+    along = NamedSharding(mesh, P(("data", "fsdp")))
+    arrays = [jax.device_put(x, along) for x in (q, k, v)]
+    dropout: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7}
+
+    def call(*args: Any) -> Any:
+        return cp.unshard(cp.attention(*(cp.shard(x) for x in args), causal=True, **dropout))
+
+    program = jax.jit(call).lower(*arrays).compile()
+    wanted = reference.attention(q, k, v, causal=True, **dropout)[0]
+    np.testing.assert_allclose(program(*arrays), wanted, rtol=2e-5, atol=2e-5)
+    assert _travelled(str(program.as_text()), mesh) == {"cp"}
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P(None, None, "dp"), P("dp", "cp"), P()], ids=str)
+@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
+def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
+    """Also by calls that nothing compiles, and their gradients."""
+    mesh = _mesh(axis_type, {"dp": 2, "cp": 2})
+    cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
+    given = jax.device_put(x, NamedSharding(mesh, spec))
+    for wrap in (jax.jit, lambda function: function):
+        shard = wrap(cp.shard)(given)
+        expected = NamedSharding(mesh, P(spec[0] if spec else None, "cp", *spec[2:]))
+        assert shard.sharding.is_equivalent_to(expected, 4)
+        np.testing.assert_array_equal(shard, x[:, np.asarray(cp.positions(8))])
+        back = wrap(cp.unshard)(shard)
+        whole = NamedSharding(mesh, P(expected.spec[0], None, *spec[2:]))
+        assert back.sharding.is_equivalent_to(whole, 4)
+        np.testing.assert_array_equal(back, x)
+        (slope,) = jax.vjp(wrap(cp.shard), given)[1](shard)
+        np.testing.assert_array_equal(slope, x)
+
+
+def test_axes_of_two_types_are_refused() -> None:
+    types = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("dp", "cp"), axis_types=types, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"must be all explicit or all auto, got .*make_mesh"):
+        ContextParallel(mesh, "cp")
+
+
+@pytest.mark.parametrize("axes", [(), ("dp", "dp"), ("dp", "no"), ("dp", "cp")], ids=str)
+def test_axes_of_the_batch_that_are_none(axes: Any) -> None:
+    with pytest.raises(ValueError, match=r"batch_axis"):
+        ContextParallel(_mesh(AxisType.Auto, {"dp": 2, "cp": 2}), "cp", batch_axis=axes)

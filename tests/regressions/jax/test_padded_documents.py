@@ -1,0 +1,77 @@
+"""Documents of foreign calls whose queries and keys are padded to different lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ring_core import reference
+from ring_jax.compat import flash_attention
+
+H, K, D = 4, 2, 8
+#: Offsets and batch size: documents packed into one row, or one a row.
+PACKED, ROWS = (np.array([0, 7, 16, 30]), 1), (np.array([0, 30, 47]), 2)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"sliding_window": (5, 2)},
+    "causal window": {"causal": True, "sliding_window": (5, 0)},
+    "none": {},
+}
+LENGTHS = {"keys longer": (34, 48), "queries longer": (48, 34), "equal": (48, 48)}
+
+
+def _ids(offsets: Any, batch: int, length: int) -> Any:
+    tokens = np.arange(length)
+    if batch > 1:
+        return np.where(tokens < np.diff(offsets)[:, None], 0, -1)
+    return np.where(tokens < offsets[-1], np.searchsorted(offsets, tokens, "right") - 1, -1)[None]
+
+
+def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
+    """Which keys a query sees: both are counted from the start of their rows."""
+    rows, columns = np.arange(ids[0].shape[1])[:, None], np.arange(ids[1].shape[1])
+    left, right = mask.get("sliding_window", (10**6, 10**6))
+    shown = (columns >= rows - left) & (columns <= rows + right)
+    if mask.get("causal"):
+        shown &= columns <= rows
+    same = (ids[0][:, :, None] == ids[1][:, None, :]) & (ids[0] >= 0)[:, :, None]
+    return (shown & same)[:, None]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("documents", [PACKED, ROWS], ids=["packed", "rows"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_padded_to_different_lengths(
+    mask: dict[str, Any], documents: Any, lengths: tuple[int, int]
+) -> None:
+    """Forward and gradients, of a bias and with dropout too."""
+    (offsets, batch), rng = documents, np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal((batch, length, heads, D))
+        for length, heads in zip(lengths[:1] + lengths[1:] * 2, (H, K, K), strict=True)
+    )
+    bias, dout = rng.standard_normal((1, H, *lengths)), rng.standard_normal(q.shape)
+    shown = _shown(mask, (_ids(offsets, batch, lengths[0]), _ids(offsets, batch, lengths[1])))
+    dropout: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 11}
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        out = flash_attention(
+            q, k, v, bias=bias, cum_seqlens_q=offsets, cum_seqlens_k=offsets, dropout_prob=0.25,
+            dropout_seed=11, **mask,
+        )  # fmt: skip
+        return (out * jnp.asarray(dout, jnp.float32)).sum(), out
+
+    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, bias)]
+    got, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given)
+    hidden = np.where(shown, bias, -np.inf)
+    wanted = reference.attention(q, k, v, bias=hidden, **dropout)[0]
+    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
+    expected = reference.attention_grads(dout, q, k, v, bias=hidden, **dropout)
+    for name, mine in zip(("dq", "dk", "dv", "dbias"), got, strict=True):
+        whole = getattr(expected, name)
+        whole = whole.sum(0, keepdims=True) if name == "dbias" else whole
+        np.testing.assert_allclose(mine, whole, rtol=5e-5, atol=5e-5)
