@@ -43,7 +43,7 @@ class Model(nnx.Module):
 
     def __call__(self, tokens: Array, positions: Array) -> Array:
         """Logits ``[B, T, vocabulary]`` of ``tokens [B, T]`` at global ``positions [T]``."""
-        x = self.tokens(tokens) + self.places(positions)
+        x = self.tokens(tokens) + self.places(positions)[None]
         x = x + self.attention(self.norm(x), is_causal=True)
         logits: Array = self.head(x)
         return logits

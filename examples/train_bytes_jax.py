@@ -115,7 +115,8 @@ def initial(config: Config) -> State:
 def model(weights: Weights, tokens: Array, positions: Array, attend: Attend) -> Array:
     """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
     exponents = np.arange(0, 1, 2 / HEAD_DIM)
-    angles = positions[:, None, None] * jnp.asarray(10000.0**-exponents, jnp.float32)
+    frequencies = jnp.asarray(10000.0**-exponents, jnp.float32)
+    angles = jnp.outer(positions, frequencies)[None, :, None]  # [1, T, 1, D / 2]
     x = weights["embedding"][tokens]
     block = partial(transformer_block, angles=angles, attend=attend)
     x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, weights["blocks"])
@@ -138,7 +139,7 @@ def transformer_block(x: Array, layer: Weights, *, angles: Array, attend: Attend
 
 def normed(x: Array, weight: Array) -> Array:
     """RMS norm (Zhang and Sennrich, arXiv 1910.07467)."""
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight[None, None]
 
 
 def rotate(x: Array, angles: Array) -> Array:
