@@ -79,7 +79,7 @@ def of_others(plan: Plan) -> Part | None:
     for name in ("k_start", "k_stop"):
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
-    own = _pick(table, live)
+    own = _joined(_pick(table, live))
     return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own))
 
 
@@ -90,13 +90,37 @@ def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     return np.take_along_axis(np.where(wanted[..., None], table, 0), order, axis=1)[:, :width]
 
 
+def _joined(table: Table) -> Table:
+    """The same rows, those in one that show touching keys whole to the same queries."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    keys = ("k_start", "q_stop", "q_start")
+    order = np.lexsort((*(column[name] for name in keys), ~_is_plain(table)), axis=1)
+    table = np.take_along_axis(table, order[..., None], axis=1)
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    is_plain, stop = _is_plain(table), column["k_stop"]
+    goes_on = np.zeros_like(is_plain)  # a row that the one before it takes in
+    goes_on[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
+    goes_on[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
+    for name in ("q_start", "q_stop"):
+        goes_on[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
+    begins = np.maximum.accumulate(np.where(goes_on, 0, np.arange(table.shape[1])), axis=1)
+    np.maximum.at(stop, (np.arange(len(table))[:, None], begins), stop)
+    return _pick(table, ~goes_on & (column["q_stop"] > column["q_start"]))
+
+
+def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
+    """Which rows show all of their rectangle."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
+    is_live = column["q_stop"] > column["q_start"]
+    return is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+
+
 def _rectangles(table: Table) -> tuple[Rectangle, ...]:
     """The rows, if each rank has at most one and none has a band or several documents."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     live = column["q_stop"] > column["q_start"]
-    is_plain = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
-    is_plain &= column["doc_stop"] <= column["doc_start"]
-    if table.shape[1] != 1 or not is_plain[live].all():
+    if table.shape[1] != 1 or not _is_plain(table)[live].all():
         return ()
     wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
     return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())

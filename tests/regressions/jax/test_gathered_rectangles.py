@@ -1,0 +1,64 @@
+"""What a rank sees of all others' keys, in as few rectangles as touch, and the same pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ring_core import TABLE_COLUMNS, Mask, Plan, Schedule, make_plan
+from ring_jax._sides import of_others, of_step
+
+LOCAL = 12
+MASKS = {
+    "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(17, 0)),
+    "two-sided window": Mask(window=(9, 30)), "chunks": Mask(causal=True, chunk_size=18),
+    "documents": Mask(cu_seqlens=(0, 7, 31, 48)),
+}  # fmt: skip
+SCHEDULES: tuple[Schedule, ...] = ("plain", "zigzag", "striped")
+
+
+def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How often the rows of a rank show each pair of its queries and all keys, ``[T, S]``."""
+    seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
+    i, j = np.ogrid[: seen.shape[0], : seen.shape[1]]
+    for row, before in zip(rows.tolist(), shift.tolist(), strict=True):
+        at = dict(zip(TABLE_COLUMNS, row, strict=True))
+        k = j - before - at["k_start"]
+        inside = (at["q_start"] <= i) & (i < at["q_stop"])
+        inside = inside & (k >= 0) & (k < at["k_stop"] - at["k_start"])
+        band = (at["lo"] <= i - at["q_start"] - k) & (i - at["q_start"] - k <= at["hi"])
+        seen += inside & band
+    return seen
+
+
+def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
+    seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
+    for n, step in enumerate(plan.steps):
+        if step.shift:
+            rows = of_step(plan, n).own[rank]
+            seen += _seen(rows, rows[:, TABLE_COLUMNS.index("kv_rank")].astype(np.int64) * LOCAL)
+    return seen
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MASKS)
+def test_joined_rectangles_show_the_same_pairs(name: str, schedule: Schedule) -> None:
+    plan = make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, schedule=schedule)
+    others = of_others(plan)
+    assert others is not None
+    for rank in range(4):
+        rows = others.own[rank]
+        found = _seen(rows, np.zeros(len(rows), dtype=np.int64))
+        np.testing.assert_array_equal(found, _one_by_one(plan, rank))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "most"),
+    [("causal", "plain", 1), ("full", "plain", 2), ("full", "zigzag", 2)],
+)
+def test_rectangles_that_touch_are_one(name: str, schedule: Schedule, most: int) -> None:
+    plan = make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, schedule=schedule)
+    others = of_others(plan)
+    assert others is not None
+    assert others.own.shape[1] <= most
