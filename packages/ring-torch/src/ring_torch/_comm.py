@@ -37,6 +37,7 @@ class GroupState:
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
     last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
     failure: str | None = None  # of a pass: what its ranks sent may still be under way
+    is_watched: bool = False  # whether a thread looks for failures of other ranks
 
     def check(self) -> None:
         """Refuse to send anything after a failure.

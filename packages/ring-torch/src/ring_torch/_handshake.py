@@ -29,6 +29,7 @@ from ring_torch._store import (
     report_failure,
     timeout_of,
 )
+from ring_torch._watch import watch
 
 _HEADER_BYTES = 2048
 _DIGEST_BYTES = 8
@@ -187,6 +188,9 @@ def agree(
         if note is not None:
             raise RankMismatchError(note)
         _remember(ring, signature, agreement, digest)
+    if device.type != "cpu" and not state.is_watched:
+        state.is_watched = True
+        watch(ring, timeout_of(ring.group, device))
 
 
 def _compare_on_stream(
