@@ -1,0 +1,167 @@
+"""On two GPUs: first calls in inference mode, devices other than the current one, a GPU hidden."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.local import LocalRanks
+
+RANKS = 2
+HEADS, DIM = 4, 64
+LENGTHS = {"short": 512, "long": 98_304}  # of all ranks: keys of the long one are above 64 MiB
+CLOSE: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    """Two GPUs, without which there is nothing to see."""
+    assert torch.cuda.device_count() >= RANKS, "these tests are of two GPUs"
+
+
+@pytest.fixture(scope="module")
+def pool(two_gpus: None) -> Iterator[LocalRanks]:
+    del two_gpus
+    with LocalRanks(RANKS, cuda=True) as ranks:
+        yield ranks
+
+
+def _whole(length: int, device: torch.device) -> list[Tensor]:
+    """Q, K, V and the gradient of the result, the same on all ranks."""
+    made = torch.Generator(device).manual_seed(0)
+    shape = (1, length, HEADS, DIM)
+    return [
+        torch.randn(shape, device=device, dtype=torch.bfloat16, generator=made) for _ in range(4)
+    ]
+
+
+def _check(cp: ContextParallel, length: int, device: torch.device, **options: Any) -> None:
+    """Compare result and gradients with those of torch's attention over the whole sequence."""
+    *qkv, dout = _whole(length, device)
+    with torch.cuda.device(device):
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)  # type: ignore[misc]
+        grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+        wanted = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
+    mine = [cp.shard(x).requires_grad_() for x in qkv]
+    found = cp.attention(*mine, causal=True, **options)
+    got = (found, *torch.autograd.grad(found, mine, cp.shard(dout)))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), **CLOSE)
+
+
+def _inference_first(rank: int, length: int, transport: str) -> None:
+    device = torch.device("cuda", rank)
+    cp = ContextParallel(dist.new_group(list(range(RANKS))))  # without memory of its own yet
+    with torch.inference_mode():
+        shards = [cp.shard(x) for x in _whole(length, device)[:3]]
+        cp.attention(*shards, causal=True, transport=transport)
+    _check(cp, length, device, transport=transport)
+    with torch.inference_mode():
+        cp.attention(*shards, causal=True, transport=transport)
+    _check(cp, length, device, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["auto", "p2p", "pull", "gather"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_inference_before_training(pool: LocalRanks, length: str, transport: str) -> None:
+    pool.run(_inference_first, LENGTHS[length], transport)
+
+
+def _elsewhere(rank: int, length: int, transport: str, kernel: str) -> None:
+    mine = torch.device("cuda", rank)
+    cp = ContextParallel(dist.new_group(list(range(RANKS))))
+    torch.cuda.set_device(1 - rank)
+    try:
+        _check(cp, length, mine, transport=transport, kernel=kernel)
+        assert torch.cuda.current_device() == 1 - rank
+    finally:
+        torch.cuda.set_device(rank)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize("transport", ["p2p", "pull", "gather"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_current_device_is_another(
+    pool: LocalRanks, length: str, transport: str, kernel: str
+) -> None:
+    pool.run(_elsewhere, LENGTHS[length], transport, kernel)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {}, "window": {"window": (40, 0)}, "documents": {"cu_seqlens": (0, 100, 512)},
+    "softcap": {"softcap": 20.0}, "dropout": {"dropout_p": 0.2, "dropout_seed": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton", "sdpa", "cudnn", "fa4"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_rank_on_another_device(name: str, kernel: str) -> None:
+    """As models that are spread over GPUs have it."""
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = [x.to(device).requires_grad_() for x in _whole(512, torch.device("cuda:0"))[:3]]
+        try:
+            out = ring_attention(*leaves, causal=True, kernel=kernel, **OPTIONS[name])
+        except ValueError as error:
+            if f"kernel '{kernel}'" not in str(error):
+                raise
+            return
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        assert torch.cuda.current_device() == 0
+    for x, y in zip(*results, strict=True):
+        assert y.device.index == 1
+        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=0, atol=1e-2)
+
+
+def _hidden(rank: int, folder: str) -> None:
+    """A rank that sees its own GPU alone; its answer is a file."""
+    answer = Path(folder) / f"answer {rank}"
+    try:
+        dist.init_process_group(
+            "nccl", init_method=f"file://{folder}/hidden", rank=rank, world_size=RANKS,
+            timeout=timedelta(seconds=60), device_id=torch.device("cuda", 0),
+        )  # fmt: skip
+        cp, device = ContextParallel(), torch.device("cuda", 0)
+        for length in LENGTHS.values():
+            _check(cp, length, device)
+        shards = [cp.shard(x) for x in _whole(LENGTHS["long"], device)[:3]]
+        answer.write_text(cp.explain(*shards, causal=True))
+    except Exception as error:  # noqa: BLE001 - whatever went wrong is the answer
+        answer.write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("overlapping", ["0", "1"])
+def test_every_rank_sees_one_gpu(
+    overlapping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As launchers have it that hide other ranks' GPUs."""
+    context = multiprocessing.get_context("spawn")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", overlapping)
+    processes = []
+    for rank in range(RANKS):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
+        process = context.Process(target=_hidden, args=(rank, str(tmp_path)))
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(80)
+        process.kill()
+    found = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
+    for rank in range(RANKS):
+        if overlapping == "1":
+            assert "transport pull" in found[rank], found[rank]
+        else:
+            assert "transport p2p" in found[rank], found[rank]
+            assert "ALLOW_OVERLAPPING_DEVICES" in found[rank]

@@ -1,0 +1,64 @@
+"""A pass that fails on one GPU: its words reach the other rank before NCCL ends that."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_torch import ring_attention
+from ring_torch.kernels.triton import TritonKernel
+from ring_torch.local import LocalRanks
+
+BROKEN, TIMEOUT = 1, 8.0
+METHODS = {"forward": ("forward", "attend"), "backward": ("backward", "gradients")}
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("played: out of memory")
+
+
+def _fails(rank: int, folder: str, where: str, length: int, transport: str) -> list[str]:
+    """What the broken rank says, then and of a later call; of the other, its log is kept."""
+    logging.getLogger("ring_torch").addHandler(logging.FileHandler(f"{folder}/{rank}"))
+    options: dict[str, Any] = {"kernel": "triton", "transport": transport}
+    x = torch.ones(1, length, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        out = ring_attention(x, x, x, **options)
+        out.sum().backward()
+        assert x.grad is not None
+        x.grad.sum().item()
+
+    step()
+    if rank == BROKEN:
+        for name in METHODS[where]:
+            setattr(TritonKernel, name, _no_memory)
+    said = []
+    for _ in range(2):
+        try:
+            step()
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    time.sleep(TIMEOUT if rank == BROKEN else 0)
+    return said
+
+
+@pytest.mark.parametrize("transport", ["p2p", "pull"])
+@pytest.mark.parametrize("length", [256, 49_152])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_its_words_are_logged(tmp_path: Path, where: str, length: int, transport: str) -> None:
+    with LocalRanks(2, timeout=TIMEOUT, cuda=True) as pool:
+        answers = pool.answers(_fails, str(tmp_path), where, length, transport)
+    words = f"({where}) failed on rank {BROKEN} of the group: OutOfMemoryError: played"
+    ok, said = answers[BROKEN]
+    assert ok, said
+    assert said[0].startswith("OutOfMemoryError: played")
+    assert words in said[1]
+    assert words in (tmp_path / str(1 - BROKEN)).read_text()
+    ended, other = answers[1 - BROKEN]
+    assert not ended or len(other) == 2, other  # killed by NCCL, or an error each time
