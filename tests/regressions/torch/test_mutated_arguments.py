@@ -10,18 +10,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_core import Dealt, Mask
+from ring_core import Dealt, Mask, reference
 from ring_torch import ContextParallel, compat, ring_attention
 
 T = 24
-FIRST, SECOND = (0, 5, T), (0, 16, T)
 attend: Any = ring_attention
-KINDS: dict[str, Callable[[tuple[int, ...]], Any]] = {
-    "tensor": lambda offsets: torch.tensor(offsets, dtype=torch.int32),
+
+
+def _narrow(x: Tensor) -> Tensor:
+    return x.int() if x.dtype == torch.int64 else x
+
+
+#: What holds an argument, made of its values.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda values: _narrow(torch.tensor(values)),
     "ndarray": np.array,
     "list": list,
-    "tuple of arrays": lambda offsets: tuple(np.array(offset) for offset in offsets),
+    "tuple of arrays": lambda values: tuple(np.array(value) for value in values),
 }
+DOCUMENTS, IN_COMPAT = tuple(KINDS), ("tensor", "list")
+#: Two values of each argument that can be changed in place.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "cu_seqlens": ((0, 6, T), (0, 16, T)),
+    "window": ((3, 0), (5, 0)),
+    "segment_ids": ([[0] * T], [[0] * 9 + [1] * 15]),
+    "bias": ([[[[0.0] * T] * T]], [[[[0.0, 1.0] * (T // 2)] * T]]),
+    "sinks": ([0.0, 0.0], [1.0, 2.0]),
+    "alibi_slopes": ([0.0, 0.0], [0.5, 0.25]),
+    "mask": ([[True] * T] * T, [[True, False] * (T // 2)] * T),
+}
+OURS = {
+    "cu_seqlens": DOCUMENTS, "window": ("list",), "segment_ids": ("tensor",), "bias": ("tensor",),
+    "sinks": ("tensor",), "alibi_slopes": ("tensor",), "mask": ("tensor",),
+}  # fmt: skip
+BATCH = {"window": ("list",), "alibi_slopes": ("tensor",)}
+VARLEN = BATCH | {"cu_seqlens": IN_COMPAT}
 
 
 def _qkv(*lead: int) -> Any:
@@ -29,88 +52,170 @@ def _qkv(*lead: int) -> Any:
     return tuple(torch.randn(*lead, T, 2, 8) for _ in range(3))
 
 
-def _ours(offsets: Any) -> Any:
-    return attend(*_qkv(1), cu_seqlens=offsets)
+def _ours(argument: str, given: Any) -> Any:
+    return attend(*_qkv(1), **{argument: given})
 
 
-def _of_an_object(offsets: Any) -> Tensor:
-    return ContextParallel().attention(*_qkv(1), cu_seqlens=offsets, causal=True)
+def _of_an_object(argument: str, given: Any) -> Any:
+    call: Any = ContextParallel().attention
+    return call(*_qkv(1), causal=argument != "mask", **{argument: given})
 
 
-def _of_a_mask(offsets: Any) -> Any:
-    return attend(*_qkv(1), mask=Mask(cu_seqlens=offsets))
+def _explained(argument: str, given: Any) -> str:
+    call: Any = ContextParallel().explain
+    text: str = call(*_qkv(1), **{argument: given})
+    return text
 
 
-def _varlen(offsets: Any) -> Tensor:
-    attend: Any = compat.ring_flash_attn_varlen_func
-    out: Tensor = attend(*_qkv(), offsets, T)
-    return out
+def _of_a_mask(argument: str, given: Any) -> Any:
+    mask: Any = Mask
+    return attend(*_qkv(1), mask=mask(**{argument: given}))
 
 
-def _explained(offsets: Any) -> str:
-    return ContextParallel().explain(*_qkv(1), cu_seqlens=offsets)
+def _of_the_oracle(argument: str, given: Any) -> Any:
+    q, k, v = (x.numpy() for x in _qkv(1))
+    options: Any = {argument: given}
+    return torch.as_tensor(reference.attention(q, k, v, **options)[0])
 
 
-def _llama3(offsets: Any) -> Tensor:
-    attend: Any = compat.llama3_flash_attn_varlen_func
-    prepared: Any = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
-    cu_q, cu_k, most_q, most_k, part = prepared
-    out: Tensor = attend(
+def _llama3(_: str, given: Any) -> Any:
+    call: Any = compat.llama3_flash_attn_varlen_func
+    cu_q, cu_k, most_q, most_k, part = compat.llama3_flash_attn_prepare_cu_seqlens(
+        given, True, 0, 1
+    )
+    return call(
         *_qkv(), cu_q, cu_k, most_q, most_k, heads_k_stride=1, local_k_slice=part, causal=True
     )
-    return out
 
 
-FUNCTIONS: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
-    "ring_attention": (_ours, set(KINDS)),
-    "ContextParallel.attention": (_of_an_object, set(KINDS)),
-    "ContextParallel.explain": (_explained, set(KINDS)),
-    "Mask": (_of_a_mask, set(KINDS)),
-    "ring_flash_attn_varlen_func": (_varlen, {"tensor", "list"}),
-    "llama3_flash_attn_varlen_func": (_llama3, {"tensor"}),
-}
+def _as_there(name: str) -> Callable[[str, Any], Any]:
+    """A function of ring_flash_attn's, whose inputs may be packed."""
+    call: Any = getattr(compat, name)
+
+    def function(argument: str, given: Any) -> Any:
+        is_varlen = "varlen" in name
+        q, k, v = _qkv() if is_varlen else _qkv(1)
+        dim = 1 if is_varlen else 2
+        inputs = [q, k, v]
+        if "qkvpacked" in name:
+            inputs = [torch.stack([q, k, v], dim=dim)]
+        elif "kvpacked" in name:
+            inputs = [q, torch.stack([k, v], dim=dim)]
+        options = {{"window": "window_size"}.get(argument, argument): given}
+        documents = [options.pop("cu_seqlens", [0, T]), T] if is_varlen else []
+        return call(*inputs, *documents, causal=True, **options)
+
+    return function
 
 
-def _change(given: Any, offsets: tuple[int, ...]) -> None:
-    for n, offset in enumerate(offsets):
+Function = Callable[[str, Any], Any]
+#: Every public function with arguments that can be changed in place, and what may hold them.
+FUNCTIONS: dict[str, tuple[Function, dict[str, tuple[str, ...]]]] = {
+    "ring_attention": (_ours, OURS),
+    "ContextParallel.attention": (_of_an_object, OURS),
+    "ContextParallel.explain": (_explained, {name: OURS[name] for name in ("cu_seqlens", "window")}),
+    "Mask": (_of_a_mask, {name: OURS[name] for name in ("cu_seqlens", "window")}),
+    "reference.attention": (_of_the_oracle, {"cu_seqlens": DOCUMENTS, "window": ("list",)}),
+    "llama3_flash_attn_varlen_func": (_llama3, {"cu_seqlens": ("tensor",)}),
+    **{
+        name: (_as_there(name), VARLEN if "varlen" in name else BATCH)
+        for name in vars(compat)
+        if name.endswith("_func") and not name.startswith("llama3")
+    },
+}  # fmt: skip
+CASES = [
+    (name, argument, kind)
+    for name, (_, arguments) in FUNCTIONS.items()
+    for argument, kinds in arguments.items()
+    for kind in kinds
+]
+COMPILED = [case for case in CASES if case[0] in {"ring_attention", "ContextParallel.attention"}]
+
+
+def _change(given: Any, values: Any) -> None:
+    if isinstance(given, Tensor):
+        given.copy_(torch.tensor(values))
+        return
+    for n, value in enumerate(values):
         if isinstance(given, tuple):
-            given[n][...] = offset
+            given[n][...] = value
         else:
-            given[n] = offset
+            given[n] = value
 
 
 def _same(a: Any, b: Any) -> bool:
     return bool(a == b) if isinstance(a, str) else torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name, (_, kinds) in FUNCTIONS.items() for kind in KINDS if kind in kinds]
-)  # fmt: skip
-def test_documents_refilled_in_place(name: str, kind: str) -> None:
-    function, _ = FUNCTIONS[name]
-    given = KINDS[kind](FIRST)
-    first = function(given)
-    _change(given, SECOND)
-    second = function(given)
-    assert _same(first, function(KINDS[kind](FIRST)))
-    assert _same(second, function(KINDS[kind](SECOND)))
-    assert isinstance(first, str) or not _same(first, second)  # figures are alike
+def _check(function: Function, argument: str, kind: str) -> None:
+    """Two calls with one argument that is changed in between, beside two with fresh ones."""
+    first, second = VALUES[argument]
+    given = KINDS[kind](first)
+    results = [function(argument, given)]
+    _change(given, second)
+    results.append(function(argument, given))
+    for result, value in zip(results, (first, second), strict=True):
+        assert _same(result, function(argument, KINDS[kind](value)))
+    assert isinstance(results[0], str) or not _same(*results)  # figures are alike
+
+
+def test_every_function_that_takes_such_arguments_is_here() -> None:
+    of_compat = {name for name in vars(compat) if name.endswith("_func")}
+    packed = {name for name in of_compat if name.startswith("llama3") and "packed" in name}
+    assert of_compat - packed <= FUNCTIONS.keys()  # those two take the tensors apart
+    assert len(of_compat) == 18
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES)
+def test_changed_in_place(name: str, argument: str, kind: str) -> None:
+    _check(FUNCTIONS[name][0], argument, kind)
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), COMPILED)
+def test_changed_in_place_under_the_compiler(name: str, argument: str, kind: str) -> None:
+    torch._dynamo.reset()
+    call: Any = attend if name == "ring_attention" else ContextParallel().attention
+
+    def function(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out: Tensor = call(q, k, v, **options)
+        return out * 2.0
+
+    compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+    _check(lambda argument, given: compiled(*_qkv(1), {argument: given}), argument, kind)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "attention_mask"])
+def test_batches_refilled_in_place(name: str) -> None:
+    cp, model = ContextParallel(), torch.nn.Linear(1, 1)
+    ids, labels = torch.arange(T)[None], torch.arange(T)[None]
+    labels[:, -4:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if name in {"position_ids", "attention_mask"}:
+        batch[name] = torch.arange(T)[None] if name == "position_ids" else torch.ones_like(ids)
+
+    def split(batch: dict[str, Tensor]) -> list[Any]:
+        parts = cp.shard_batch(batch, model=model)
+        mask: Any = parts.pop("attention_mask")
+        numbers = {key: x.tolist() for key, x in parts.items() if isinstance(x, Tensor)}
+        return [numbers, mask.cu_seqlens, mask.segment_ids]
+
+    first = split(batch)
+    changed = batch[name]
+    if name == "attention_mask":
+        changed[:, -4:] = 0
+    else:
+        changed[:, 12:18] = changed[:, :6].clone()
+    second = split(batch)
+    assert second == split({key: x.clone() for key, x in batch.items()})
+    assert first != second
 
 
 def test_a_mask_keeps_what_its_array_held() -> None:
-    offsets = np.array(FIRST)
+    offsets = np.array(VALUES["cu_seqlens"][0])
     mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]
     offsets[1] = 16
-    assert mask == Mask(cu_seqlens=FIRST)
-    assert torch.equal(attend(*_qkv(1), mask=mask), _ours(FIRST))
-
-
-def test_a_window_changed_in_place() -> None:
-    window: Any = [3, 0]
-    first = attend(*_qkv(1), window=window)
-    window[0] = 5
-    assert torch.equal(attend(*_qkv(1), window=window), attend(*_qkv(1), window=(5, 0)))
-    assert not torch.equal(first, attend(*_qkv(1), window=window))
+    assert mask == Mask(cu_seqlens=VALUES["cu_seqlens"][0])
+    assert torch.equal(attend(*_qkv(1), mask=mask), _ours("cu_seqlens", VALUES["cu_seqlens"][0]))
 
 
 def test_dealt_chunks_changed_in_place() -> None:
@@ -120,27 +225,12 @@ def test_dealt_chunks_changed_in_place() -> None:
     assert schedule == Dealt(((0, 1), (2, 3)))
 
 
-@pytest.mark.parametrize("name", ["segment_ids", "bias", "sinks", "alibi_slopes"])
-def test_tensors_are_read_at_every_call(name: str) -> None:
-    given = {
-        "segment_ids": torch.zeros(1, T, dtype=torch.int32), "bias": torch.zeros(1, 1, T, T),
-        "sinks": torch.zeros(2), "alibi_slopes": torch.zeros(2),
-    }[name]  # fmt: skip
-    options: dict[str, Any] = {name: given}
-    first = attend(*_qkv(1), **options)
-    flat = given.view(-1)
-    flat[: len(flat) // 2] = 1
-    second = attend(*_qkv(1), **options)
-    assert torch.equal(second, attend(*_qkv(1), **{name: given.clone()}))
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
     """Inference tensors do not count how often they are written to."""
     attend: Any = compat.llama3_flash_attn_varlen_func
     with torch.inference_mode(inference):
-        offsets = torch.tensor(FIRST, dtype=torch.int32)
+        offsets = torch.tensor(VALUES["cu_seqlens"][0], dtype=torch.int32)
         prepared: Any = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
         cu_q, cu_k, most_q, most_k, part = prepared
         cu_q[1] = 16

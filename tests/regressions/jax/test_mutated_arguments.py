@@ -1,0 +1,121 @@
+"""Arguments that are changed in place between two calls: the second call sees what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ring_core import Mask
+from ring_jax import ContextParallel, ring_attention
+from ring_jax.compat import flash_attention
+from ring_jax.nn import make_dot_product_attention
+
+T = 24
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "ndarray": lambda values: _narrow(np.array(values)),
+    "list": list,
+    "tuple of arrays": lambda values: tuple(np.array(value) for value in values),
+}
+#: Two values of each argument that can be changed in place.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "cu_seqlens": ((0, 6, T), (0, 16, T)),
+    "window": ((3, 0), (5, 0)),
+    "segment_ids": ([[0] * T], [[0] * 9 + [1] * 15]),
+    "bias": ([[[[0.0] * T] * T]], [[[[0.0, 1.0] * (T // 2)] * T]]),
+    "sinks": ([0.0, 0.0], [1.0, 2.0]),
+    "alibi_slopes": ([0.0, 0.0], [0.5, 0.25]),
+    "dropout_seed": (3, 4),
+}
+STATIC = {"cu_seqlens": tuple(KINDS), "window": ("list",)}
+OURS = STATIC | dict.fromkeys(
+    ("segment_ids", "bias", "sinks", "alibi_slopes", "dropout_seed"), ("ndarray",)
+)
+
+
+def _narrow(x: Any) -> Any:
+    return x.astype({"f": np.float32, "i": np.int32}.get(x.dtype.kind, x.dtype))
+
+
+def _qkv() -> Any:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((1, T, 2, 8), dtype=np.float32) for _ in range(3))
+
+
+def _options(argument: str, given: Any) -> dict[str, Any]:
+    return {argument: given} | ({"dropout_p": 0.5} if argument == "dropout_seed" else {})
+
+
+def _alone(argument: str, given: Any) -> Any:
+    return ring_attention(*_qkv(), axis_name=None, **_options(argument, given))
+
+
+def _two() -> ContextParallel:
+    return ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
+
+
+def _of_an_object(argument: str, given: Any) -> Any:
+    return _two().attention(*_qkv(), causal=True, **_options(argument, given))
+
+
+def _explained(argument: str, given: Any) -> str:
+    return str(_two().explain(*_qkv(), **_options(argument, given)))
+
+
+def _of_a_mask(argument: str, given: Any) -> Any:
+    mask: Any = Mask
+    return ring_attention(*_qkv(), axis_name=None, mask=mask(**{argument: given}))
+
+
+def _as_flash_attention(argument: str, given: Any) -> Any:
+    documents: Any = {"cum_seqlens_q": given, "cum_seqlens_k": given}
+    options = documents if argument == "cu_seqlens" else {"sliding_window": given}
+    return flash_attention(*_qkv(), **options)
+
+
+def _as_jax(_: str, given: Any) -> Any:
+    attend = make_dot_product_attention(_two().attention)
+    return attend(*_qkv(), bias=given)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[str, Any], Any], dict[str, tuple[str, ...]]]] = {
+    "ring_attention": (_alone, OURS),
+    "ContextParallel.attention": (_of_an_object, OURS),
+    "ContextParallel.explain": (_explained, STATIC),
+    "Mask": (_of_a_mask, STATIC),
+    "compat.flash_attention": (_as_flash_attention, {"cu_seqlens": ("ndarray",), "window": ("list",)}),
+    "nn": (_as_jax, {"bias": ("ndarray",)}),
+}  # fmt: skip
+CASES = [
+    (name, argument, kind)
+    for name, (_, arguments) in FUNCTIONS.items()
+    for argument, kinds in arguments.items()
+    for kind in kinds
+]
+
+
+def _change(given: Any, values: Any) -> None:
+    if isinstance(given, np.ndarray):
+        given[...] = values
+        return
+    for n, value in enumerate(values):
+        if isinstance(given, tuple):
+            given[n][...] = value
+        else:
+            given[n] = value
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES)
+def test_changed_in_place(name: str, argument: str, kind: str) -> None:
+    function, (first, second) = FUNCTIONS[name][0], VALUES[argument]
+    given = KINDS[kind](first)
+    results = [np.asarray(function(argument, given))]
+    _change(given, second)
+    results.append(np.asarray(function(argument, given)))
+    for result, value in zip(results, (first, second), strict=True):
+        np.testing.assert_array_equal(result, function(argument, KINDS[kind](value)))
+    is_text = results[0].dtype.kind == "U"  # figures are alike
+    assert is_text or not np.array_equal(*results)
