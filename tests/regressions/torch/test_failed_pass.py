@@ -54,7 +54,7 @@ def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
     x, out = _attend(length, transport=transport)  # imports what it needs, in time
     out.sum().backward()
     patch = pytest.MonkeyPatch()
-    broken = dist.new_group(timeout=TIMEOUT)
+    broken: Any = dist.new_group(timeout=TIMEOUT)
     kept = _attend(length, broken, transport=transport)[1]
     if rank == BROKEN:
         if where == "agreement":

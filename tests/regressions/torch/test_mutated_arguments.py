@@ -43,7 +43,7 @@ OURS = {
     "cu_seqlens": DOCUMENTS, "window": ("list",), "segment_ids": ("tensor",), "bias": ("tensor",),
     "sinks": ("tensor",), "alibi_slopes": ("tensor",), "mask": ("tensor",),
 }  # fmt: skip
-BATCH = {"window": ("list",), "alibi_slopes": ("tensor",)}
+BATCH: dict[str, tuple[str, ...]] = {"window": ("list",), "alibi_slopes": ("tensor",)}
 VARLEN = BATCH | {"cu_seqlens": IN_COMPAT}
 
 

@@ -113,7 +113,8 @@ def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
     is_live = column["q_stop"] > column["q_start"]
-    return is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+    plain: npt.NDArray[np.bool_] = is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+    return plain
 
 
 def _rectangles(table: Table) -> tuple[Rectangle, ...]:
