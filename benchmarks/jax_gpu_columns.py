@@ -111,7 +111,7 @@ def exact(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
     """The definition, in float32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
-    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     visible = (j <= i) | (not seen.causal)
     if seen.window is not None:
         visible &= j > i - seen.window
