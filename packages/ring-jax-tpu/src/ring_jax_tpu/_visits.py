@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
+from ring_jax._dense import shown_in_blocks
 from ring_jax._types import Array, Columns, Rows, Work
 from ring_jax_tpu._blocks import Blocks
 
@@ -75,6 +76,16 @@ def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Arr
         some, every = _in_tiles(work.kinds, blocks)
         live, full = live & some, full & every
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+
+
+def under_mask(kinds: Array, bias: Array, blocks: Blocks) -> Array:
+    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty.
+
+    What it hides in part is not full.
+    """
+    some, every = shown_in_blocks(bias, blocks.q, blocks.k)
+    shown = jnp.where(every, kinds, jnp.minimum(kinds, PARTIAL))
+    return jnp.where(some, shown, EMPTY)
 
 
 def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array:
