@@ -294,18 +294,16 @@ def test_what_is_too_large_is_told_what_to_use() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, H, 20, 30), (B, 1, 20, 30)])
-@pytest.mark.parametrize("sizes", [(4, 8), (32, 7)])
+@pytest.mark.parametrize("sizes", [(4, 8), (32, 2)])
 def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) -> None:
-    """Those that all heads hide, and those that all heads see: the last ones may be shorter."""
-    mask = np.random.default_rng(4).random(shape) < 0.1
-    mask[..., :4, :8] = True
-    some, every = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
+    """From all heads; the last ones may be shorter."""
+    mask = np.random.default_rng(4).random(shape) < 0.02
+    some = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
+    assert not some.all()
     for i, j in np.ndindex(some.shape[1:]):
         at = (slice(i * sizes[0], (i + 1) * sizes[0]), slice(j * sizes[1], (j + 1) * sizes[1]))
         block = mask[..., *at]
         np.testing.assert_array_equal(some[:, i, j], block.any(axis=(1, 2, 3)))
-        whole = block.all(axis=(1, 2, 3)) & (block.shape[2:] == sizes)
-        np.testing.assert_array_equal(every[:, i, j], whole)
 
 
 def test_hidden_blocks_are_not_computed() -> None:

@@ -80,8 +80,7 @@ def block_kinds(
 
 def under_mask(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
     """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
-    some, _ = shown_in_blocks(bias, block_q, block_k)
-    return jnp.where(some, kinds, EMPTY)
+    return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
 
 
 def _numbered(rows: Rows, columns: Columns, work: Work) -> list[tuple[Array, Array]]:

@@ -116,7 +116,9 @@ class Launch:
 
     def minding(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
-        return replace(self, kinds=with_odd(self.kinds, rows, columns, self.blocks))
+        has_bias = self.operands.bias is not None
+        kinds = with_odd(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
+        return replace(self, kinds=kinds)
 
     def run[T](
         self,

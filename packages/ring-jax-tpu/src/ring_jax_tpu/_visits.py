@@ -79,17 +79,17 @@ def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Arr
 
 
 def under_mask(kinds: Array, bias: Array, blocks: Blocks) -> Array:
-    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty.
+    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
+    return jnp.where(shown_in_blocks(bias, blocks.q, blocks.k), kinds, EMPTY)
 
-    What it hides in part is not full.
+
+def with_odd(
+    kinds: Array, rows: Array, columns: Array, blocks: Blocks, *, has_bias: bool = False
+) -> Array:
+    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd.
+
+    And full ones, some of which a bias may hide.
     """
-    some, every = shown_in_blocks(bias, blocks.q, blocks.k)
-    shown = jnp.where(every, kinds, jnp.minimum(kinds, PARTIAL))
-    return jnp.where(some, shown, EMPTY)
-
-
-def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array:
-    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd."""
     padded = (
         jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
         for x, length in ((rows, blocks.q_len), (columns, blocks.k_len))
@@ -100,7 +100,8 @@ def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array
     )
     odd = in_rows[:, :, None] | in_columns[:, None, :]
     odd = odd if kinds.shape[0] > 1 else odd.any(axis=0, keepdims=True)
-    return jnp.where((kinds == PARTIAL) & odd, ODD, kinds)
+    hides = (kinds > EMPTY) if has_bias else (kinds == PARTIAL)
+    return jnp.where(hides & odd, ODD, kinds)
 
 
 def for_every_batch(kinds: Array) -> Array:

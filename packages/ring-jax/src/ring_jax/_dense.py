@@ -29,20 +29,11 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
     return masked
 
 
-def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> tuple[Array, Array]:
-    """Whether a bias shows some of each block to some head, and whether all to all heads.
-
-    Bool ``[B or 1, I, J]``; blocks that reach beyond the lengths are not shown wholly.
-    """
-    shown = bias > -jnp.inf
-
-    def by_block(x: Array) -> Array:
-        edges = [
-            (0, -length % size)
-            for length, size in zip(x.shape[1:], (block_q, block_k), strict=True)
-        ]
-        x = jnp.pad(x, [(0, 0), *edges])
-        return x.reshape(x.shape[0], x.shape[1] // block_q, block_q, -1, block_k)
-
-    some, every = by_block(shown.any(axis=1)), by_block(shown.all(axis=1))
-    return some.any(axis=(2, 4)), every.all(axis=(2, 4))
+def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
+    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block, ``[B or 1, I, J]``."""
+    shown = (bias > -jnp.inf).any(axis=1)
+    edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
+    padded = jnp.pad(shown, edges)
+    down, across = (x // size for x, size in zip(padded.shape[1:], (block_q, block_k), strict=True))
+    blocks: Array = padded.reshape(-1, down, block_q, across, block_k).any(axis=(2, 4))
+    return blocks

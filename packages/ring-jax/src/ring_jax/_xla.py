@@ -122,7 +122,7 @@ class Sight:
         sight = cls(static, rows, columns, work)
         if not static.bias_masks or rows.bias is None:
             return sight
-        shown, _ = shown_in_blocks(rows.bias, sight.block_q, sight.block_k)
+        shown = shown_in_blocks(rows.bias, sight.block_q, sight.block_k)
         return replace(sight, shown=shown.any(axis=0))
 
     @property
