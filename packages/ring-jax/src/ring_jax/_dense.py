@@ -1,6 +1,6 @@
 """A mask given as an array, row by row: for rules that no option says, where it is affordable.
 
-It travels inside the bias, as ``-inf``, and beside it as the blocks that it hides wholly.
+Inside a call the bias says it, by ``-inf``; kernels skip the blocks of which nothing else is left.
 """
 
 from __future__ import annotations

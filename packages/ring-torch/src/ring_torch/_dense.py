@@ -1,4 +1,7 @@
-"""A mask given as an array, row by row: for rules that no option says, where it is affordable."""
+"""A mask given as an array, row by row: for rules that no option says, where it is affordable.
+
+Inside a call the bias says it, by ``-inf``; kernels skip the blocks of which nothing else is left.
+"""
 
 from __future__ import annotations
 
