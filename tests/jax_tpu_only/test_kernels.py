@@ -271,6 +271,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dropout_p": 0.1, "dropout_seed": 3, "arrays": {"alibi_slopes": ("float32", (4,))},
     },
     "bias": {"arrays": {"bias": ("float32", (1, 1, 2048, 2048))}},
+    "mask": {"arrays": {"mask": ("bool", (2048, 2048))}},
 }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def _operations_are_sound(_: int, name: str) -> None:
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
     causal, numbers = _compiled._numbers(_options(options))
-    plain = (causal, False, False, options.get("transport", "auto"))
+    plain = (causal, False, False, options.get("transport", "auto"), False)
     text = _compiled.static_text(None, "zigzag", "auto", plain, True)
     ids = options.get("segment_ids")
     sinks, bias = options.get("sinks"), options.get("bias")

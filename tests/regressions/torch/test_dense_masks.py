@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from ring_core import checks
+from ring_core import KernelConfig, checks
 from ring_torch import ContextParallel, ring_attention
+from ring_torch.kernels.eager import Sight
 from ring_torch.local import LocalRanks
 
 T, HEADS = 24, 2
@@ -96,6 +98,19 @@ def test_a_dense_mask_is_exact(
     shape: str, name: str, compiled: bool, transport: str, pool: LocalRanks
 ) -> None:
     pool.run(_compared, shape, name, compiled, transport)
+
+
+def test_hidden_blocks_are_not_computed() -> None:
+    """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
+    qkv, _, _ = _given((T, T))
+    at = torch.arange(T) // 4
+    mask = at[:, None] == at
+    live = mask.view(6, 4, 4, 6).any(dim=3).any(dim=1).sum()
+    kernel = KernelConfig("eager", block_q=4, block_k=6)
+    with patch.object(Sight, "scores", autospec=True, side_effect=Sight.scores) as scores:
+        ring_attention(qkv[0].requires_grad_(), *qkv[1:], mask=mask, kernel=kernel).sum().backward()
+    assert live < 6 * 4
+    assert scores.call_count == 2 * live
 
 
 def test_it_may_be_changed_in_place() -> None:

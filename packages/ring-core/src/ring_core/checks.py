@@ -103,7 +103,9 @@ def check_mask(
     if mask is None:
         return mask_of(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a ring_core.Mask, got {type(mask).__name__}")
+        raise ValueError(
+            f"mask must be a ring_core.Mask or an array of booleans, got {type(mask).__name__}"
+        )
     options = {
         "causal": causal or None,
         "window": window,
@@ -185,7 +187,9 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
         )
 
 
-def check_dense_mask(mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, device: str) -> None:
+def check_dense_mask(
+    mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, device: str, *, parts: int = 1
+) -> None:
     """A mask that is an array has rows for the local queries, and columns for all keys.
 
     Args:
@@ -193,6 +197,7 @@ def check_dense_mask(mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, de
         q_shape: ``[B, T_local, H, D]``.
         kv_seq_len: Keys, over all ranks.
         device: Of the queries.
+        parts: Ranks over which the two are split, where they are global.
 
     Raises:
         ValueError: It has another type, shape or device, or more than ``MOST_DENSE`` bytes.
@@ -213,7 +218,7 @@ def check_dense_mask(mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, de
         )
     if mask.device != device:
         raise ValueError(f"mask is on {mask.device} and q on {device}; move it there")
-    size = math.prod(mask.shape)
+    size = -(-math.prod(mask.shape) // parts)
     if size > MOST_DENSE:
         raise ValueError(
             f"mask takes {-(-size >> 20)} MiB a rank, and at most {MOST_DENSE >> 20} MiB are affordable: "

@@ -25,6 +25,7 @@ from ring_jax_gpu._visits import (
     by_rows,
     in_documents,
     item_bounds,
+    under_mask,
 )
 
 Arrays = dict[str, Array]
@@ -131,13 +132,17 @@ class Call:
             assert self.rows.cells is not None and self.columns.cells is not None
             sides = (self.rows.cells, self.columns.cells)
             given["cells"] = in_documents(*(sides if goes_by_rows else sides[::-1]))
-        is_listed = self.work.kinds is not None or self.rows.ids is not None
+        masked_by = self.rows.bias if self.static.bias_masks else None
+        lists = (self.work.kinds, self.rows.ids, masked_by)
+        is_listed = any(x is not None for x in lists)
         numbers = self._numbers | self._strides(kernel)
         if kernel != "add_to_bias":
             numbers["visits_batch"] = 0
         if is_listed and kernel != "add_to_bias":
             tiles = self._tiles_of_predicate
             kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
+            if masked_by is not None:
+                kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
             given["visits"], given["counts"] = (by_rows if goes_by_rows else by_columns)(kinds)

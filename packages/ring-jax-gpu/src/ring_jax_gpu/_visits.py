@@ -1,8 +1,9 @@
 """Which blocks of scores are computed, where bands alone do not say.
 
 A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
-the items which blocks to visit; where segment ids or a predicate decide, the blocks that are not
-empty are listed, for each block of the outer side: partial ones first, then full ones.
+the items which blocks to visit; where segment ids, a predicate or a mask that is an array decide,
+the blocks that are not empty are listed, for each block of the outer side: partial ones first, then
+full ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from ring_core import TABLE_COLUMNS, TILE
 from ring_core.triton.blocks import parts_of_tiles
+from ring_jax._dense import shown_in_blocks
 from ring_jax._types import Array, Columns, Rows, Work
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -74,6 +76,11 @@ def block_kinds(
         some, every = _in_tiles(tiles, grid, block_q, block_k)
         live, full = live & some, full & every
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+
+
+def under_mask(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
+    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
+    return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
 
 
 def _numbered(rows: Rows, columns: Columns, work: Work) -> list[tuple[Array, Array]]:

@@ -25,6 +25,7 @@ from ring_jax_tpu._visits import (
     block_kinds,
     check_number,
     item_bounds,
+    under_mask,
     unpack,
     with_odd,
 )
@@ -84,6 +85,8 @@ class Launch:
         generation = generation_of(rows.q)
         blocks = choose_blocks(static.config, direction, shape, q_len, k_len, span, generation)
         kinds = block_kinds(rows, columns, work, blocks)
+        if static.bias_masks and rows.bias is not None:
+            kinds = under_mask(kinds, rows.bias, blocks)
         check_number(kinds)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
@@ -113,7 +116,9 @@ class Launch:
 
     def minding(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
-        return replace(self, kinds=with_odd(self.kinds, rows, columns, self.blocks))
+        has_bias = self.operands.bias is not None
+        kinds = with_odd(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
+        return replace(self, kinds=kinds)
 
     def run[T](
         self,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
+from ring_jax._dense import shown_in_blocks
 from ring_jax._types import Array, Columns, Rows, Work
 from ring_jax_tpu._blocks import Blocks
 
@@ -77,8 +78,18 @@ def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Arr
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
 
-def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array:
-    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd."""
+def under_mask(kinds: Array, bias: Array, blocks: Blocks) -> Array:
+    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
+    return jnp.where(shown_in_blocks(bias, blocks.q, blocks.k), kinds, EMPTY)
+
+
+def with_odd(
+    kinds: Array, rows: Array, columns: Array, blocks: Blocks, *, has_bias: bool = False
+) -> Array:
+    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd.
+
+    And full ones, some of which a bias may hide.
+    """
     padded = (
         jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
         for x, length in ((rows, blocks.q_len), (columns, blocks.k_len))
@@ -89,7 +100,8 @@ def with_odd(kinds: Array, rows: Array, columns: Array, blocks: Blocks) -> Array
     )
     odd = in_rows[:, :, None] | in_columns[:, None, :]
     odd = odd if kinds.shape[0] > 1 else odd.any(axis=0, keepdims=True)
-    return jnp.where((kinds == PARTIAL) & odd, ODD, kinds)
+    hides = (kinds > EMPTY) if has_bias else (kinds == PARTIAL)
+    return jnp.where(hides & odd, ODD, kinds)
 
 
 def for_every_batch(kinds: Array) -> Array:

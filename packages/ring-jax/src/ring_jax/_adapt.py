@@ -23,12 +23,6 @@ from ring_jax._types import Array
 
 Attention = Callable[..., Any]
 
-NO_DENSE_MASK = (
-    "an array with a row for each query says neither its rule nor its order, and grows with the "
-    "square of the sequence. Bind the rule to the attention: causal, window, chunk_size, "
-    "cu_seqlens, or mask=ring_core.Mask(predicate=...); pass documents and padding as "
-    "mask=ring_jax.Segments(ids)"
-)
 ORDERED = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
@@ -76,6 +70,10 @@ class Bound:
                 f"{', '.join(twice)}: bound to the attention, and the call says it too; keep one"
             )
         return self.attention(q, k, v, **given)
+
+    def keys(self, length: int) -> int:
+        """How many keys there are where an array has ``length``: on all devices."""
+        return length if self.context is not None else length * axis_size(self.options["axis_name"])
 
     def positions(self, length: int) -> Array:
         """Global position of each of the tokens of an array, int32 ``[length]``."""
@@ -142,19 +140,23 @@ def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
     return flat(jnp.broadcast_to(x, (*batch, *tail)), 3)
 
 
-def mask_options(mask: object, batch: tuple[int, ...], q_len: int, k_len: int) -> dict[str, Any]:
-    """What a mask means: a rule, segments, or which keys are padding.
+def mask_options(
+    bound: Bound, mask: object, batch: tuple[int, ...], q_len: int, k_len: int
+) -> dict[str, Any]:
+    """What a mask means: a rule, segments, which keys are padding, or what each query sees.
 
     Args:
+        bound: The attention that it is for.
         mask: ``None``, a :class:`Segments`, a :class:`ring_core.Mask`, or an array that is true or
-            not 0 where a key is seen, ``[*batch or 1, 1, 1, keys]``.
+            not 0 where a key is seen: ``[*batch or 1, 1, 1, k_len]``, keys as at hand, or with a
+            row for each query or head, ``[*batch or 1, heads or 1, q_len or 1, keys or 1]``, and
+            columns for all keys in natural order.
         batch: Leading dimensions of queries and keys.
         q_len: How many queries the arrays at hand have.
         k_len: How many keys.
 
     Raises:
         ValueError: It does not fit.
-        UnsupportedError: It has a row for each query or head.
     """
     if mask is None:
         return {}
@@ -164,7 +166,12 @@ def mask_options(mask: object, batch: tuple[int, ...], q_len: int, k_len: int) -
         return {"segment_ids": _ids_of(mask)}
     shown = broadcast("mask", jnp.asarray(mask), batch)
     if shown.shape[1:3] != (1, 1):
-        raise UnsupportedError(f"mask: {NO_DENSE_MASK}, padded keys as [batch, 1, 1, keys]")
+        full = [(q_len, 1), (bound.keys(k_len), 1)]
+        sizes = [
+            wanted if size == short else size
+            for size, (wanted, short) in zip(shown.shape[2:], full, strict=True)
+        ]
+        return {"mask": jnp.broadcast_to(shown != 0, (*shown.shape[:2], *sizes))}
     if shown.shape[3] != k_len:
         raise ValueError(f"mask must have a column for each of {k_len} keys, got {shown.shape}")
     return {"segment_ids": ids_of(None, shown[:, 0, 0] != 0, math.prod(batch), q_len, k_len)}

@@ -32,7 +32,7 @@ class RingAttention:
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
         causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
         cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
@@ -43,7 +43,7 @@ class RingAttention:
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
         causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
         cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ..., return_lse: Literal[True],
@@ -62,7 +62,7 @@ class RingAttention:
         chunk_size: int | None = None,
         cu_seqlens: Sequence[int] | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Array | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Array | None = None,
@@ -104,6 +104,10 @@ class RingAttention:
                 ids see each other, negative ones see nothing and are not seen.
             mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
                 predicate, which is defined once: a new function is planned and compiled anew.
+                Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
+                query may see a key: rows in layout order, columns for all keys in natural order, at
+                most 64 MiB a device; beside the other options, and without a gradient. Blocks that
+                all heads hide are skipped.
             softmax_scale: Default ``D ** -0.5``.
             softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
             sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from ring_core import KernelConfig, Mask, Request, Schedule, checks, make_plan
+from ring_jax._dense import split_mask, with_mask
 from ring_jax._kernels import Choice, choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._transport import choose_transport
@@ -39,7 +40,7 @@ def check_call(
     chunk_size: int | None,
     cu_seqlens: Sequence[int] | None,
     segment_ids: Array | tuple[Array, Array] | None,
-    mask: Mask | None,
+    mask: Mask | Array | None,
     softmax_scale: float | None,
     softcap: float | None,
     sinks: Array | None,
@@ -52,10 +53,12 @@ def check_call(
     kernel: str | KernelConfig,
     transport: str,
     whole: bool = False,
+    mask_parts: int = 1,
 ) -> CheckedCall:
     """Check all arguments of a call, plan it and choose its kernel.
 
-    The arrays are one device's shards, or ``whole``: those of all ``cp_size`` devices.
+    The arrays are one device's shards, or ``whole``: those of all ``cp_size`` devices, a ``mask``
+    that is an array among them, which is split into ``mask_parts``.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -68,10 +71,15 @@ def check_call(
     )  # fmt: skip
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
-    rule = checks.check_mask(
-        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
-    )
     shards = 1 if whole else cp_size
+    rule, dense = split_mask(mask)
+    if dense is not None:
+        shape, keys = described[0].shape, sizes.k_len * shards
+        checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=mask_parts)
+        dense = dense if dense.ndim == 4 else dense[None, None]
+    rule = checks.check_mask(
+        rule, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
     plan = make_plan(
         rule, seq_len=sizes.q_len * shards, cp_size=cp_size, schedule=schedule,
         kv_seq_len=sizes.k_len * shards,
@@ -91,17 +99,18 @@ def check_call(
     checks.check_choice("kernel", config.name, kernel_names(kernels))
     request = Request(
         device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
-        segment_ids=segment_ids is not None, softcap=cap is not None, bias=bias is not None,
+        segment_ids=segment_ids is not None, softcap=cap is not None,
+        bias=bias is not None or dense is not None,
         alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
         any_scale=scale <= 0, lse_grad=return_lse,
     )  # fmt: skip
     choice = choose(kernels, config, request, plan)
     static = Static(
         plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
-        sizes.head_dim, way,
+        sizes.head_dim, way, bias_masks=dense is not None, bias_grad=bias is not None,
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
     return CheckedCall(static, inputs, choice)
 
 
@@ -118,7 +127,8 @@ def prepared(
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
     if inputs.slopes is not None:
         slopes = jnp.atleast_2d(inputs.slopes)
-    inputs = inputs._replace(slopes=slopes, seed=seed, offsets=offsets)
+    bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
+    inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
     varying: Inputs = vary_alike(inputs, axes_of((inputs, rank)))
     return varying

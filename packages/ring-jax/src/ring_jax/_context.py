@@ -16,6 +16,7 @@ from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, 
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
 from ring_jax._call import check_call, prepared
+from ring_jax._dense import split_mask
 from ring_jax._global import (
     AnyMesh,
     Axes,
@@ -118,7 +119,7 @@ class ContextParallel:
     def attention(
         self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
         chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
@@ -128,7 +129,7 @@ class ContextParallel:
     def attention(
         self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
         chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
@@ -145,7 +146,7 @@ class ContextParallel:
         chunk_size: int | None = None,
         cu_seqlens: Sequence[int] | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Array | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Array | None = None,
@@ -160,19 +161,19 @@ class ContextParallel:
     ) -> Array | tuple[Array, Array]:
         """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
 
-        Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``. Arrays that lie
-        otherwise are resharded first.
+        Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
+        ``mask`` that is an array. Arrays that lie otherwise are resharded first.
         """
         self._check(q, k, v)
+        batch, heads = self._axes(q, k)
         static, inputs, _ = check_call(
             self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
             causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
             segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
             sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, transport=transport,
+            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
-        batch, heads = self._axes(inputs)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
         laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
@@ -190,7 +191,7 @@ class ContextParallel:
         chunk_size: int | None = None,
         cu_seqlens: Sequence[int] | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Array | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Array | None = None,
@@ -208,22 +209,29 @@ class ContextParallel:
         The kernel of each platform, why not the faster ones, and the plan.
         """
         self._check(q, k, v)
+        batch, heads = self._axes(q, k)
         static, _, choice = check_call(
             self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
             causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
             segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
             sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, transport=transport,
+            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
         return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
 
-    def _axes(self, x: Inputs) -> tuple[Axes, Axes]:
+    def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""
-        q, k = x.q, x.k
         batch = self.batch_axis or axes_along(q, self.mesh, 0, self.axis_name, self.head_axis)
         heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
         return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
+
+    def _parts(self, mask: object, batch: Axes, heads: Axes) -> int:
+        """Into how many parts a mask that is an array is split."""
+        _, dense = split_mask(mask)
+        shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
+        axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
+        return size_of(self.mesh, names_of(self.axis_name, *axes))
 
     def _manual(self, static: Static, batch: Axes, heads: Axes) -> frozenset[str]:
         """The axes that a call has a program for each device of; the others are the compiler's.
@@ -283,15 +291,20 @@ class ContextParallel:
 def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     """How each array of a call is split."""
     q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
-    bias = slopes = None
-    if x.bias is not None:
-        shared = [size == 1 for size in x.bias.shape[:2]]
+    slopes = None
+
+    def by_rows(x: Array | None) -> PartitionSpec | None:
+        if x is None:
+            return None
+        shared = [size == 1 for size in x.shape[:2]]
         axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
-        bias = PartitionSpec(*axes, tokens, None)
+        return PartitionSpec(*axes, tokens, None)
+
     if x.slopes is not None:
         slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
     sinks, seed = PartitionSpec(heads), PartitionSpec()
-    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None)
+    bias, mask = by_rows(x.bias), by_rows(x.mask)
+    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
     given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
     return Inputs._make(given)
 

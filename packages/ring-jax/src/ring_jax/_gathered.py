@@ -43,7 +43,7 @@ def gathered_backward(
     """
     loop, others, mine = Loop.of(static, x), of_others(static.plan), _own_part(static)
     q, own = heads_first(x.q), own_message(x)
-    rows = RowGrads(loop.zeros(q.shape), None if x.bias is None else loop.zeros(x.bias.shape))
+    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)
     coming: Array | None = None
     if others is not None and everyone is not None:

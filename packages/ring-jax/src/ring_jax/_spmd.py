@@ -66,7 +66,7 @@ def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | 
     loop, stages = Loop.of(static, x), static.plan.backward
     q, own = heads_first(x.q), own_message(x)
     held = own if last is None else last
-    rows = RowGrads(loop.zeros(q.shape), None if x.bias is None else loop.zeros(x.bias.shape))
+    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
     travelling: Array | None = None  # dK/dV on their way to the ranks ahead
     helping, returning = loop.ship(stages[0], q, upstream), None
@@ -161,6 +161,10 @@ class Loop:
         """The identity of the merge."""
         return Result(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
 
+    def no_bias_grad(self, bias: Array | None) -> Array | None:
+        """Where the gradient of a bias is added, if it has one."""
+        return self.zeros(bias.shape) if bias is not None and self.static.bias_grad else None
+
     def hop[T](self, x: T, hop: int | None) -> T:
         """Move what travels round the ring."""
         return x if hop is None else self.ring.move(x, hop)
@@ -186,7 +190,7 @@ class Loop:
         if work is None:
             return grads, dkv
         rows, columns = self._own(part, q, held)
-        into = Grads(grads.dq, dkv, self._no_bias_grad(rows.bias))
+        into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
         static = replace(self.static, fresh=fresh, rectangles=part.rectangles)
         dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
         return RowGrads(dq, _scattered(grads.dbias, columns.positions, of_bias)), dkv
@@ -214,7 +218,7 @@ class Loop:
     ) -> tuple[RowGrads, Array]:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
-        into = Grads(self.zeros(rows.q.shape), at_home, self._no_bias_grad(rows.bias))
+        into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
         grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
         return RowGrads(grads.dq, grads.dbias), grads.dkv
 
@@ -256,9 +260,6 @@ class Loop:
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""
         return None if self.inputs.bias is None else jnp.take(self.inputs.bias, keys, axis=3)
-
-    def _no_bias_grad(self, bias: Array | None) -> Array | None:
-        return None if bias is None else self.zeros(bias.shape)
 
 
 def _kernel(name: str, static: Static, *args: Any) -> Any:

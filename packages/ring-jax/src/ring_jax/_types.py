@@ -32,6 +32,7 @@ class Inputs(NamedTuple):
     slopes: Array | None  # [B or 1, H]
     seed: Array | None  # uint32[2], low word first
     offsets: Array | None  # int32[2], what to add to the local batch and head for dropout
+    mask: Array | None = None  # bool, like the bias; inside a call the bias says it
 
 
 class Queries(NamedTuple):
@@ -126,6 +127,9 @@ class Static:
         last: Nothing is merged into a kernel's result any more. It may be rounded.
         rectangles: All that ranks compute now, if that is at most one each; but for segment ids,
             which may hide some of it.
+        bias_masks: The bias is ``-inf`` where a mask that is an array hides: blocks that it hides
+            are to be skipped.
+        bias_grad: The bias, if there is one, has a gradient.
     """
 
     plan: Plan
@@ -141,6 +145,8 @@ class Static:
     fresh: bool = False
     last: bool = False
     rectangles: tuple[Rectangle, ...] = ()
+    bias_masks: bool = False
+    bias_grad: bool = True
 
     @property
     def wide(self) -> jnp.dtype:

@@ -9,7 +9,7 @@ blocks that an item's bounds leave, which are known on the device only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ring_core import TABLE_COLUMNS, TILE, Capabilities
+from ring_jax._dense import shown_in_blocks
 from ring_jax._philox import dropout_keep
 from ring_jax._types import Array, Columns, Grads, Result, Rows, Static, Upstream, Work
 
@@ -41,7 +42,7 @@ class XlaKernel:
         self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
     ) -> Result:
         """Attend and merge into ``into``, block row by block row."""
-        sight = Sight(static, rows, columns, work)
+        sight = Sight.of(static, rows, columns, work)
 
         def item(n: Array, into: Result) -> Result:
             bounds = Bounds.of(work.items[n])
@@ -56,7 +57,7 @@ class XlaKernel:
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``, block row by block row."""
-        sight = Sight(static, rows, columns, work)
+        sight = Sight.of(static, rows, columns, work)
 
         def item(n: Array, into: Grads) -> Grads:
             bounds = Bounds.of(work.items[n])
@@ -113,6 +114,16 @@ class Sight:
     rows: Rows
     columns: Columns
     work: Work
+    shown: Array | None = None  # bool [I, J], which blocks a mask does not hide
+
+    @classmethod
+    def of(cls, static: Static, rows: Rows, columns: Columns, work: Work) -> Sight:
+        """With what a mask that is an array hides."""
+        sight = cls(static, rows, columns, work)
+        if not static.bias_masks or rows.bias is None:
+            return sight
+        shown = shown_in_blocks(rows.bias, sight.block_q, sight.block_k)
+        return replace(sight, shown=shown.any(axis=0))
 
     @property
     def block_q(self) -> int:
@@ -178,12 +189,14 @@ class Sight:
         kv = lax.dynamic_slice_in_dim(self.columns.kv, j.start, self.block_k, axis=2)
         return kv[..., : self.static.head_dim], kv[..., self.static.head_dim :]
 
-    def is_empty(self, i: Array, j: Array) -> Array:
-        """Whether a block holds no live tile of a predicate mask."""
-        kinds = self.work.kinds
-        if kinds is None:
-            return jnp.bool_(False)
-        return ~(self._tiles(kinds, i, j) > 0).any()
+    def unless_empty[T](self, i: Array, j: Array, body: Callable[[T], T], state: T) -> T:
+        """Run a body but for a block that a predicate or a mask hides."""
+        kinds, empty = self.work.kinds, []
+        if kinds is not None:
+            empty.append(~(self._tiles(kinds, i, j) > 0).any())
+        if self.shown is not None:
+            empty.append(~self.shown[i, j])
+        return _unless(jnp.stack(empty).any(), body, state) if empty else body(state)
 
     def _tiles(self, kinds: Array, i: Array, j: Array) -> Array:
         """The kinds of the tiles of a block; rows of tiles are padded as blocks are."""
@@ -296,9 +309,7 @@ def _attend(sight: Sight, bounds: Bounds, number: Array, into: Result) -> Result
         return new_top, total, acc * shrink[..., None] + seen
 
     def live(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        if sight.work.kinds is None:
-            return column(j, state)
-        return _unless(sight.is_empty(number, j), partial(column, j), state)
+        return sight.unless_empty(number, j, partial(column, j), state)
 
     start = (lse, started, jnp.where(started[..., None] > 0, out, 0.0))
     top, total, acc = _loop(*sight.column_blocks(bounds, number), live, start)
@@ -343,9 +354,7 @@ def _differentiate(
         return dq, Grads(grads.dq, dkv, dbias)
 
     def live(j: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
-        if sight.work.kinds is None:
-            return column(j, state)
-        return _unless(sight.is_empty(number, j), partial(column, j), state)
+        return sight.unless_empty(number, j, partial(column, j), state)
 
     start = (sight.take_rows(into.dq, i), into)
     dq, grads = _loop(*sight.column_blocks(bounds, number), live, start)

@@ -99,8 +99,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             query: ``[T, query_size]``, in layout order: a global array, or this device's shard.
             key_: ``[T_kv, key_size]``.
             value: ``[T_kv, value_size]``.
-            mask: A :class:`ring_jax.Segments` of ids ``[T]``, or a :class:`ring_core.Mask`; an
-                array ``[T, T_kv]`` or ``[H, T, T_kv]`` of more than one row is refused.
+            mask: A :class:`ring_jax.Segments` of ids ``[T]``, a :class:`ring_core.Mask`, or an
+                array ``[T, T_kv]`` or ``[H, T, T_kv]``: rows in layout order, columns for all keys
+                in natural order, at most 64 MiB a device.
             key: A random key for dropout, typed or raw; inside ``shard_map`` the same on all
                 devices. Its bits are the seed.
             inference: Whether nothing drops; ``None`` is ``self.dropout.inference``.
@@ -129,7 +130,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 raise ValueError("process_heads must not change the shape of the heads")
         bound, sizes = bind(self.attention), (q.shape[0], k.shape[0])
         check_cache(bound.options, *sizes, hidden=is_array(mask))
-        options = mask_options(mask, (), *sizes) | self._dropout(key, inference)
+        options = mask_options(bound, mask, (), *sizes) | self._dropout(key, inference)
         out = bound(q[None], k[None], v[None], options)
         mapped: Array = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
         return mapped
@@ -154,8 +155,8 @@ def convert[Model](model: Model, attention: Attention) -> Model:
     Args:
         model: Any pytree; its arrays are shared, not copied. Modules that were converted before
             get the new attention.
-        attention: As for :class:`MultiheadAttention`; the causal mask that Equinox takes as an
-            array is bound: ``functools.partial(cp.attention, causal=True)``.
+        attention: As for :class:`MultiheadAttention`; a causal mask, which Equinox takes as an
+            array, is better bound: ``functools.partial(cp.attention, causal=True)``.
 
     Raises:
         ValueError: There is no such module in the model, or ``attention`` is something else.

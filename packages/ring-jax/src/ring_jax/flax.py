@@ -46,8 +46,9 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
       any number of batch dimensions and ``H % K == 0``.
     * ``bias``: Added to the scores, ``[batch... or 1, H or 1, T, T_kv]``: rows in layout order,
       columns for all keys in natural order.
-    * ``mask``: A :class:`ring_jax.Segments`, a :class:`ring_core.Mask`, or an array ``[batch..., 1,
-      1, T_kv]`` that says which keys are no padding; refused with a row for each query.
+    * ``mask``: A :class:`ring_jax.Segments`, a :class:`ring_core.Mask`, an array ``[batch..., 1, 1,
+      T_kv]`` that says which keys are no padding, or one with rows, ``[batch... or 1, H or 1, T,
+      T_kv]``: in layout order, columns for all keys in natural order, at most 64 MiB a device.
     * ``is_causal``: ``causal``; refused with other numbers of keys than queries, whose first ones
       Flax aligns.
     * ``dropout_rate``, ``dropout_rng``: Dropout, unless ``deterministic``. The seed is made of the
@@ -126,7 +127,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
             )
         check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
         check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
-        options = mask_options(mask, batch, q_len, k_len)
+        options = mask_options(bound, mask, batch, q_len, k_len)
         if is_causal:
             options["causal"] = True
         if bias is not None:

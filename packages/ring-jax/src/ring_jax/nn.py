@@ -36,8 +36,10 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
       all without ``B``; the head dim of ``value`` may differ.
     * ``bias``: ``[B or 1, N or 1, T, S]``, or without leading dimensions: rows in layout order,
       columns for all keys in natural order.
-    * ``mask``: Boolean ``[B or 1, 1, 1, S]``, which keys are seen; or a :class:`ring_jax.Segments`
-      or :class:`ring_core.Mask`; refused with a row for each query.
+    * ``mask``: Boolean ``[B or 1, N or 1, T or 1, S or 1]``, or without leading dimensions: rows in
+      layout order, columns for all keys in natural order, at most 64 MiB a device; with ``[B or 1,
+      1, 1, S]``, padding, columns are as the keys lie. Or a :class:`ring_jax.Segments` or
+      :class:`ring_core.Mask`.
     * ``scale``: ``softmax_scale``.
     * ``is_causal``: ``causal``.
     * ``query_seq_lengths``, ``key_value_seq_lengths``: Integers ``[B]``, of the whole sequences;
@@ -126,7 +128,7 @@ def _visible(
     """The options that say what a mask and lengths of queries and keys hide."""
     if is_array(mask) and jnp.result_type(mask) != jnp.bool_:
         raise ValueError(f"mask must be boolean, got {jnp.result_type(mask)}")
-    options = mask_options(mask, batch, *sizes)
+    options = mask_options(bound, mask, batch, *sizes)
     given = any(length is not None for length in lengths)
     check_cache(bound.options, *sizes, hidden=is_array(mask) or given)
     if not given:
@@ -139,10 +141,10 @@ def _visible(
         None if length is None else bound.positions(size)[None] < _lengths(name, length, rows)
         for name, length, size in zip(names, lengths, sizes, strict=True)
     )
-    if is_array(mask):
+    if "segment_ids" in options:
         _, ids = options["segment_ids"]
         k_shown = ids == 0 if k_shown is None else k_shown & (ids == 0)
-    return {"segment_ids": ids_of(q_shown, k_shown, rows, *sizes)}
+    return options | {"segment_ids": ids_of(q_shown, k_shown, rows, *sizes)}
 
 
 def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:

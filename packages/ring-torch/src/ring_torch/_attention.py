@@ -99,7 +99,7 @@ def ring_attention(
         mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
             Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
             query may see a key: rows in layout order, columns for all keys in natural order, at
-            most 64 MiB a rank; beside the other options.
+            most 64 MiB a rank; beside the other options. Blocks that all heads hide are skipped.
         softmax_scale: Default ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
         sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their

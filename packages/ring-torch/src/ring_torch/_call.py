@@ -126,7 +126,7 @@ class Options(NamedTuple):
     window: tuple[int | None, int | None] | None
     chunk_size: int | None
     cu_seqlens: Sequence[int] | None
-    mask: Mask | Tensor | None  # no tensor once the call is checked
+    mask: Mask | Tensor | None  # no tensor once the bias says it
     softmax_scale: float | None
     softcap: float | None
     dropout_p: float
@@ -135,6 +135,7 @@ class Options(NamedTuple):
     return_lse: bool
     kernel: str | KernelConfig
     transport: str
+    bias_masks: bool = False  # the bias says a mask that was a tensor
 
 
 def check_call(
@@ -230,8 +231,8 @@ def _check_capture(call: Call) -> None:
     """
     if call.needs_index:
         raise UnsupportedError(
-            "bias, alibi_slopes, dropout_p and predicate masks cannot be captured into a CUDA "
-            "graph. Instead: leave the call out of the graph, or the option out of the call"
+            "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
+            "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
         )
     if call.kernel.capabilities.name == "eager":
         raise UnsupportedError(
@@ -311,7 +312,7 @@ def _prepare(
     params = Params(
         plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
-        options.deterministic, bias_grad,
+        options.deterministic, bias_grad, options.bias_masks,
     )  # fmt: skip
     shapes = zip(
         ("q", "k", "v", "sinks", "bias", "alibi_slopes"),

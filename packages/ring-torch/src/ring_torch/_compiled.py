@@ -33,7 +33,7 @@ _OTHER_GROUP = (
 _LOW = (1 << 32) - 1
 
 #: What of :class:`Options` is static, and written as it is.
-PLAIN = ("causal", "deterministic", "return_lse", "transport")
+PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks")
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -189,8 +189,8 @@ def attend_in_graph(
         else (segment_ids, segment_ids)
     )
     causal, numbers = _numbers(options)
-    static = (causal, options.deterministic, options.return_lse, options.transport)
-    text = static_text(group, schedule, options.kernel, static, grad)
+    given = (options.deterministic, options.return_lse, options.transport, options.bias_masks)
+    text = static_text(group, schedule, options.kernel, (causal, *given), grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
 

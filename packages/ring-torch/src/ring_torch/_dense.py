@@ -1,4 +1,7 @@
-"""A mask given as an array, row by row: for rules that no option says, where it is affordable."""
+"""A mask given as an array, row by row: for rules that no option says, where it is affordable.
+
+Inside a call the bias says it, by ``-inf``; kernels skip the blocks of which nothing else is left.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +40,4 @@ def with_dense_mask(
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
-    return options._replace(mask=None), torch.where(shown, zero, hidden)
+    return options._replace(mask=None, bias_masks=True), torch.where(shown, zero, hidden)

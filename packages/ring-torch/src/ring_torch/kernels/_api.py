@@ -35,6 +35,7 @@ class Params:
     blocks: BlockGeometry | None = None  # a predicate's tiles
     deterministic: bool = False
     bias_grad: bool = False  # the bias wants its gradient
+    bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
 
 
 class Rows(NamedTuple):

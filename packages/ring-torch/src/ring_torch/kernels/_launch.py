@@ -106,7 +106,8 @@ class Launch:
 
     @property
     def _is_listed(self) -> bool:
-        return self.item.tiles is not None or self.rows.segments is not None
+        by_ids, by_bias = self.rows.segments is not None, self.params.bias_masks
+        return self.item.tiles is not None or by_ids or by_bias
 
     def _facts(
         self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
@@ -143,10 +144,17 @@ class Launch:
         segments = None
         if rows.segments is not None and columns.segments is not None:
             segments = rows.segments, columns.segments
-        found = visits(self.item, grid, segments)
+        found = visits(self.item, grid, segments, self._shown())
         many, outer, inner = found.blocks.shape
         batch = outer * inner if many > 1 else 0
         return {"visits": found.blocks, "counts": found.counts, "visits_batch": batch}
+
+    def _shown(self) -> Tensor | None:
+        """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
+        bias, position = self.rows.bias, self.columns.position
+        if bias is None or position is None or not self.params.bias_masks:
+            return None
+        return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, by_columns: bool) -> dict[str, Tensor]:
         """What says who sees whom."""

@@ -1,8 +1,9 @@
 """Which blocks of scores the Triton kernels compute, where bands alone do not say.
 
 A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
-the item which blocks to visit; where segment ids or a predicate decide, the blocks that are not
-empty are listed, for each block of the outer side: partial ones first, then full ones.
+the item which blocks to visit; where segment ids, a predicate or a mask that is a tensor decide,
+the blocks that are not empty are listed, for each block of the outer side: partial ones first, then
+full ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 from ring_core.triton.blocks import Flags, parts_of_tiles
@@ -46,18 +48,38 @@ class Visits(NamedTuple):
     counts: Tensor
 
 
-def visits(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -> Visits:
-    """The blocks of an item, with segment ids ``[B, n]`` of its rows and ``[B, m]`` columns."""
-    if segments is None:
+def visits(
+    item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, shown: Tensor | None = None
+) -> Visits:
+    """The blocks of an item.
+
+    Segment ids are ``[B, n]`` of its rows and ``[B, m]`` of its columns; ``shown``, bool ``[B or 1,
+    n, m]``, is false where a mask hides from all heads.
+    """
+    if segments is None and shown is None:
         return _without_segments(item, grid)
     kinds = _kinds_on(item, grid)
+    if segments is not None:
+        kinds = _among_segments(kinds, segments, grid)
+    if shown is not None:
+        kinds = torch.where(in_blocks(shown, grid.block_q, grid.block_k), kinds, EMPTY)
+    return _listed(kinds, grid)
+
+
+def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
+    """Whether a block of ``[B, n, m]`` shows anything, ``[B, I, J]``."""
+    edges = (0, -shown.shape[2] % block_k, 0, -shown.shape[1] % block_q)
+    blocks = functional.pad(shown, edges).unflatten(2, (-1, block_k)).unflatten(1, (-1, block_q))
+    live: Tensor = blocks.any(dim=4).any(dim=2)
+    return live
+
+
+def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
     q_min, q_max = (x[:, :, None] for x in _extremes(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _extremes(segments[1], grid.block_k))
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
     alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
-    return _listed(
-        torch.where(meets, torch.where(alike, kinds, kinds.clamp(max=PARTIAL)), EMPTY), grid
-    )
+    return torch.where(meets, torch.where(alike, kinds, kinds.clamp(max=PARTIAL)), EMPTY)
 
 
 @cached_tensors(maxsize=32)  # of a long sequence each takes megabytes

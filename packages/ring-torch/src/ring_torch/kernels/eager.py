@@ -191,7 +191,7 @@ class Sight:
             start = max(start, int(item.cu_k[documents[0] - 1]))
             stop = min(stop, int(item.cu_k[documents[1]]))
         for j in _blocks(start, stop, size):
-            if item.tiles is None or self._tiles(i, j).any():
+            if (item.tiles is None or self._tiles(i, j).any()) and self._is_shown(i, j):
                 yield j
 
     def scores(self, q: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -210,7 +210,7 @@ class Sight:
             return x, slope, None
         by_head = self._by_head(x, i)
         if rows.bias is not None:
-            bias = rows.bias[:, :, i].index_select(-1, _known(self.columns.position)[j]).to(x.dtype)
+            bias = self._bias(rows.bias, i, j).to(x.dtype)
             by_head = by_head + bias
             visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
         if rows.slopes is not None:
@@ -220,6 +220,17 @@ class Sight:
             return by_head.reshape(x.shape), slope, None
         by_head.masked_fill_(~visible, -torch.inf)
         return by_head.reshape(x.shape), slope, visible.expand(by_head.shape).reshape(x.shape)
+
+    def _bias(self, bias: Tensor, i: slice, j: slice) -> Tensor:
+        """A block of the bias, ``[B or 1, H or 1, n, m]``."""
+        return bias[:, :, i].index_select(-1, _known(self.columns.position)[j])
+
+    def _is_shown(self, i: slice, j: slice) -> bool:
+        """Whether a mask inside the bias shows anything of a block."""
+        bias = self.rows.bias
+        if bias is None or not self.params.bias_masks:
+            return True
+        return bool((self._bias(bias, i, j) > -torch.inf).any())
 
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
         """Dropout's factor for a block of scores; ``None`` without dropout."""

@@ -1,0 +1,335 @@
+"""A mask that is an array of booleans: exact as it stands, or too large by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ring_core import KernelConfig
+from ring_jax import ContextParallel, ring_attention
+from ring_jax._dense import shown_in_blocks
+from ring_jax._xla import Sight
+from ring_jax.equinox import convert
+from ring_jax.flax import make_attention_fn
+from ring_jax.nn import make_dot_product_attention
+
+B, T, H, D = 2, 24, 2, 8
+SHAPES: dict[str, tuple[int, ...]] = {
+    "rows": (T, T), "shared": (1, 1, T, T), "by sequence": (B, 1, T, T), "by head": (1, H, T, T),
+    "each": (B, H, T, T),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alone": {}, "causal": {"causal": True}, "documents": {"cu_seqlens": (0, 7, T)},
+    "ids": {"segment_ids": True}, "bias": {"bias": True}, "sinks": {"sinks": jnp.array([0.5, -1.0])},
+}  # fmt: skip
+Arrays = dict[str, Any]
+
+
+def _given(shape: tuple[int, ...]) -> Arrays:
+    """Q, K and V; a mask that hides all from a row; a bias; ids."""
+    rng = np.random.default_rng(0)
+    found: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
+    found["bias"] = rng.standard_normal((1, H, T, T), np.float32)
+    found["mask"] = rng.random(shape) < 0.4
+    found["mask"][..., 3, :] = False
+    found["ids"] = np.repeat(np.arange(2, dtype=np.int32), T // 2)[None].repeat(B, axis=0)
+    return found
+
+
+def _by_hand(x: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+    scores = jnp.einsum("bihd,bjhd->bhij", x["q"], x["k"]) * D**-0.5
+    scores += jnp.broadcast_to(x["bias"], scores.shape) if "bias" in options else 0
+    shown = np.broadcast_to(x["mask"], scores.shape).copy()
+    at = np.arange(T)
+    if "causal" in options:
+        shown &= at[:, None] >= at
+    if "cu_seqlens" in options:
+        shown &= (at < 7)[:, None] == (at < 7)
+    if "segment_ids" in options:
+        shown &= (at < T // 2)[:, None] == (at < T // 2)
+    scores = jnp.where(shown, scores, -jnp.inf)
+    if "sinks" in options:
+        sinks = jnp.broadcast_to(options["sinks"][None, :, None, None], (B, H, T, 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    safe = jnp.where(lse == -jnp.inf, 0, lse)[..., None]
+    return jnp.einsum("bhij,bjhd->bihd", jnp.exp(scores - safe)[..., :T], x["v"]), lse
+
+
+def _mesh(sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    types = (axis_type,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def _loss(attend: Any, mask: Any, diff: Arrays) -> Any:
+    out, lse = attend(diff, mask)
+    return jnp.sum(out**2) + jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.sin(lse))), (out, lse)
+
+
+def _compared(x: Arrays, attend: Any, options: dict[str, Any]) -> None:
+    """Result, ``lse`` and gradients, of ``attend(inputs, mask)`` under ``jit``."""
+    diff = {name: x[name] for name in ("q", "k", "v", *(["bias"] if "bias" in options else []))}
+    grads = jax.jit(jax.grad(partial(_loss, attend), argnums=1, has_aux=True))(x["mask"], diff)
+
+    def by_hand(diff: Arrays, mask: Any) -> Any:
+        return _by_hand(x | diff | {"mask": mask}, options)
+
+    expected = jax.grad(partial(_loss, by_hand, x["mask"]), has_aux=True)(diff)
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any) -> Any:
+    """``cp.attention`` of arrays in natural order."""
+
+    def attend(x: Arrays, mask: Any) -> Any:
+        given = dict(options)
+        if "bias" in given:
+            given["bias"] = cp.shard(x["bias"], dim=2)
+        if "segment_ids" in given:
+            given["segment_ids"] = cp.shard(ids)
+        qkv = [cp.shard(x[name]) for name in "qkv"]
+        call: Any = cp.attention
+        out, lse = call(*qkv, mask=cp.shard(mask, dim=-2), return_lse=True, **given, **more)
+        return cp.unshard(out), cp.unshard(lse, dim=2)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "schedule", "transport"),
+    [
+        ("rows", "alone", "zigzag", "ppermute"),
+        ("shared", "documents", "zigzag", "ppermute"),
+        ("by sequence", "bias", "balanced", "ppermute"),
+        ("by head", "causal", "balanced", "ppermute"),
+        ("each", "ids", "striped", "gather"),
+        ("rows", "sinks", "striped", "gather"),
+        ("by head", "bias", "zigzag", "gather"),
+        ("rows", "documents", "plain", "gather"),
+    ],
+)
+def test_context_parallel(shape: str, name: str, schedule: Any, transport: str) -> None:
+    x, options = _given(SHAPES[shape]), OPTIONS[name]
+    cp = ContextParallel(_mesh({"cp": 2}), "cp", schedule=schedule)
+    _compared(x, _through(cp, options, x["ids"], transport=transport), options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_with_batch_and_heads_split(kind: AxisType) -> None:
+    x, options = _given(SHAPES["each"]), OPTIONS["bias"]
+    mesh = _mesh({"dp": 2, "cp": 2, "tp": 2}, kind)
+    cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp")
+    _compared(x, _through(cp, options, x["ids"]), options)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_function(devices: int) -> None:
+    """On one device, and inside ``shard_map``: rows of the shard, columns of all keys."""
+    x, options = _given(SHAPES["by sequence"]), OPTIONS["causal"]
+    cp = ContextParallel(_mesh({"cp": devices}), "cp")
+    axis = None if devices == 1 else "cp"
+    local: Any = partial(
+        ring_attention, axis_name=axis, schedule="zigzag", causal=True, return_lse=True
+    )
+
+    def attend(x: Arrays, mask: Any) -> Any:
+        if devices == 1:
+            return local(x["q"], x["k"], x["v"], mask=mask)
+        tokens, rows = P(None, "cp"), P(None, None, "cp")
+        call: Any = jax.shard_map(
+            lambda q, k, v, mask: local(q, k, v, mask=mask), mesh=cp.mesh,
+            in_specs=(tokens, tokens, tokens, rows), out_specs=(tokens, rows),
+        )  # fmt: skip
+        out, lse = call(*(cp.shard(x[name]) for name in "qkv"), cp.shard(mask, dim=2))
+        return cp.unshard(out), cp.unshard(lse, dim=2)
+
+    _compared(x, attend, options)
+
+
+ONE = partial(ring_attention, axis_name=None)
+LOCAL = partial(ring_attention, axis_name="cp", schedule="zigzag")
+
+
+def _close(got: Any, wanted: Any) -> None:
+    """All rows but the one that sees nothing, of which frameworks make the mean of all values."""
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    seen = np.arange(T) != 3
+    np.testing.assert_allclose(got[:, seen], wanted[:, seen], rtol=2e-5, atol=2e-5)
+    assert not got[:, 3].any()
+
+
+@pytest.mark.parametrize("shape", [(T, T), (H, T, T), (1, 1, T, T), (B, 1, T, T), (B, H, T, T)])
+def test_jax_nn(shape: tuple[int, ...]) -> None:
+    x = _given(shape)
+    x["mask"] |= np.eye(T, dtype=bool) & (np.arange(T) != 3)
+    q, k, v = (jnp.asarray(x[name]) for name in "qkv")
+    options = {"bias": jnp.asarray(x["bias"]), "mask": jnp.asarray(x["mask"]), "is_causal": True}
+    attend = make_dot_product_attention(ONE)
+    _close(jax.jit(partial(attend, **options))(q, k, v),
+           jax.jit(partial(jax.nn.dot_product_attention, **options))(q, k, v))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(B, H, 1, T), (B, 1, T, 1)])
+def test_jax_nn_takes_a_mask_that_is_broadcast(shape: tuple[int, ...]) -> None:
+    x = _given((T, T))
+    q, k, v = (jnp.asarray(x[name]) for name in "qkv")
+    mask = jnp.asarray(np.random.default_rng(1).random(shape) < 0.6)
+    mask = mask.at[..., 0, :].set(True) if shape[3] == 1 else mask.at[..., 0].set(True)
+    got = make_dot_product_attention(ONE)(q, k, v, mask=mask)
+    wanted = jax.nn.dot_product_attention(
+        q, k, v, mask=jnp.broadcast_to(mask, (B, *mask.shape[1:]))
+    )
+    seen = np.broadcast_to(np.asarray(mask), (B, H, T, T)).any(axis=(1, 3))
+    np.testing.assert_allclose(got[seen], wanted[seen], rtol=2e-5, atol=2e-5)
+
+
+def test_jax_nn_beside_lengths_in_shard_map() -> None:
+    """A mask that is broadcast along the keys has a column for those of all devices."""
+    x = _given((B, 1, T, T))
+    cp, lengths = ContextParallel(_mesh({"cp": 2}), "cp"), jnp.array([11, 20], jnp.int32)
+    attend = partial(make_dot_product_attention(LOCAL), key_value_seq_lengths=lengths)
+    tokens, rows = P(None, "cp"), P(None, None, "cp")
+    call = jax.shard_map(
+        lambda q, k, v, mask: attend(q, k, v, mask=mask), mesh=cp.mesh,
+        in_specs=(tokens, tokens, tokens, rows), out_specs=tokens,
+    )  # fmt: skip
+    q, k, v, mask = (jnp.asarray(x[name]) for name in ("q", "k", "v", "mask"))
+    mask = mask.at[:, :, :3, 0].set(True)  # each row but one sees a key within the lengths
+    mask = mask.at[:, :, 4:, 0].set(True)
+    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(mask, dim=2))
+    wanted = jax.nn.dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=lengths)
+    _close(cp.unshard(out), wanted)
+    rows_alone = mask.any(axis=-1, keepdims=True)
+    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(rows_alone, dim=2))
+    full = jnp.broadcast_to(rows_alone, mask.shape)
+    wanted = jax.nn.dot_product_attention(q, k, v, mask=full, key_value_seq_lengths=lengths)
+    _close(cp.unshard(out), wanted)
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_flax(flax: str) -> None:
+    """Masks of its own functions, numbers that are not 0 among them."""
+    tokens = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 12), np.float32))
+    words = jnp.asarray(np.arange(T)[None] < np.array([[9], [T]]))
+    mask = linen.combine_masks(
+        linen.make_causal_mask(words), linen.make_attention_mask(words, words)
+    )
+    attend = make_attention_fn(ContextParallel(_mesh({"cp": 2}), "cp", schedule="plain").attention)
+
+    def run(attention_fn: Any) -> Any:
+        if flax == "linen":
+            layer = linen.MultiHeadDotProductAttention(H, attention_fn=attention_fn)
+            return layer.apply(layer.init(jax.random.key(0), tokens), tokens, mask=mask)
+        module = nnx.MultiHeadAttention(
+            H, 12, 12, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
+        )
+        return module(tokens, mask=mask)
+
+    theirs = linen.dot_product_attention if flax == "linen" else nnx.dot_product_attention
+    got, wanted = run(attend), run(theirs)
+    np.testing.assert_allclose(got[words], wanted[words], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(T, T), (H, T, T)])
+def test_equinox(shape: tuple[int, ...]) -> None:
+    """As its tests call it, and under the ``vmap`` that brings a batch."""
+    layer = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
+    ours = convert(layer, ONE)
+    rng = np.random.default_rng(3)
+    tokens, masks = rng.standard_normal((B, T, 12), np.float32), rng.random((B, *shape)) < 0.4
+    masks[..., 0] = True
+
+    def loss(layer: Any, tokens: Any, mask: Any) -> Any:
+        return jnp.sum(jax.vmap(lambda x, mask: layer(x, x, x, mask))(tokens, mask) ** 2)
+
+    found = [
+        jax.jit(jax.value_and_grad(partial(loss, one)))(tokens, masks) for one in (ours, layer)
+    ]
+    for got, wanted in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (np.zeros((T, T), np.float32), "array of booleans, got one of float32"),
+        (np.ones((T, T), np.int32), "array of booleans, got one of int32"),
+        (np.zeros((T, T + 1), bool), rf"shape \[{T}, {T}\]"),
+        (np.zeros((3, 1, T, T), bool), "got"),
+        (np.zeros(T, bool), "got"),
+        ([[True]], "Mask or an array of booleans, got list"),
+    ],
+)
+def test_what_is_no_such_mask_is_refused(mask: Any, words: str) -> None:
+    x, cp = _given((T, T)), ContextParallel(_mesh({"cp": 1}), "cp")
+    for attend in (ONE, cp.attention, cp.explain):
+        with pytest.raises(ValueError, match=words):
+            attend(x["q"], x["k"], x["v"], mask=mask)
+
+
+def test_what_is_too_large_is_told_what_to_use() -> None:
+    """The bound is on what a device holds, of global arrays as of shards."""
+    length = (1 << 13) + 2
+    q = jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32)
+    mask = jax.ShapeDtypeStruct((length, length), jnp.bool_)
+    with pytest.raises(ValueError, match=r"at most 64 MiB .*Mask\(predicate"):
+        jax.eval_shape(lambda q, mask: ONE(q, q, q, mask=mask), q, mask)
+    cp = ContextParallel(_mesh({"cp": 2}), "cp", schedule="plain")
+    jax.eval_shape(lambda q, mask: cp.attention(q, q, q, mask=mask), q, mask)
+    more = jax.ShapeDtypeStruct((1, 4, length, length), jnp.bool_)
+    with pytest.raises(ValueError, match="takes 129 MiB a rank"):
+        jax.eval_shape(lambda q, mask: cp.attention(q, q, q, mask=mask), q, more)
+
+
+@pytest.mark.parametrize("shape", [(1, H, 20, 30), (B, 1, 20, 30)])
+@pytest.mark.parametrize("sizes", [(4, 8), (32, 2)])
+def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    """From all heads; the last ones may be shorter."""
+    mask = np.random.default_rng(4).random(shape) < 0.02
+    some = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
+    assert not some.all()
+    for i, j in np.ndindex(some.shape[1:]):
+        at = (slice(i * sizes[0], (i + 1) * sizes[0]), slice(j * sizes[1], (j + 1) * sizes[1]))
+        block = mask[..., *at]
+        np.testing.assert_array_equal(some[:, i, j], block.any(axis=(1, 2, 3)))
+
+
+def test_hidden_blocks_are_not_computed() -> None:
+    """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
+    x, at = _given((T, T)), np.arange(T)
+    computed: list[None] = []
+    x["mask"] = (at // 4)[:, None] == at // 4
+    plain = Sight.scores
+
+    def counting(*args: Any) -> Any:
+        jax.debug.callback(lambda: computed.append(None))
+        return plain(*args)
+
+    def loss(q: Any) -> Any:
+        kernel = KernelConfig("xla", block_q=4, block_k=6)
+        return jnp.sum(ONE(q, x["k"], x["v"], mask=jnp.asarray(x["mask"]), kernel=kernel))
+
+    with mock.patch.object(Sight, "scores", counting):
+        jax.block_until_ready(jax.grad(loss)(jnp.asarray(x["q"])))
+        jax.effects_barrier()
+    diagonal = (at // 4)[:, None] == at // 4
+    live = diagonal.reshape(6, 4, 4, 6).any(axis=(1, 3)).sum()
+    assert live < 6 * 4
+    assert len(computed) == 2 * live
+
+
+def test_explain_takes_it() -> None:
+    x, cp = _given((T, T)), ContextParallel(_mesh({"cp": 2}), "cp")
+    assert "kernel xla" in cp.explain(x["q"], x["k"], x["v"], mask=x["mask"])

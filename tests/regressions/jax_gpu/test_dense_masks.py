@@ -1,0 +1,88 @@
+"""A mask that is an array, in the Triton kernels: exact, and what it hides is on no list."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import backends.triton_interpreter  # noqa: F401 - it sees to all that is called here
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from ring_core import KernelConfig
+from ring_jax_gpu import ContextParallel, _launch, ring_attention
+
+T, HEADS, BLOCK = 96, 2, 16
+KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
+
+
+def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
+    """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
+    rng, at = np.random.default_rng(0), np.arange(T) // 24
+    mask = (at[:, None] == at) & (rng.random(shape) < 0.7)
+    mask[..., 3, :] = False
+    qkv = [jnp.asarray(rng.standard_normal((2, T, HEADS, 16), np.float32)) for _ in range(3)]
+    return qkv, jnp.asarray(mask)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "options"),
+    [
+        ((T, T), "zigzag", {"causal": True}),
+        ((2, 1, T, T), "balanced", {"causal": True}),
+        ((2, HEADS, T, T), "striped", {"transport": "gather"}),
+    ],
+)
+def test_a_dense_mask_is_exact(
+    shape: tuple[int, ...], schedule: Any, options: dict[str, Any]
+) -> None:
+    mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    cp = ContextParallel(mesh, "cp", schedule=schedule)
+    qkv, mask = _given(shape)
+
+    def loss(qkv: Any, mask: Any, kernel: Any) -> Any:
+        shards, rows = map(cp.shard, qkv), cp.shard(mask, dim=-2)
+        out = cp.unshard(cp.attention(*shards, mask=rows, kernel=kernel, **options))
+        return jnp.sum(out**2), out
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
+    for got, wanted in zip(
+        *(jax.tree.leaves(run(qkv, mask, x)) for x in (KERNEL, "xla")), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
+def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
+    """In the forward, for dQ and for dK and dV; no gradient of a bias is computed."""
+    qkv, mask = _given(shape)
+    visited: list[int] = []
+
+    def counting(plain: Any) -> Any:
+        def listed(kinds: Any) -> Any:
+            visits = plain(kinds)
+            jax.debug.callback(lambda x: visited.append(int(x)), visits.counts.sum())
+            return visits
+
+        return listed
+
+    @jax.jit
+    def grads(qkv: Any, mask: Any) -> Any:
+        def loss(qkv: Any) -> Any:
+            return jnp.sum(ring_attention(*qkv, axis_name=None, mask=mask, kernel=KERNEL))
+
+        return jax.grad(loss)(qkv)
+
+    parts = [mock.patch.object(_launch, x, counting(getattr(_launch, x)))
+             for x in ("by_rows", "by_columns")]  # fmt: skip
+    with parts[0], parts[1], mock.patch.object(_launch.Call, "add_to_bias") as add_to_bias:
+        jax.block_until_ready(grads(qkv, mask))
+        jax.effects_barrier()
+    blocks = np.asarray(mask).any(axis=1).reshape(-1, T // BLOCK, BLOCK, T // BLOCK, BLOCK)
+    live = blocks.any(axis=(2, 4))
+    assert visited == [live.sum()] * 3
+    assert not live.all()
+    add_to_bias.assert_not_called()

@@ -1,0 +1,94 @@
+"""A mask that is an array, in the Pallas kernels: exact, and what it hides is not visited."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends.tpu_interpreter import interpreted
+
+from ring_core import KernelConfig
+from ring_jax._attention import RingAttention
+from ring_jax._xla import XlaKernel
+from ring_jax_tpu import _backward, _forward
+from ring_jax_tpu._pallas import PallasKernel
+
+ring_attention = RingAttention((PallasKernel(), XlaKernel()))
+T, HEADS, BLOCK = 300, 2, 128
+KERNEL = KernelConfig("pallas", block_q=BLOCK, block_k=BLOCK)
+
+
+def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
+    """Q, K and V, and a mask: a square below, part of one above, a row that sees nothing."""
+    rng, at = np.random.default_rng(0), np.arange(T)
+    mask = (at[:, None] < 40) == (at < 150)
+    mask = np.broadcast_to(mask, shape).copy()
+    mask[..., :40, :150] &= rng.random((*shape[:-2], 40, 150)) < 0.5
+    mask[..., 256:, :] = False
+    qkv = [jnp.asarray(rng.standard_normal((2, T, HEADS, 8), np.float32)) for _ in range(3)]
+    return qkv, jnp.asarray(mask)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fused", "poisoned"),
+    [((T, T), True, False), ((2, 1, T, T), False, False), ((1, HEADS, T, T), True, True)],
+)
+def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned: bool) -> None:
+    """Where it hides in a block keys that are NaN they leave no trace."""
+    qkv, mask = _given(shape)
+    if poisoned:
+        mask = mask.at[..., 200].set(False)
+        qkv[1:] = [x.at[:, 200].set(jnp.nan) for x in qkv[1:]]
+
+    def loss(qkv: Any, kernel: Any) -> Any:
+        out, lse = ring_attention(*qkv, axis_name=None, mask=mask, kernel=kernel, return_lse=True)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), out
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
+    with interpreted():
+        got = jax.block_until_ready(run(qkv, pallas))
+    for ours, wanted in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
+def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
+    """In the forward, for dQ and for dK and dV."""
+    qkv, mask = _given(shape)
+    mask = mask.at[0, :, 128:256].set(False) if shape[0] > 1 else mask
+    visited: list[int] = []
+
+    def counting(plain: Any) -> Any:
+        def listed(kinds: Any) -> Any:
+            jax.debug.callback(lambda x: visited.append(int(x)), (kinds > 0).sum())
+            return plain(kinds)
+
+        return listed
+
+    def loss(qkv: Any) -> Any:
+        kernel = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=False)
+        attend = partial(ring_attention, softmax_scale=0.3)  # traced here, not in another test
+        return jnp.sum(attend(*qkv, axis_name=None, mask=mask, kernel=kernel))
+
+    patches = [
+        mock.patch.object(module, name, counting(getattr(module, name)))
+        for module, name in (
+            (_forward, "by_rows"), (_backward, "by_rows"), (_backward, "by_columns"),
+        )
+    ]  # fmt: skip
+    with interpreted(), patches[0], patches[1], patches[2]:
+        jax.block_until_ready(jax.grad(loss)(qkv))
+        jax.effects_barrier()
+    blocks = -(-T // BLOCK)
+    edges = ((0, 0), (0, blocks * BLOCK - T), (0, blocks * BLOCK - T))
+    shown = np.pad(np.asarray(mask).any(axis=1), edges)
+    live = shown.reshape(-1, blocks, BLOCK, blocks, BLOCK).any(axis=(2, 4)).sum()
+    assert visited == [live] * 3
+    assert live < shown.shape[0] * blocks**2

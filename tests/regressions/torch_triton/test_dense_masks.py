@@ -1,0 +1,124 @@
+"""A mask that is a tensor, in the Triton kernels: exact, and what it hides is on no list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import KernelConfig
+from ring_torch import ContextParallel, _call
+from ring_torch.kernels import Choice, _launch
+from ring_torch.kernels._visits import in_blocks, visits
+from ring_torch.kernels.triton import TritonKernel
+from ring_torch.local import LocalRanks
+
+T, HEADS, BLOCK = 96, 2, 16
+KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def _given(shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
+    torch.manual_seed(0)
+    at = torch.arange(T) // 24
+    mask = (at[:, None] == at) & (torch.rand(shape) < 0.7)
+    mask[..., 3, :] = False
+    return [torch.randn(2, T, HEADS, 16) for _ in range(3)], mask
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT * 16**-0.5).masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return ((scores - lse.masked_fill(lse == -torch.inf, 0)).exp() @ v).transpose(1, 2)
+
+
+def _compared(_: int, shape: tuple[int, ...], schedule: Any, options: dict[str, Any]) -> None:
+    cp = ContextParallel(schedule=schedule)
+    qkv, mask = _given(shape)
+    at = torch.arange(T)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    whole = [q, k, v]
+    shown = mask & (at[:, None] >= at) if options.get("causal") else mask
+    expected = _by_hand(q, k, v, shown)
+    expected.square().sum().backward()
+    leaves = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    _call._prepare.cache_clear()
+    with patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())):
+        out = cp.attention(*leaves, mask=cp.shard(mask, dim=-2), kernel=KERNEL, **options)
+        out.square().sum().backward()
+    torch.testing.assert_close(out, cp.shard(expected.detach()), rtol=1e-4, atol=1e-5)
+    for leaf, x in zip(leaves, whole, strict=True):
+        assert leaf.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(leaf.grad, cp.shard(x.grad), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "options"),
+    [
+        ((T, T), "zigzag", {"causal": True}),
+        ((2, 1, T, T), "striped", {}),
+        ((1, HEADS, T, T), "balanced", {"causal": True}),
+        ((2, HEADS, T, T), "plain", {"transport": "gather"}),
+    ],
+)
+def test_a_dense_mask_is_exact(
+    shape: tuple[int, ...], schedule: Any, options: dict[str, Any], pool: LocalRanks
+) -> None:
+    pool.run(_compared, shape, schedule, options)
+
+
+def _visited(_: int, schedule: Any) -> tuple[int, int]:
+    """The blocks that all launches of the forward visit, and those that hold something."""
+    cp, found = ContextParallel(schedule=schedule), list[int]()
+    qkv, mask = _given((2, 1, T, T))
+
+    def counting(*args: Any) -> Any:
+        listed = visits(*args)
+        found.append(int(listed.counts.sum()))
+        return listed
+
+    with (
+        patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())),
+        patch.object(_launch, "visits", counting),
+    ):
+        _call._prepare.cache_clear()
+        cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)
+    rows, live = cp.shard(mask, dim=-2)[:, 0], 0
+    for rank in range(cp.cp_size):
+        keys = torch.as_tensor(cp.layout(T).positions(rank))
+        live += int(in_blocks(rows[..., keys], BLOCK, BLOCK).sum())
+    return sum(found), live
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+def test_hidden_blocks_are_on_no_list(schedule: Any, pool: LocalRanks) -> None:
+    for visited, live in pool.run(_visited, schedule):
+        assert visited == live
+        assert live < 2 * (T // 2 // BLOCK) * (T // BLOCK) or schedule == "striped"
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 7)])
+def test_blocks_that_it_hides(sizes: tuple[int, int]) -> None:
+    """The last ones may be shorter."""
+    torch.manual_seed(1)
+    mask = torch.rand(2, 70, 50) < 0.01
+    found = in_blocks(mask, *sizes)
+    rows = [x.any(dim=1) for x in mask.split(sizes[0], dim=1)]
+    expected = torch.stack(
+        [torch.stack([x.any(dim=1) for x in row.split(sizes[1], dim=1)], dim=1) for row in rows],
+        dim=1,
+    )
+    assert torch.equal(found, expected)
+    assert not expected.all()
