@@ -20,7 +20,15 @@ from plans import plans, shown
 from tolerances import assert_close
 from torch import Tensor
 
-from ring_core import Capabilities, Mask, WorkItem, gather_refusals
+from ring_core import (
+    Capabilities,
+    KernelConfig,
+    Mask,
+    Request,
+    WorkItem,
+    gather_refusals,
+    make_plan,
+)
 from ring_torch import _call
 from ring_torch.kernels import Choice
 from ring_torch.kernels._api import (
@@ -33,7 +41,7 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
 )
-from ring_torch.kernels._flash import FlashKernel, Options, aligned
+from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, aligned
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,31 @@ CAN = Capabilities(
 PLAIN, FORGETFUL = (FlashKernel(PlainFlash(drops_right=drops), CAN) for drops in (False, True))
 
 
+@dataclass(frozen=True)
+class Narrow(PlainFlash):
+    """A library that has two pairs of head dims, and is wrong at others."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        assert (q.shape[-1], k.shape[-1], v.shape[-1]) in {(8, 8, 8), (12, 12, 8)}
+        return super().forward(q, k, v, options, place)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert (q.shape[-1], v.shape[-1]) in {(8, 8), (12, 8)}
+        assert dout.shape[-1] == out.shape[-1] == v.shape[-1]
+        return super().backward(dout, q, k, v, out, lse, options, place)
+
+
+NARROW = FlashKernel(
+    Narrow(), CAN, head_dims=lambda *dims: HeadDims(8, 8) if dims < (8, 9) else None
+)
+UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
+
+
 @st.composite
 def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     """A rank's items, round a ring and over gathered keys, and what each shows."""
@@ -158,8 +191,9 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
 
 @settings(max_examples=60)
 @given(
-    items(), st.integers(1, 2), st.sampled_from([None, 1.5]), st.sampled_from([PLAIN, FORGETFUL])
-)
+    items(), st.integers(1, 2), st.sampled_from([None, 1.5]),
+    st.sampled_from([PLAIN, FORGETFUL, NARROW, UNLIKE]),
+)  # fmt: skip
 def test_any_item_is_its_dense_mask(
     found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
 ) -> None:
@@ -233,6 +267,35 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         assert torch.equal(result.lse.isneginf(), unseen.expand(batch, 2, 6))
         assert torch.equal(result.out.isnan().all(dim=-1), expected.transpose(1, 2))
         assert result.out[:, unseen].eq(0).all()
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, NARROW, UNLIKE])
+@pytest.mark.parametrize("documents", [None, np.array([0, 2, 6])])
+def test_results_are_written_in_place_where_they_fit(
+    kernel: FlashKernel, documents: np.ndarray[Any, Any] | None
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
+    item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
+    given = (
+        Rows(q, None, None, None, None, None), Columns(k, v, None, None), item, Params(Mask(), 1.0),
+    )  # fmt: skip
+    place = Result(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
+    result = kernel.attend(*given, place)
+    _same(result.out, kernel.attend(*given).out)
+    assert result.out.data_ptr() == place.out.data_ptr()  # V's head dim is as it was
+    upstream, dq = Upstream(torch.randn_like(v), result.out, result.lse, None), torch.empty_like(q)
+    grads = kernel.gradients(given[0], given[1], upstream, item, given[3], dq)
+    assert grads.dq.is_contiguous()
+    assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
+
+
+def test_head_dims_that_a_library_lacks_are_refused() -> None:
+    plan = make_plan(Mask(), seq_len=8, cp_size=1, schedule="plain")
+    for dim, reasons in ((7, 0), (9, 1)):
+        found = NARROW.misfits(KernelConfig(), Request("cpu", "float32", dim, dim), plan)
+        assert len(found) == reasons
+        assert all(f"head dims {dim} and {dim}" in text for text in found)
 
 
 def test_rows_begin_at_multiples_of_16_bytes() -> None:

@@ -15,7 +15,7 @@ from ring_core import (
     support_matrix,
 )
 from ring_torch.kernels._api import Kernel
-from ring_torch.kernels._flash import capability
+from ring_torch.kernels._flash import FlashKernel, capability
 from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa2 import FA2
@@ -99,7 +99,9 @@ def _named(config: KernelConfig, request: Request, plan: Plan) -> Kernel:
 
 def _misfits(kernel: Kernel, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
     """What a call's settings ask of a kernel that it cannot do on this machine."""
-    return kernel.misfits(config, request, plan) if isinstance(kernel, TritonKernel) else ()
+    if isinstance(kernel, TritonKernel | FlashKernel):
+        return kernel.misfits(config, request, plan)
+    return ()
 
 
 def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:

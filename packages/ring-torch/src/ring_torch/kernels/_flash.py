@@ -7,15 +7,16 @@ do not see it (``Capabilities.exact_nan``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ring_core import Capabilities, WorkItem
+from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import (
     ColumnGrads,
@@ -51,6 +52,13 @@ class Options(NamedTuple):
     window: Window  # as WorkItem.window
     documents: Documents | None
     deterministic: bool
+
+
+class HeadDims(NamedTuple):
+    """Head dims of Q and K, and of V."""
+
+    qk: int
+    v: int
 
 
 class Flash(Protocol):
@@ -90,16 +98,34 @@ class Flash(Protocol):
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """A kernel made of a library's calls."""
+    """A kernel made of a library's calls.
+
+    Attributes:
+        flash: The library.
+        capabilities: What it can do.
+        needs_delta: As for every kernel.
+        parts: As for every kernel.
+        head_dims: The head dims at which it computes calls of some: these, or larger ones that are
+            right or faster there, to which zeros are added; ``None`` if there are none.
+    """
 
     flash: Flash
     capabilities: Capabilities
     needs_delta: bool = False
     parts: Parts | None = None
+    head_dims: Callable[[int, int], HeadDims | None] = HeadDims
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
         return self.flash.missing()
+
+    def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+        """What a call asks of it that it cannot do on this machine."""
+        del config, plan
+        dims = request.head_dim, request.v_head_dim
+        if self.head_dims(*dims) is None:
+            return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
+        return ()
 
     def attend(
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
@@ -112,7 +138,7 @@ class FlashKernel:
         q, k, v = aligned(rows.q), aligned(columns.k), aligned(columns.v)
         if item.cu_q is None:
             options = _options(item, params)
-            out, lse = self.flash.forward(q, k, v, options, place)
+            out, lse = self._forward(q, k, v, options, place)
             return Result(out, _numbers(lse))
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
@@ -120,7 +146,7 @@ class FlashKernel:
         if place is not None and batch == 1 and unseen is None:
             inside = Result(place.out[0], place.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out, lse = self.flash.forward(q, k, v, options, inside)
+        out, lse = self._forward(q, k, v, options, inside)
         lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
         out = out.unflatten(0, (batch, -1))
         if unseen is not None:
@@ -158,7 +184,7 @@ class FlashKernel:
         if item.cu_q is None:
             options = _options(item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
-            grads = self.flash.backward(dout, q, k, v, out, lse, options, place)
+            grads = self._backward(dout, q, k, v, out, lse, options, place)
             return ItemGrads(*grads, None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
@@ -166,9 +192,38 @@ class FlashKernel:
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         inside = place[0] if place is not None and batch == 1 else None
-        grads = self.flash.backward(dout, q, k, v, out, lse, options, inside)
+        grads = self._backward(dout, q, k, v, out, lse, options, inside)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
         return ItemGrads(dq, dk, dv, None)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """The library's, at head dims that it has."""
+        dims, v_dim = self._dims(q, v), v.shape[-1]
+        if dims.v != v_dim:
+            place = None
+        q, k, v = padded(q, dims.qk), padded(k, dims.qk), padded(v, dims.v)
+        out, lse = self.flash.forward(q, k, v, options, place)
+        return _narrow(out, v_dim), lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The library's, at head dims that it has."""
+        dims, qk_dim, v_dim = self._dims(q, v), q.shape[-1], v.shape[-1]
+        if dims.qk != qk_dim:
+            place = None
+        q, k = padded(q, dims.qk), padded(k, dims.qk)
+        dout, v, out = (padded(x, dims.v) for x in (dout, v, out))
+        dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
+        return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
+
+    def _dims(self, q: Tensor, v: Tensor) -> HeadDims:
+        dims = self.head_dims(q.shape[-1], v.shape[-1])
+        assert dims is not None, "the kernel was not chosen for these"
+        return dims
 
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
         """The launches of an item that is not one, counted from its corner; else none."""
@@ -227,6 +282,16 @@ def aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """A tensor with zeros added to its last dimension, which change no score and no output."""
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    """Without what stands in columns that were added."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
 
 
 def _numbers(lse: Tensor) -> Tensor:

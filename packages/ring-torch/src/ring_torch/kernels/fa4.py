@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels._api import Result
 from ring_torch.kernels._fa4_hopper import Function, HopperParts, recorded
-from ring_torch.kernels._flash import FlashKernel, Options, capability
+from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, capability
+
+_WIDE = 128  # head dims above have kernels of their own, on Hopper alone
+_MOST_LAUNCHES = 256
 
 
 class Flash4:
@@ -35,7 +39,9 @@ class Flash4:
             return self._forward(q, k, v, options, place)
         if place is None or options.documents is not None:
             return self._forward(q, k, v, options, None)
-        known = (q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, options)
+        known = (
+            q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, options,
+        )  # fmt: skip
         if known in self._launches:
             # The library's own way there takes 0.1 ms of the host.
             launch, rest = self._launches[known]
@@ -46,6 +52,8 @@ class Flash4:
             with recorded(_interface()._flash_attn_fwd) as (calls,):
                 self._forward(q, k, v, options, place)
             ((launch, given),) = calls
+            if len(self._launches) >= _MOST_LAUNCHES:
+                del self._launches[next(iter(self._launches))]
             self._launches[known] = launch, given[5:]
         return place.out, place.lse
 
@@ -62,12 +70,20 @@ class Flash4:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``."""
+        """``(dq, dk, dv)``; of grouped heads and unlike head dims dK and dV are float32.
+
+        For these the library has no backward: each query head gets its keys and values.
+        """
         score_mod, score_mod_bwd = _capped(options)
+        group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
         dq, dk, dv = _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse, dq=place, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
             deterministic=options.deterministic, **_common(options),
         )  # fmt: skip
+        if group > 1:
+            dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
 
 
@@ -91,6 +107,23 @@ def _capped(options: Options) -> tuple[Any, Any]:
     from ring_torch.kernels._fa4_softcap import capped, slope
 
     return capped(options.softcap), slope(options.softcap)
+
+
+@lru_cache(maxsize=256)
+def _head_dims(head_dim: int, v_head_dim: int) -> HeadDims | None:
+    """Head dims at which version 4.0.0b36 is right, measured on Hopper.
+
+    At others dQ is wrong, and dK and dV of grouped heads (48, 80, 112), or it does not launch (V
+    wider than Q and K); with documents 64 beside 128 is wrong.
+    """
+    widest = max(head_dim, v_head_dim)
+    if widest > _WIDE and capability()[0] != 9:
+        return None
+    if v_head_dim <= _WIDE < head_dim <= 192:
+        return HeadDims(192, _WIDE)
+    multiple = 32 if widest <= _WIDE else 16
+    dim = -(-widest // multiple) * multiple
+    return HeadDims(dim, dim)
 
 
 @cache
@@ -121,10 +154,10 @@ def _missing() -> str | None:
 FA4 = FlashKernel(
     Flash4(),
     Capabilities(
-        name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
-        bands="any", documents=True, softcap=True, deterministic=True, exact_nan=False,
-        # With others dK and dV of grouped heads and of documents are wrong (4.0.0b36, measured).
-        head_dim_multiple=32,
+        name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        mixed_head_dims=True, bands="any", documents=True, softcap=True, deterministic=True,
+        exact_nan=False,
     ),
     parts=HopperParts(),
+    head_dims=_head_dims,
 )  # fmt: skip
