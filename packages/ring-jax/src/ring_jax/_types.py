@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Plan
+from ring_core import Capabilities, KernelConfig, Mask, Plan
 
 Array = jax.Array
+Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
@@ -105,6 +106,21 @@ class Grads(NamedTuple):
     dbias: Array | None  # like the rows' bias
 
 
+class Share(NamedTuple):
+    """What a device is given of a call, as far as a kernel may refuse it for its size."""
+
+    batch: int
+    q_len: int
+    k_lens: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    has_ids: bool
+    has_bias: bool
+    has_dropout: bool
+    device_kind: str  # as jax calls it
+
+
 class Rectangle(NamedTuple):
     """Local queries of a rank that see the same local keys of a rank, all of them."""
 
@@ -126,6 +142,7 @@ class Static:
         last: Nothing is merged into a kernel's result any more. It may be rounded.
         rectangles: All that ranks compute now, if that is at most one each; but for segment ids,
             which may hide some of it.
+        forward_only: Those of the kernels whose backward another one does.
     """
 
     plan: Plan
@@ -141,6 +158,7 @@ class Static:
     fresh: bool = False
     last: bool = False
     rectangles: tuple[Rectangle, ...] = ()
+    forward_only: tuple[Kernel, ...] = ()
 
     @property
     def wide(self) -> jnp.dtype:
@@ -154,6 +172,12 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
+        ...
+
+    def refusals(
+        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
+    ) -> tuple[str, ...]:
+        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...
 
     def forward(
