@@ -43,6 +43,7 @@ SLOW_ON_TPU = (
     )),
     "test_compiles[v5e:2x2-False",
     "test_blocks_of_dq_that_come_back_at_once[heads0",
+    "test_pieces_of_every_mask", "test_long_shards_compile", "test_transfers_beside_pieces[True",
 )  # fmt: skip
 #: Kernels of whose kind others are compiled each time.
 SLOW_ON_GPU = (

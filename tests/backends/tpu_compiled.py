@@ -55,10 +55,18 @@ def compiled(
 
 
 def schedule_of(program: Any) -> list[tuple[str, str, str]]:
-    """``(what, name, operands)`` in the order a device runs them: start, done or kernel."""
+    """``(what, name, operands)`` in the order a device runs them: start, done or kernel.
+
+    A loop of launches counts as one kernel.
+    """
     text = program.as_text()
     assert "is_scheduled=true" in text
     entry = text[text.index("\nENTRY ") :]
+    loops = {
+        match[1]
+        for match in re.finditer(r"\n%?([\w.-]+) [^\n]*\{\n(.*?)\n\}", text, re.DOTALL)
+        if "tpu_custom_call" in match[2]
+    }
     found = []
     for line in entry.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)", line)
@@ -67,7 +75,10 @@ def schedule_of(program: Any) -> list[tuple[str, str, str]]:
         name, operation, rest = match.groups()
         if operation in ("collective-permute-start", "collective-permute-done"):
             found.append((operation.rsplit("-", 1)[1], name, rest))
-        elif operation == "custom-call" and "tpu_custom_call" in line:
+            continue
+        body = re.search(r"body=%?([\w.-]+)", rest)
+        launches = body is not None and body[1] in loops
+        if launches or (operation == "custom-call" and "tpu_custom_call" in line):
             found.append(("kernel", name, rest))
     return found
 

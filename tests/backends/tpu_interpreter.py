@@ -53,6 +53,10 @@ class InterpretedKernel:
         self._outside = ThreadPoolExecutor(1)  # where jax knows of no mesh
         self._turn = Lock()
 
+    def refusals(self, *args: Any) -> tuple[str, ...]:
+        """As :meth:`PallasKernel.refusals`."""
+        return PallasKernel().refusals(*args)
+
     def forward(
         self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
     ) -> Result:

@@ -13,8 +13,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_core import KernelConfig, UnsupportedError
+from ring_jax._types import Pass
 from ring_jax_tpu import ring_attention
-from ring_jax_tpu._blocks import Pass, Shape, choose_blocks, default_sizes, vmem_mib
+from ring_jax_tpu._blocks import Shape, choose_blocks, default_sizes, vmem_mib
 from ring_jax_tpu._generations import GENERATIONS, UNKNOWN, Generation, generation_of
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -120,7 +121,8 @@ def test_refusals_say_what_would_work() -> None:
     [
         (KernelConfig(), 2048, 2),
         (KernelConfig(block_q=2048, block_k=2048), 2048, 0),  # too large for the chip
-        (KernelConfig(block_q=128, block_k=128), 65536, 0),  # too many for the list
+        (KernelConfig(block_q=128, block_k=128), 65536, 3),  # in pieces
+        (KernelConfig(block_q=128, block_k=128), 1 << 21, 0),  # too many along a side
     ],
 )
 def test_auto_leaves_what_does_not_fit_to_xla(

@@ -195,7 +195,7 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)
     np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
     np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
-    for visits, outer in ((by_rows(kinds), 0), (by_columns(kinds), 1)):
+    for visits, outer in ((by_rows(kinds).whole(), 0), (by_columns(kinds).whole(), 1)):
         words = [unpack(word) for word in np.asarray(visits.words[0])[: int(visits.steps)]]
         live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda at: at[outer])
         assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live

@@ -101,26 +101,26 @@ def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[
             pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
             Relay.scratch(blocks.q, facts.head_dim),
         ),
-        cost=_cost_of_all(launch),
+        cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
 
 
-def _cost_of_all(launch: Launch) -> pl.CostEstimate:
-    """The fused kernel's cost if all pairs were seen.
+def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
+    """The fused kernel's cost if all pairs were seen, in one of its pieces.
 
     XLA seems to take a kernel that names none to be over at once: told to drop barriers, it sends
     the next K/V beside the kernel's dK/dV, after it, where nothing hides them.
     """
     batch, heads, q_len, head_dim = launch.operands.q.shape
-    pairs = batch * heads * q_len * launch.operands.kv.shape[2]
+    pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces
     products = 3 * head_dim + 2 * launch.facts.v_dim
     return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
 
 
 def _bias_grads(launch: Launch, above: Upstream, dbias: Array) -> Array:
     blocks = launch.blocks
-    visits = by_rows(for_every_batch(launch.kinds))
-    grid = bias_grid(visits, dbias.shape, launch.operands.q.shape)
+    walk = by_rows(for_every_batch(launch.kinds))
+    grid = bias_grid(walk, dbias.shape, launch.operands.q.shape)
     return launch.run(
         _add_to_bias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
         scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),

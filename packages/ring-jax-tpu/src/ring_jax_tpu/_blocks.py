@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from ring_core import KernelConfig, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_jax._types import Pass
 from ring_jax_tpu._generations import UNKNOWN, Generation, Pair
 
 LANES = 128  # of a vector register: sizes of blocks are multiples
 _SPARING = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
 _MIB = 2.0**20
 _SPAN = 8192  # below this span narrow blocks cost less: see docs/tried.md
-
-Pass = Literal["forward", "backward"]
 
 #: ``(queries, keys)`` a block by pass where numbers are wide; see :func:`default_sizes`.
 _WIDE: dict[Pass, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
@@ -70,6 +68,12 @@ def choose_blocks(
             f"leave them out, or kernel='auto'"
         )
     return Blocks(q, k, _rounded(q_len, q), _rounded(k_len, k))
+
+
+def span_of(mask: Mask) -> float:
+    """The most keys that a query sees."""
+    left, right = mask.band
+    return math.inf if left is None or right is None else left + right + 1
 
 
 def default_sizes(

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import jax
-
+from ring_jax._call import device_kind
 from ring_jax._types import Array
 
 Pair = tuple[int, int]  # (queries, keys)
@@ -70,12 +69,5 @@ GENERATIONS = MappingProxyType(
 
 
 def generation_of(x: Array) -> Generation:
-    """What an array's program is compiled for, as far as that is known while it is traced.
-
-    The mesh around the call knows (``shard_map``, ``set_mesh``), else that of the array's sharding,
-    else the machine's first device is taken.
-    """
-    meshes = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    devices = [mesh.abstract_device for mesh in meshes if mesh.abstract_device is not None]
-    kind = (devices or jax.devices())[0].device_kind
-    return GENERATIONS.get(kind, UNKNOWN)
+    """What an array's program is compiled for, as far as that is known while it is traced."""
+    return GENERATIONS.get(device_kind(x), UNKNOWN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,14 +13,15 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ring_core import KernelConfig, Mask
 from ring_jax._ring import axes_of, vary_alike
-from ring_jax._types import Array, Columns, Rows, Static, Work
-from ring_jax_tpu._blocks import LANES, Blocks, Pass, Shape, choose_blocks, part_sizes
+from ring_jax._types import Array, Columns, Pass, Rows, Static, Work
+from ring_jax_tpu._blocks import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
 from ring_jax_tpu._generations import Generation, generation_of
 from ring_jax_tpu._scores import Facts, Marks, Scalars, Tile
 from ring_jax_tpu._visits import (
     Visit,
-    Visits,
+    Walk,
     block_kinds,
     check_number,
     item_bounds,
@@ -49,6 +49,20 @@ class Place(NamedTuple):
     batch: Any
     head: Any
     visit: Visit
+
+
+def fitting_blocks(
+    direction: Pass, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
+    lists: int, generation: Generation,
+) -> Blocks:  # fmt: skip
+    """The blocks of a launch over so many queries and keys, with so many lists of visits.
+
+    Raises:
+        UnsupportedError: They do not fit on chip, or are too many.
+    """
+    blocks = choose_blocks(config, direction, shape, *lengths, span_of(mask), generation)
+    check_number(lists, blocks)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -80,19 +94,20 @@ class Launch:
             head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
             rows.seed is not None,
         )  # fmt: skip
-        left, right = static.plan.mask.band
-        span = math.inf if left is None or right is None else left + right + 1
-        generation = generation_of(rows.q)
-        blocks = choose_blocks(static.config, direction, shape, q_len, k_len, span, generation)
+        mask, generation = static.plan.mask, generation_of(rows.q)
+        masks = static.bias_masks and rows.bias is not None and rows.bias.shape[0] > 1
+        lists = batch if rows.ids is not None or masks else 1
+        blocks = fitting_blocks(
+            direction, static.config, mask, shape, (q_len, k_len), lists, generation
+        )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
             kinds = under_mask(kinds, rows.bias, blocks)
-        check_number(kinds)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         facts = Facts(
             static, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
-            bounds.shape[0], heads if by_batch else 0, part_sizes(span, generation),
+            bounds.shape[0], heads if by_batch else 0, part_sizes(span_of(mask), generation),
             generation.asks_ahead,
         )  # fmt: skip
         slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)
@@ -136,9 +151,8 @@ class Launch:
         ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
         blocks that are not visited keep their values. ``cost`` is for XLA's schedule.
         """
-        scalars = self.scalars._replace(visits=grid.visits.words.reshape(-1))
         room: tuple[Any, ...] = ()
-        if scalars.dropout is not None:
+        if self.scalars.dropout is not None:
             room = (pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32),)
 
         def body(scalars: Scalars, operands: Operands, *refs: Any) -> None:
@@ -153,18 +167,23 @@ class Launch:
         operands = self.operands
         if self._fetches_apart:
             operands = operands._replace(kv=(operands.kv, operands.kv))
-        arrays = (scalars, operands, extra, into)
-        scalars, operands, extra, into = vary_alike(arrays, axes_of(arrays))
-        before = len(jax.tree.leaves((scalars, operands, extra)))
+        walk, steps = grid.walk, None
+        lists = walk.kinds
+        if walk.pieces == 1:
+            lists, number = walk.whole()
+            steps = None if isinstance(number, int) else number
+        arrays = (lists, self.scalars, operands, extra, into)
+        lists, scalars, operands, extra, into = vary_alike(arrays, axes_of(arrays))
+        before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
         semantics = [
             pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY for n in range(len(grid.sizes))
         ]
 
-        # Pallas's own vmap knows neither memory that a kernel copies from itself nor, where lists
-        # differ, a traced number of steps; a vmapped axis is run through one by one instead.
-        def call(
-            steps: Array | None, scalars: Scalars, operands: Operands, extra: Any, into: Any
-        ) -> Any:
+        def launch(
+            words: Array, steps: Array | int | None, scalars: Scalars, operands: Operands,
+            extra: Any, into: Any,
+        ) -> Any:  # fmt: skip
+            scalars = scalars._replace(visits=words.reshape(-1))
             steps_or_one = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
@@ -186,8 +205,20 @@ class Launch:
             )(scalars, operands, extra, into)
             return results[0]
 
-        steps = None if isinstance(grid.visits.steps, int) else grid.visits.steps
-        result: T = sequential_vmap(call)(steps, scalars, operands, extra, into)
+        # Pallas's own vmap knows neither memory that a kernel copies from itself nor, where lists
+        # differ, a traced number of steps; a vmapped axis is run through one by one instead.
+        def call(lists: Array, steps: Array | None, *arrays: Any) -> Any:
+            if walk.pieces == 1:
+                return launch(lists, steps, *arrays)
+            scalars, operands, extra, into = arrays
+
+            def piece(n: Array, into: Any) -> Any:
+                words, steps = replace(walk, kinds=lists).piece(n)
+                return launch(words, steps, scalars, operands, extra, into)
+
+            return lax.fori_loop(0, walk.pieces, piece, into)
+
+        result: T = sequential_vmap(call)(lists, steps, scalars, operands, extra, into)
         return result
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
@@ -261,13 +292,13 @@ class Grid:
     """The steps of a kernel.
 
     Attributes:
-        visits: The blocks it visits.
+        walk: The blocks it visits.
         sizes: Of the axes; ``None`` is the one along the visits.
         parallel: How many of the first axes may be split over a chip's cores.
         place: From scalars and the step along each axis to where that is.
     """
 
-    visits: Visits
+    walk: Walk
     sizes: tuple[int | None, ...]
     parallel: int
     place: Callable[..., Place]
@@ -279,19 +310,19 @@ class Grid:
         return pl.BlockSpec(shape, lambda *ids: index(self.place(ids[-1], *ids[:-1])))
 
 
-def query_head_grid(visits: Visits, q: tuple[int, ...]) -> Grid:
+def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     """All visits for each query head of ``[B, H, ...]``."""
-    stride = _list_stride(visits)
+    stride = walk.stride
 
     def place(scalars: Scalars, batch: Any, head: Any, step: Any) -> Place:
         return Place(batch, head, unpack(scalars.visits[batch * stride + step]))
 
-    return Grid(visits, (*q[:2], None), 2, place)
+    return Grid(walk, (*q[:2], None), 2, place)
 
 
-def key_head_grid(visits: Visits, kv: tuple[int, ...], group: int) -> Grid:
+def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
-    stride = _list_stride(visits)
+    stride = walk.stride
 
     def place(scalars: Scalars, batch: Any, kv_head: Any, step: Any, member: Any) -> Place:
         visit = unpack(scalars.visits[batch * stride + step])
@@ -300,10 +331,10 @@ def key_head_grid(visits: Visits, kv: tuple[int, ...], group: int) -> Grid:
         )
         return Place(batch, kv_head * group + member, visit)
 
-    return Grid(visits, (*kv[:2], None, group), 2, place)
+    return Grid(walk, (*kv[:2], None, group), 2, place)
 
 
-def bias_grid(visits: Visits, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
+def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     """Each visit for each bias, for all batch rows and query heads that share it."""
     shared = q[0] // bias[0], q[1] // bias[1]
 
@@ -316,18 +347,12 @@ def bias_grid(visits: Visits, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid
         )
         return Place(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
-    return Grid(visits, (*bias[:2], None, *shared), 2, place)
+    return Grid(walk, (*bias[:2], None, *shared), 2, place)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
     """What a kernel copies from itself has to lie in main memory, where XLA may not move it."""
     return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
-
-
-def _list_stride(visits: Visits) -> int:
-    """Words between the lists of two batch rows; 0 if they share one."""
-    many, length = visits.words.shape
-    return length if many > 1 else 0
 
 
 def _dropout_words(rows: Rows) -> Array | None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ring_core import Capabilities, UnsupportedError
-from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
-from ring_jax._xla import XlaKernel
+from ring_core import Capabilities, KernelConfig, Mask, UnsupportedError
+from ring_jax._types import Columns, Grads, Pass, Result, Rows, Share, Static, Upstream, Work
 from ring_jax_tpu._backward import backward
-from ring_jax_tpu._blocks import Pass, prefers_fused
+from ring_jax_tpu._blocks import Shape, prefers_fused
 from ring_jax_tpu._forward import forward
-from ring_jax_tpu._launch import Launch
+from ring_jax_tpu._generations import GENERATIONS, UNKNOWN
+from ring_jax_tpu._launch import Launch, fitting_blocks
 
 
 @dataclass(frozen=True)
 class PallasKernel:
     """Visits the blocks that are not empty, whatever the mask; see :mod:`ring_jax_tpu._visits`.
 
-    Whether blocks fit on chip depends on the generation, which is known no earlier than here: under
-    ``kernel="auto"`` those that do not are left to ``xla``.
+    Whether blocks fit on chip depends on the generation: those that do not are refused before
+    anything is traced.
     """
 
     capabilities = Capabilities(
@@ -41,15 +41,29 @@ class PallasKernel:
         fused_backward=True,
     )
 
+    def refusals(
+        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
+    ) -> tuple[str, ...]:
+        """What a launch would refuse."""
+        shape = Shape(
+            share.head_dim, share.v_head_dim, share.itemsize, share.has_bias, share.has_dropout
+        )
+        generation = GENERATIONS.get(share.device_kind, UNKNOWN)
+        try:
+            for k_len in share.k_lens:
+                lengths = share.q_len, k_len
+                fitting_blocks(direction, config, mask, shape, lengths, share.lists, generation)
+        except UnsupportedError as error:
+            return (str(error).removeprefix("kernel 'pallas': "),)
+        return ()
+
     def forward(
         self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
     ) -> Result:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
-        launch = _launch("forward", static, rows, columns, work)
-        if launch is None:
-            return XlaKernel().forward(static, rows, columns, work, into)
+        launch = Launch.of("forward", static, rows, columns, work)
         return forward(launch, into)
 
     def backward(
@@ -59,22 +73,8 @@ class PallasKernel:
         """Add the items' gradients to ``into``."""
         if into.dq.size == 0:
             return into
-        launch = _launch("backward", static, rows, columns, work)
-        if launch is None:
-            return XlaKernel().backward(static, rows, columns, upstream, work, into)
+        launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
         if fused is None:
             fused = prefers_fused(launch.shape, launch.blocks)
         return backward(launch, upstream, into, fused=fused)
-
-
-def _launch(
-    direction: Pass, static: Static, rows: Rows, columns: Columns, work: Work
-) -> Launch | None:
-    """``None`` where it does not fit and the call left the choice of a kernel open."""
-    try:
-        return Launch.of(direction, static, rows, columns, work)
-    except UnsupportedError:
-        if static.config.name != "auto":
-            raise
-        return None

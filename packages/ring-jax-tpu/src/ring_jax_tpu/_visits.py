@@ -4,13 +4,18 @@ A block is empty, full, partial (needs its mask), or odd: partial and holding nu
 finite, which weights of 0 do not keep out of products. The blocks that are not empty are written
 down one after another, and the grid of a kernel walks along that list, whose length is known on the
 device only: empty blocks are neither fetched nor computed, and cost no step of the grid.
+
+A list lies in scalar memory, which holds so many words. Where there are more blocks, a kernel is
+launched for some rows (or columns) of blocks after others, each time with a list of their own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
 from ring_jax._dense import shown_in_blocks
@@ -23,7 +28,7 @@ _FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
 
 # A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
 _KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
-_MOST = 1 << 17  # words of the list in scalar memory; half as many were compiled, for v5e
+_MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for every generation
 
 
 class Visits(NamedTuple):
@@ -111,27 +116,76 @@ def for_every_batch(kinds: Array) -> Array:
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY)
 
 
-def by_rows(kinds: Array) -> Visits:
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """All blocks that are not empty, in order, in pieces of whole rows or columns.
+
+    Attributes:
+        kinds: int32 ``[1 or B, outer, inner]``: rows of columns, or columns of rows.
+        outer_at, inner_at: Where a word holds the numbers of each.
+    """
+
+    kinds: Array
+    outer_at: int
+    inner_at: int
+
+    @property
+    def pieces(self) -> int:
+        """How many lists it takes."""
+        many, outer, inner = self.kinds.shape
+        return -(-outer // max(1, _MOST // (many * inner)))
+
+    @property
+    def height(self) -> int:
+        """Rows or columns of blocks in a piece; the last may have fewer."""
+        return -(-self.kinds.shape[1] // self.pieces)
+
+    @property
+    def stride(self) -> int:
+        """Words between the lists of two batch rows; 0 if they share one."""
+        many, _, inner = self.kinds.shape
+        return self.height * inner if many > 1 else 0
+
+    def whole(self) -> Visits:
+        """The list, where there is one."""
+        assert self.pieces == 1
+        return _listed(self.kinds, self.outer_at, self.inner_at)
+
+    def piece(self, n: Array) -> Visits:
+        """The list of a piece."""
+        missing = self.pieces * self.height - self.kinds.shape[1]
+        kinds = jnp.pad(self.kinds, ((0, 0), (0, missing), (0, 0)), constant_values=EMPTY)
+        kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
+        words, steps = _listed(kinds, self.outer_at, self.inner_at)
+        return Visits(words + ((n * self.height) << self.outer_at), steps)
+
+
+def by_rows(kinds: Array) -> Walk:
     """Visit the blocks row by row."""
-    return _listed(kinds, _Q_AT, _K_AT)
+    return Walk(kinds, _Q_AT, _K_AT)
 
 
-def by_columns(kinds: Array) -> Visits:
+def by_columns(kinds: Array) -> Walk:
     """Visit the blocks column by column."""
-    return _listed(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
+    return Walk(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
 
 
-def check_number(kinds: Array) -> None:
-    """Check that the blocks fit into a list.
+def check_number(lists: int, blocks: Blocks) -> None:
+    """Check that words can name the blocks, and a list holds a row or column of them at least.
+
+    ``lists`` is 1, or where batch rows see differently how many there are.
 
     Raises:
-        UnsupportedError: They do not.
+        UnsupportedError: Not so.
     """
-    many, rows, columns = kinds.shape
-    if max(rows, columns) > 1 << _BITS or kinds.size > _MOST:
+    rows, columns = blocks.grid
+    most = min(1 << _BITS, _MOST // lists)
+    if max(rows, columns) > most:
         raise UnsupportedError(
-            f"kernel 'pallas': {many} x {rows} x {columns} blocks are more than its list of "
-            f"{_MOST} holds. Instead: choose larger block_q and block_k, or kernel='auto'"
+            f"kernel 'pallas': blocks of {blocks.q} queries and {blocks.k} keys are {rows} x "
+            f"{columns}, and {most} along a side are the most"
+            + (f" with {lists} batch rows that see differently" if lists > 1 else "")
+            + ". Instead: choose larger block_q and block_k, or kernel='auto'"
         )
 
 

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh
 
-from ring_core import KernelConfig, Mask, Request, Schedule, checks, make_plan
+from ring_core import KernelConfig, Mask, Plan, Request, Schedule, checks, make_plan
 from ring_jax._dense import split_mask, with_mask
 from ring_jax._kernels import Choice, choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._transport import choose_transport
-from ring_jax._types import Array, Inputs, Kernel, Static
+from ring_jax._types import Array, Inputs, Kernel, Share, Static
 
 
 class CheckedCall(NamedTuple):
@@ -24,6 +25,13 @@ class CheckedCall(NamedTuple):
     static: Static
     inputs: Inputs
     choice: Choice
+
+
+class Whole(NamedTuple):
+    """Of a call on all devices' arrays: the devices' kind, and how many a batch is split over."""
+
+    device_kind: str
+    batch_size: int
 
 
 def check_call(
@@ -52,13 +60,13 @@ def check_call(
     return_lse: bool,
     kernel: str | KernelConfig,
     transport: str,
-    whole: bool = False,
+    whole: Whole | None = None,
     mask_parts: int = 1,
 ) -> CheckedCall:
     """Check all arguments of a call, plan it and choose its kernel.
 
-    The arrays are one device's shards, or ``whole``: those of all ``cp_size`` devices, a ``mask``
-    that is an array among them, which is split into ``mask_parts``.
+    The arrays are one device's shards, or with ``whole`` those of all devices, a ``mask`` that is
+    an array among them, which is split into ``mask_parts``.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -71,7 +79,7 @@ def check_call(
     )  # fmt: skip
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
-    shards = 1 if whole else cp_size
+    shards = cp_size if whole is None else 1
     rule, dense = split_mask(mask)
     if dense is not None:
         shape, keys = described[0].shape, sizes.k_len * shards
@@ -104,14 +112,47 @@ def check_call(
         alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
         any_scale=scale <= 0, lse_grad=return_lse,
     )  # fmt: skip
-    choice = choose(kernels, config, request, plan)
+    words = None if dropout_seed is None else seed_words(dropout_seed)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
+    whole = whole or Whole(device_kind(q), 1)
+    share = _share(inputs, plan, way, whole, has_dropout=dropout_p > 0)
+    choice = choose(kernels, config, request, plan, share)
+    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
         plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
         sizes.head_dim, way, bias_masks=dense is not None, bias_grad=bias is not None,
+        forward_only=forward_only,
     )  # fmt: skip
-    words = None if dropout_seed is None else seed_words(dropout_seed)
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
     return CheckedCall(static, inputs, choice)
+
+
+def device_kind(x: Array, *meshes: AbstractMesh) -> str:
+    """The kind of device that an array's program is compiled for, as jax calls it.
+
+    It is known, as far as it is, from ``meshes``, from the mesh around the call (``shard_map``,
+    ``set_mesh``), or from that of the array's sharding, else the machine's first device is taken.
+    """
+    every = *meshes, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    devices = [mesh.abstract_device for mesh in every if mesh.abstract_device is not None]
+    return str((devices or jax.devices())[0].device_kind)
+
+
+def _share(x: Inputs, plan: Plan, transport: str, whole: Whole, *, has_dropout: bool) -> Share:
+    """What a device is given of a call."""
+    masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
+    apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
+    return Share(
+        x.q.shape[0] // whole.batch_size if apart else 1, plan.q_layout.local_len,
+        _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
+        x.bias is not None or x.mask is not None, has_dropout, whole.device_kind,
+    )  # fmt: skip
+
+
+def _keys_at_once(plan: Plan, transport: str) -> tuple[int, ...]:
+    """How many keys a kernel is given: a rank's, or also those of all ranks together."""
+    own = plan.k_layout.local_len
+    gathers = transport == "gather" and any(step.shift for step in plan.steps)
+    return (own, own * plan.cp_size) if gathers else (own,)
 
 
 def prepared(

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
-from ring_jax._call import check_call, prepared
+from ring_jax._call import Whole, check_call, device_kind, prepared
 from ring_jax._dense import split_mask
 from ring_jax._global import (
     AnyMesh,
@@ -167,10 +167,10 @@ class ContextParallel:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         static, inputs, _ = check_call(
-            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
-            causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
-            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
@@ -211,14 +211,20 @@ class ContextParallel:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         static, _, choice = check_call(
-            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v, whole=True,
-            causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale, softcap=softcap,
-            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
         return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
+
+    def _whole(self, q: Array, k: Array) -> Whole:
+        """Of which kind the devices are, and how many the batch of a call is split over."""
+        batch, _ = self._axes(q, k)
+        kind = device_kind(q, self.mesh.abstract_mesh)
+        return Whole(kind, size_of(self.mesh, batch))
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
-from ring_jax._types import Kernel
+from ring_jax._types import Kernel, Share
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Choice:
 
     kernels: tuple[Kernel, ...]
     passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
 
     def describe(self) -> str:
         """A few lines for ``explain``."""
@@ -29,6 +30,10 @@ class Choice:
             f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
             for can, why in self.passed_over
         ]
+        lines += [
+            f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"
+            for kernel, why in self.forward_only
+        ]
         return "\n".join(lines)
 
 
@@ -37,8 +42,12 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
     return ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in kernels))
 
 
-def choose(kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan) -> Choice:
+def choose(
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, share: Share
+) -> Choice:
     """The kernel a call named, or with ``auto`` the first for each platform that can do it.
+
+    A kernel that can do the forward alone is taken for that.
 
     Raises:
         UnsupportedError: None can; every reason is named.
@@ -52,19 +61,32 @@ def choose(kernels: Sequence[Kernel], config: KernelConfig, request: Request, pl
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
         require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
-        return Choice((kernel,), ())
+        why_not = kernel.refusals("forward", share, config, plan.mask)
+        if why_not:
+            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
+        return Choice((kernel,), (), _forward_only((kernel,), share, config, plan))
     chosen: list[Kernel] = []
     passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in kernels:
         reasons = refusals(kernel.capabilities, _on_its_device(request, kernel), plan)
+        reasons = reasons or kernel.refusals("forward", share, config, plan.mask)
         if reasons:
             passed_over.append((kernel.capabilities, reasons))
             continue
         chosen.append(kernel)
         if not kernel.capabilities.devices:
-            return Choice(tuple(chosen), tuple(passed_over))
+            forward_only = _forward_only(chosen, share, config, plan)
+            return Choice(tuple(chosen), tuple(passed_over), forward_only)
     why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
     raise UnsupportedError(f"no kernel can do this call. {why}")
+
+
+def _forward_only(
+    kernels: Sequence[Kernel], share: Share, config: KernelConfig, plan: Plan
+) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
+    """The kernels that cannot do the backward, and why not."""
+    each = ((one, one.refusals("backward", share, config, plan.mask)) for one in kernels)
+    return tuple((kernel, reasons) for kernel, reasons in each if reasons)
 
 
 def _on_its_device(request: Request, kernel: Kernel) -> Request:

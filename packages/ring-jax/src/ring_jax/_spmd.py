@@ -264,12 +264,14 @@ class Loop:
 
 def _kernel(name: str, static: Static, *args: Any) -> Any:
     """Call the kernel of the platform that is compiled for."""
-    calls = [partial(getattr(kernel, name), static) for kernel in static.kernels]
+    left_out = () if name == "forward" else static.forward_only
+    kernels = [kernel for kernel in static.kernels if kernel not in left_out]
+    calls = [partial(getattr(kernel, name), static) for kernel in kernels]
     if len(calls) == 1:
         return calls[0](*args)
     chosen = {
         device: call
-        for kernel, call in zip(static.kernels, calls, strict=True)
+        for kernel, call in zip(kernels, calls, strict=True)
         for device in kernel.capabilities.devices or ("default",)
     }
     return lax.platform_dependent(*args, **chosen)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Plan
+from ring_core import Capabilities, KernelConfig, Mask, Plan
 
 Array = jax.Array
+Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
@@ -106,6 +107,20 @@ class Grads(NamedTuple):
     dbias: Array | None  # like the rows' bias
 
 
+class Share(NamedTuple):
+    """What a device is given of a call, as far as a kernel may refuse it for its size."""
+
+    lists: int  # of blocks to visit: as many as rows of the batch that see differently
+    q_len: int
+    k_lens: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    has_bias: bool
+    has_dropout: bool
+    device_kind: str  # as jax calls it
+
+
 class Rectangle(NamedTuple):
     """Local queries of a rank that see the same local keys of a rank, all of them."""
 
@@ -130,6 +145,7 @@ class Static:
         bias_masks: The bias is ``-inf`` where a mask that is an array hides: blocks that it hides
             are to be skipped.
         bias_grad: The bias, if there is one, has a gradient.
+        forward_only: Those of the kernels whose backward another one does.
     """
 
     plan: Plan
@@ -147,6 +163,7 @@ class Static:
     rectangles: tuple[Rectangle, ...] = ()
     bias_masks: bool = False
     bias_grad: bool = True
+    forward_only: tuple[Kernel, ...] = ()
 
     @property
     def wide(self) -> jnp.dtype:
@@ -160,6 +177,12 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
+        ...
+
+    def refusals(
+        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
+    ) -> tuple[str, ...]:
+        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...
 
     def forward(
