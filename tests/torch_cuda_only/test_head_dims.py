@@ -16,8 +16,8 @@ from ring_torch.kernels._flash import Options
 from ring_torch.local import LocalRankError
 
 DIMS = [
-    *((dim, dim) for dim in (32, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 160, 192, 208, 224, 256)),
-    (192, 128), (160, 128), (128, 64), (64, 128), (96, 64), (256, 128), (128, 192),
+    *((dim, dim) for dim in (40, 64, 80, 96, 112, 128, 136, 160, 192, 256)),
+    (192, 128), (160, 128), (128, 64), (64, 128), (128, 192),
 ]  # fmt: skip
 HEADS = [(2, 2), (8, 2)]
 LENGTH = 330

@@ -41,7 +41,7 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
 )
-from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, aligned
+from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, Pass, aligned
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,16 @@ class Narrow(PlainFlash):
         return super().backward(dout, q, k, v, out, lse, options, place)
 
 
+def _padded_back(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
+    if direction == "forward":
+        return HeadDims(head_dim, v_head_dim)
+    return HeadDims(12, 8) if max(head_dim, v_head_dim) <= 8 else None
+
+
 NARROW = FlashKernel(
-    Narrow(), CAN, head_dims=lambda *dims: HeadDims(8, 8) if dims < (8, 9) else None
+    Narrow(), CAN, head_dims=lambda _, *dims: HeadDims(8, 8) if max(dims) <= 8 else None
 )
+BACK = FlashKernel(PlainFlash(), CAN, head_dims=_padded_back)
 UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
 
 
@@ -192,7 +199,7 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
 @settings(max_examples=60)
 @given(
     items(), st.integers(1, 2), st.sampled_from([None, 1.5]),
-    st.sampled_from([PLAIN, FORGETFUL, NARROW, UNLIKE]),
+    st.sampled_from([PLAIN, FORGETFUL, NARROW, UNLIKE, BACK]),
 )  # fmt: skip
 def test_any_item_is_its_dense_mask(
     found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
@@ -292,8 +299,11 @@ def test_results_are_written_in_place_where_they_fit(
 
 def test_head_dims_that_a_library_lacks_are_refused() -> None:
     plan = make_plan(Mask(), seq_len=8, cp_size=1, schedule="plain")
-    for dim, reasons in ((7, 0), (9, 1)):
-        found = NARROW.misfits(KernelConfig(), Request("cpu", "float32", dim, dim), plan)
+    for dim, grad, kernel, reasons in (
+        (7, True, NARROW, 0), (9, True, NARROW, 1), (9, True, BACK, 1), (9, False, BACK, 0),
+    ):  # fmt: skip
+        request = Request("cpu", "float32", dim, dim, grad=grad)
+        found = kernel.misfits(KernelConfig(), request, plan)
         assert len(found) == reasons
         assert all(f"head dims {dim} and {dim}" in text for text in found)
 

@@ -17,6 +17,7 @@ from ring_torch._gathered import gathered_backward, gathered_forward
 from ring_torch._handshake import CallSignature, agree, check_graph, with_peer_errors
 from ring_torch._held import on_device, owned
 from ring_torch._keys import Keys
+from ring_torch._single import only_item, single_backward, single_forward
 from ring_torch.kernels._api import Upstream
 
 _DELTA_ROWS = 4096
@@ -111,6 +112,8 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``(out, lse)`` without sinks, and keys that the backward starts from."""
+    if (item := only_item(call, inputs)) is not None:
+        return *single_forward(call, inputs, item), []
     if call.transport == "p2p":
         out, lse, last = run_forward(call, inputs)
         return out, lse, [] if last is None else [last]
@@ -120,6 +123,8 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
 
 
 def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
+    if (item := only_item(call, inputs)) is not None:
+        return single_backward(call, inputs, upstream, item)
     if call.transport == "p2p":
         return run_backward(call, inputs, upstream, kept[0] if kept else None)
     carrier = _carrier(call, inputs, call.backward_signature, call.groups.backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from ring_torch.kernels._api import (
 )
 
 Window = tuple[int | None, int | None]
+Pass = Literal["forward", "backward"]
 
 
 class Documents(NamedTuple):
@@ -59,6 +60,12 @@ class HeadDims(NamedTuple):
 
     qk: int
     v: int
+
+
+def as_given(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+    """The head dims of a call, for libraries that are right at all they take."""
+    del direction
+    return HeadDims(head_dim, v_head_dim)
 
 
 class Flash(Protocol):
@@ -105,15 +112,15 @@ class FlashKernel:
         capabilities: What it can do.
         needs_delta: As for every kernel.
         parts: As for every kernel.
-        head_dims: The head dims at which it computes calls of some: these, or larger ones that are
-            right or faster there, to which zeros are added; ``None`` if there are none.
+        head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
+            that are right or faster there, to which zeros are added; ``None`` if there are none.
     """
 
     flash: Flash
     capabilities: Capabilities
     needs_delta: bool = False
     parts: Parts | None = None
-    head_dims: Callable[[int, int], HeadDims | None] = HeadDims
+    head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
@@ -123,7 +130,7 @@ class FlashKernel:
         """What a call asks of it that it cannot do on this machine."""
         del config, plan
         dims = request.head_dim, request.v_head_dim
-        if self.head_dims(*dims) is None:
+        if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
         return ()
 
@@ -200,7 +207,7 @@ class FlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
         """The library's, at head dims that it has."""
-        dims, v_dim = self._dims(q, v), v.shape[-1]
+        dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
             place = None
         q, k, v = padded(q, dims.qk), padded(k, dims.qk), padded(v, dims.v)
@@ -212,7 +219,7 @@ class FlashKernel:
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The library's, at head dims that it has."""
-        dims, qk_dim, v_dim = self._dims(q, v), q.shape[-1], v.shape[-1]
+        dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             place = None
         q, k = padded(q, dims.qk), padded(k, dims.qk)
@@ -220,8 +227,8 @@ class FlashKernel:
         dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
-    def _dims(self, q: Tensor, v: Tensor) -> HeadDims:
-        dims = self.head_dims(q.shape[-1], v.shape[-1])
+    def _dims(self, direction: Pass, q: Tensor, v: Tensor) -> HeadDims:
+        dims = self.head_dims(direction, q.shape[-1], v.shape[-1])
         assert dims is not None, "the kernel was not chosen for these"
         return dims
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core import Capabilities
 from ring_torch.kernels._api import Result
 from ring_torch.kernels._fa4_hopper import Function, HopperParts, recorded
-from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, capability
+from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, Pass, capability
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
 _MOST_LAUNCHES = 256
@@ -110,20 +110,26 @@ def _capped(options: Options) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=256)
-def _head_dims(head_dim: int, v_head_dim: int) -> HeadDims | None:
+def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
     """Head dims at which version 4.0.0b36 is right, measured on Hopper.
 
-    At others dQ is wrong, and dK and dV of grouped heads (48, 80, 112), or it does not launch (V
-    wider than Q and K); with documents 64 beside 128 is wrong.
+    The forward is at all multiples of 16. At 48, 80 and 112 dQ is wrong, and dK and dV of grouped
+    heads; with V wider than Q and K the backward does not launch, and 64 beside 128 is wrong with
+    documents.
     """
     widest = max(head_dim, v_head_dim)
     if widest > _WIDE and capability()[0] != 9:
         return None
+    if direction == "forward" and capability()[0] == 9:
+        return HeadDims(_rounded(head_dim, 16), _rounded(v_head_dim, 16))
     if v_head_dim <= _WIDE < head_dim <= 192:
         return HeadDims(192, _WIDE)
-    multiple = 32 if widest <= _WIDE else 16
-    dim = -(-widest // multiple) * multiple
+    dim = _rounded(widest, 32 if widest <= _WIDE else 16)
     return HeadDims(dim, dim)
+
+
+def _rounded(dim: int, multiple: int) -> int:
+    return -(-dim // multiple) * multiple
 
 
 @cache

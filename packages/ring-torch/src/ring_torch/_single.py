@@ -1,0 +1,68 @@
+"""One rank alone: one launch a pass and nothing to add up, so a call costs what its kernel does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ring_core import WorkItem
+from ring_torch._backward import Grads
+from ring_torch._call import Call, Inputs, keys_of
+from ring_torch.kernels._api import Result, Upstream
+
+
+def only_item(call: Call, inputs: Inputs) -> WorkItem | None:
+    """The one launch of a call, if it is of one rank, and all that there is to do.
+
+    Sinks need the result in the accumulators' dtype, which launches alone do not write.
+    """
+    in_one = call.ring.size == 1 and call.kernel.capabilities.bands == "any"
+    if not in_one or inputs.sinks is not None or inputs.q.shape[0] == 0:
+        return None
+    items = [item for step in range(call.plan.num_steps) for item in call.plan.items(0, step)]
+    return items[0] if len(items) == 1 else None
+
+
+def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
+    """``out [B, T, H, Dv]``, in the inputs' dtype or wider, and ``lse [B, H, T]``."""
+    rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
+    batch, length, heads, _ = rows.q.shape
+    out = rows.q.new_empty(batch, length, heads, inputs.v.shape[3])
+    lse = torch.empty(batch, heads, length, dtype=call.wide, device=call.device)
+    whole = Result(out, lse)
+    place, part = whole.take(item.q_slice), rows.take(item.q_slice)
+    result = call.kernel.attend(part, columns.take(item.k_slice), item, call.params, place)
+    if item.q_stop - item.q_start == length:
+        return result
+    found = Result(
+        torch.zeros_like(out, dtype=result.out.dtype), lse.fill_(-torch.inf).to(result.lse.dtype)
+    )
+    seen = found.take(item.q_slice)
+    seen.out.copy_(result.out)
+    seen.lse.copy_(result.lse)
+    return found
+
+
+def single_backward(call: Call, inputs: Inputs, upstream: Upstream, item: WorkItem) -> Grads:
+    """Gradients of all inputs, in the inputs' dtype or wider."""
+    rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
+    part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
+    found = call.kernel.gradients(*part, item, call.params)
+    dbias = found.dbias
+    if dbias is not None and rows.bias is not None:
+        dbias = _whole(dbias, rows.bias, item.q_slice, dim=2)
+    return Grads(
+        _whole(found.dq, inputs.q, item.q_slice, dim=1),
+        _whole(found.dk, inputs.k, item.k_slice, dim=1),
+        _whole(found.dv, inputs.v, item.k_slice, dim=1),
+        dbias,
+    )
+
+
+def _whole(part: Tensor, like: Tensor, span: slice, *, dim: int) -> Tensor:
+    """A gradient of some rows or columns, with zeros for the others."""
+    if part.shape[dim] == like.shape[dim]:
+        return part
+    whole = torch.zeros_like(like, dtype=part.dtype, memory_format=torch.contiguous_format)
+    whole.narrow(dim, span.start, span.stop - span.start).copy_(part)
+    return whole

@@ -1,0 +1,64 @@
+"""One rank alone: a launch each way, no sums, and the same numbers as through the loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_core import Mask
+from ring_torch import _autograd, ring_attention
+from ring_torch.kernels.eager import EagerKernel
+
+T = 48
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "causal": (T, {"causal": True}),
+    "window": (T, {"window": (5, 2)}),
+    "documents": (T, {"causal": True, "cu_seqlens": (0, 7, 8, 30, T)}),
+    "predicate": (T, {"mask": Mask(predicate=lambda i, j: (i - j) % 3 == 0)}),
+    "segments": (T, {"segment_ids": torch.arange(T, dtype=torch.int32)[None] // 9 - 1}),
+    "bias": (T, {"causal": True, "bias": torch.randn(1, 2, T, T, dtype=torch.float64)}),
+    "dropout": (T, {"dropout_p": 0.3, "dropout_seed": 5}),
+    "fewer keys": (20, {"causal": True}),
+    "keys that nothing sees": (T + 30, {"window": (4, 0)}),
+}
+
+
+def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(1, T, 2, 8, dtype=torch.float64)
+    k, v = (torch.randn(1, keys, 2, 8, dtype=torch.float64) for _ in range(2))
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if "bias" in given:
+        leaves.append(given["bias"].requires_grad_())
+    out, lse = ring_attention(q, k, v, return_lse=True, kernel="eager", **given)
+    return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _run(*CALLS[name])
+    assert all(x.is_contiguous() for x in found)
+    monkeypatch.setattr(_autograd, "only_item", lambda *_: None)
+    for x, y in zip(found, _run(*CALLS[name]), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for name in ("attend", "forward", "gradients", "backward"):
+        method = getattr(EagerKernel, name)
+
+        def spy(*args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
+            launched.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(EagerKernel, name, spy)
+    monkeypatch.setattr(_autograd, "run_forward", None)
+    monkeypatch.setattr(_autograd, "run_backward", None)
+    x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    ring_attention(x, x, x, causal=True, kernel="eager").sum().backward()
+    assert [name for name in launched if name in {"attend", "gradients"}] == ["attend", "gradients"]
