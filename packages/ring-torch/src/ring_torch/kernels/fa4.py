@@ -162,7 +162,7 @@ FA4 = FlashKernel(
     Capabilities(
         name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         mixed_head_dims=True, bands="any", documents=True, softcap=True, deterministic=True,
-        deterministic_head_dim=128, exact_nan=False,
+        exact_nan=False,
     ),
     parts=HopperParts(),
     head_dims=_head_dims,
