@@ -28,9 +28,9 @@ class CheckedCall(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Of a call on all devices' arrays: the devices' kind, and how many a batch is split over."""
+    """Of a call on all devices' arrays: the mesh, and how many devices split the batch."""
 
-    device_kind: str
+    mesh: AbstractMesh
     batch_size: int
 
 
@@ -114,7 +114,6 @@ def check_call(
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
-    whole = whole or Whole(device_kind(q), 1)
     share = _share(inputs, plan, way, whole, has_dropout=dropout_p > 0)
     choice = choose(kernels, config, request, plan, share)
     forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
@@ -137,14 +136,17 @@ def device_kind(x: Array, *meshes: AbstractMesh) -> str:
     return str((devices or jax.devices())[0].device_kind)
 
 
-def _share(x: Inputs, plan: Plan, transport: str, whole: Whole, *, has_dropout: bool) -> Share:
+def _share(
+    x: Inputs, plan: Plan, transport: str, whole: Whole | None, *, has_dropout: bool
+) -> Share:
     """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
+    parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
     return Share(
-        x.q.shape[0] // whole.batch_size if apart else 1, plan.q_layout.local_len,
+        x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
         _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
-        x.bias is not None or x.mask is not None, has_dropout, whole.device_kind,
+        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
-from ring_jax._call import Whole, check_call, device_kind, prepared
+from ring_jax._call import Whole, check_call, prepared
 from ring_jax._dense import split_mask
 from ring_jax._global import (
     AnyMesh,
@@ -221,10 +221,9 @@ class ContextParallel:
         return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
 
     def _whole(self, q: Array, k: Array) -> Whole:
-        """Of which kind the devices are, and how many the batch of a call is split over."""
+        """What tells what a device holds of a call."""
         batch, _ = self._axes(q, k)
-        kind = device_kind(q, self.mesh.abstract_mesh)
-        return Whole(kind, size_of(self.mesh, batch))
+        return Whole(self.mesh.abstract_mesh, size_of(self.mesh, batch))
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""
