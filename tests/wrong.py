@@ -66,7 +66,7 @@ OPTIONS: dict[str, Values] = {
         "beyond": (0, 2**70), "iterator": iter((0, 8)), "set": {0, 8},
     },
     "mask": {
-        "array": np.ones((8, 8), bool), "flag": True, "word": "causal", "class": Mask,
+        "array": np.ones((8, 9), bool), "flag": True, "word": "causal", "class": Mask,
         "rule": (lambda i, j: i >= j), "documents end elsewhere": Mask(cu_seqlens=(0, 5)),
     },
     "softmax_scale": REAL,
