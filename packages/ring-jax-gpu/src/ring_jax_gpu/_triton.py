@@ -11,6 +11,14 @@ import jax.numpy as jnp
 from ring_core import Capabilities, KernelConfig, Mask, Stage
 from ring_core.triton.table import Table
 from ring_jax._types import Columns, Grads, Pass, Result, Rows, Share, Static, Upstream, Work
+from ring_jax_gpu._head_dims import (
+    HeadDims,
+    narrowed_grads,
+    narrowed_result,
+    widened,
+    widened_grads,
+    widened_result,
+)
 from ring_jax_gpu._launch import Call
 
 
@@ -68,6 +76,11 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
+        dims = HeadDims.of(static, columns)
+        if (fast := dims.fast) != dims:
+            given = widened(dims, fast, static, rows, columns)
+            found = self.forward(*given, work, widened_result(fast, into))
+            return narrowed_result(dims, found)
         wide, before = into.out.dtype, None
         if self.rounds and static.last and rows.q.dtype != wide:
             before = None if static.fresh else into.out
@@ -83,6 +96,11 @@ class TritonKernel:
         """Add the items' gradients to ``into``."""
         if into.dq.size == 0:
             return into
+        dims = HeadDims.of(static, columns)
+        if (fast := dims.fast) != dims:
+            upstream, into = widened_grads(dims, fast, upstream, into)
+            given = widened(dims, fast, static, rows, columns)
+            return narrowed_grads(dims, fast, self.backward(*given, upstream, work, into))
         is_one = _is_one(static.plan.backward)
         call = self._call(static, rows, columns, work)
         (dq, dkv, dbias), wide = into, into.dkv.dtype

@@ -1,0 +1,22 @@
+"""Head dims that are no power of two: the kernels are launched at the next one."""
+
+from __future__ import annotations
+
+import pytest
+from backends.triton_compiler import launches_in
+
+LAUNCHED = {
+    (96, 96): (128, 128), (80, 80): (128, 128), (48, 48): (64, 64), (192, 128): (256, 128),
+    (160, 160): (256, 256), (24, 24): (24, 24), (64, 64): (64, 64), (128, 64): (128, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "launched"), LAUNCHED.items(), ids=str)
+def test_they_are_launched_at(given: tuple[int, int], launched: tuple[int, int]) -> None:
+    call = {"dims": given, "tokens": [256, 256], "options": {"causal": True}}
+    launches = [params["launch"] for params, _ in launches_in(call)]
+    assert len(launches) >= 2
+    for launch in launches:
+        facts = dict(launch.facts)
+        assert (facts["D"], facts["DV"]) == launched
+        assert launch.hopper == (launched[0] == launched[1] in (64, 128))
