@@ -70,5 +70,5 @@ def test_no_roles_for_options() -> None:
     """What the kernels for Hopper cannot do goes the general way."""
     for options in ({"causal": True, "softcap": 5.0}, {"cu_seqlens": [0, 100, 1024]}):
         assert compiled([{"options": options, "hopper": True}], 90) == []
-    assert compiled([{"dims": [80, 80], "hopper": True}], 90) == []
+    assert compiled([{"dims": [160, 160], "hopper": True}], 90) == []
     assert compiled([{"dtype": "float32", "hopper": True}], 90) == []
