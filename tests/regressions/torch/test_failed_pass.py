@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_torch import ContextParallel, _handshake, ring_attention
-from ring_torch._comm import ring_of, state_of
+from ring_torch._comm import QueuedPass, ring_of, state_of
 from ring_torch._watch import watch
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
@@ -112,6 +112,45 @@ class _Kept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+class _Played:
+    """An event of a pass that ends, or does not."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self._ended = ended
+
+    def query(self) -> bool:
+        return self._ended
+
+
+def _stuck(rank: int, ended: bool) -> list[str]:
+    ring, kept = ring_of(None), _Kept()
+    logging.getLogger("ring_torch").addHandler(kept)
+    watch(ring, timedelta(seconds=1))
+    since = time.monotonic() + (-100 if rank else 100)
+    state_of(ring).queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
+    until = time.monotonic() + 15
+    while rank and not ended and not kept.lines and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.6)  # whatever comes more than once, or should not
+    dist.barrier()
+    logging.getLogger("ring_torch").removeHandler(kept)
+    return kept.lines
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_pass_that_does_not_end_is_named(ended: bool) -> None:
+    """Before NCCL's watchdog ends the process in words of its own."""
+    with LocalRanks(2, timeout=20) as pool:
+        early, late = pool.run(_stuck, ended)
+    assert early == []
+    if ended:
+        assert late == []
+    else:
+        (line,) = late  # once
+        assert "call 7 (backward)" in line
+        assert "rank 1: it waits for ranks 0 " in line
 
 
 def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:

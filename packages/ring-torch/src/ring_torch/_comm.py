@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,6 +28,14 @@ class PeerError(RuntimeError):
         super().__init__(f"waited in vain for {ranks} of the group: {reason}")
 
 
+class QueuedPass(NamedTuple):
+    """A pass that a host has queued on its GPU and does not wait for."""
+
+    name: str  # with the call's number
+    since: float  # seconds, of ``time.monotonic``
+    ended: Any  # a CUDA event
+
+
 @dataclass
 class GroupState:
     """What has happened on a group."""
@@ -38,6 +46,7 @@ class GroupState:
     last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
     failure: str | None = None  # of a pass: what its ranks sent may still be under way
     is_watched: bool = False  # whether a thread looks for failures of other ranks
+    queued: QueuedPass | None = None  # the last, while it is watched
 
     def check(self) -> None:
         """Refuse to send anything after a failure.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ring_core import RankMismatchError
-from ring_torch._comm import PeerError, Ring, naming, others, state_of
+from ring_torch._comm import PeerError, QueuedPass, Ring, naming, others, state_of
 from ring_torch._held import is_capturing
 from ring_torch._store import (
     StoreAgreement,
@@ -271,6 +272,7 @@ def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Itera
     name = signature.fields["pass"]
     try:
         yield
+        _note_queued(ring, f"call {number} ({name})")
     except RankMismatchError:
         raise
     except PeerError as error:
@@ -285,6 +287,14 @@ def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Itera
         problem = f"{type(error).__name__}: {error}"
         fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {problem}")
         raise
+
+
+def _note_queued(ring: Ring, name: str) -> None:
+    """Keep what the host has queued, for the thread that looks whether it ends."""
+    state = state_of(ring)
+    if state.is_watched and not is_capturing():
+        ended = torch.cuda.current_stream().record_event()
+        state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
 def fail(ring: Ring, text: str, *, report: bool = True) -> None:

@@ -1,17 +1,19 @@
-"""A thread that looks for the words of a rank that failed, where the host does not wait for it.
+"""A thread that looks for what went wrong where the host waits for nothing.
 
-With gloo a rank finds them when it has waited in vain. The host of a GPU waits for nothing: NCCL's
-watchdog ends its process, in words that name no cause. So these are logged before.
+With gloo a rank finds the words of one that failed when it has waited in vain. The host of a GPU
+waits for nothing: NCCL's watchdog ends its process, in words that name no call and no cause. So
+these are logged before: the words of a rank that failed, and a pass that does not end.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import time
 from datetime import timedelta
 from threading import Event, Thread
 
-from ring_torch._comm import Ring, ring_of, state_of
+from ring_torch._comm import QueuedPass, Ring, others, ring_of, state_of
 from ring_torch._store import read_failure
 
 _LOG = logging.getLogger("ring_torch")
@@ -21,11 +23,10 @@ _SHORTEST, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 def watch(ring: Ring, timeout: timedelta) -> Thread:
     """Start to look, several times within a group's timeout, until the group is gone.
 
-    What is found is logged, and closes the group for later calls.
+    What is found is logged; a failure closes the group for later calls.
     """
-    interval = max(_SHORTEST, min(timeout / 8, _LONGEST))
     stop = Event()
-    thread = Thread(target=_look, args=(ring, interval, stop), daemon=True, name="ring_torch watch")
+    thread = Thread(target=_look, args=(ring, timeout, stop), daemon=True, name="ring_torch watch")
 
     def end() -> None:
         """A process whose interpreter ends while a thread is inside the store's code is aborted."""
@@ -37,7 +38,9 @@ def watch(ring: Ring, timeout: timedelta) -> Thread:
     return thread
 
 
-def _look(ring: Ring, interval: timedelta, stop: Event) -> None:
+def _look(ring: Ring, timeout: timedelta, stop: Event) -> None:
+    interval = max(_SHORTEST, min(timeout / 8, _LONGEST))
+    reported: QueuedPass | None = None
     while not stop.wait(interval.total_seconds()):
         try:
             ring_of(ring.group)
@@ -51,3 +54,20 @@ def _look(ring: Ring, interval: timedelta, stop: Event) -> None:
             state.failure = text
             _LOG.error("%s", text)
             return
+        queued = state.queued
+        if queued is not None and queued is not reported and _is_late(queued, timeout):
+            reported = queued
+            _LOG.error(
+                "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
+                "group, or for what was queued before",
+                queued.name, ring.rank, ", ".join(map(str, others(ring))),
+            )  # fmt: skip
+
+
+def _is_late(queued: QueuedPass, timeout: timedelta) -> bool:
+    """Whether a pass has not ended, shortly before the watchdog ends the process."""
+    patience = 0.75 * timeout.total_seconds()
+    try:
+        return time.monotonic() - queued.since > patience and not queued.ended.query()
+    except RuntimeError:  # the GPU is in an error, which says more
+        return False
