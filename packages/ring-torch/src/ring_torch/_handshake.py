@@ -290,9 +290,15 @@ def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Itera
 
 
 def _note_queued(ring: Ring, name: str) -> None:
-    """Keep what the host has queued, for the thread that looks whether it ends."""
+    """Keep what the host has queued, for the thread that looks whether it ends.
+
+    Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
+    """
     state = state_of(ring)
-    if state.is_watched and not is_capturing():
+    if not state.is_watched:
+        return
+    state.queued = None
+    if not is_capturing():
         ended = torch.cuda.current_stream().record_event()
         state.queued = QueuedPass(name, time.monotonic(), ended)
 

@@ -40,7 +40,6 @@ def watch(ring: Ring, timeout: timedelta) -> Thread:
 
 def _look(ring: Ring, timeout: timedelta, stop: Event) -> None:
     interval = max(_SHORTEST, min(timeout / 8, _LONGEST))
-    reported: QueuedPass | None = None
     while not stop.wait(interval.total_seconds()):
         try:
             ring_of(ring.group)
@@ -55,19 +54,20 @@ def _look(ring: Ring, timeout: timedelta, stop: Event) -> None:
             _LOG.error("%s", text)
             return
         queued = state.queued
-        if queued is not None and queued is not reported and _is_late(queued, timeout):
-            reported = queued
+        if queued is None or time.monotonic() - queued.since < 0.75 * timeout.total_seconds():
+            continue
+        if not _has_ended(queued):  # the watchdog is about to end the process
             _LOG.error(
                 "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
                 "group, or for what was queued before",
                 queued.name, ring.rank, ", ".join(map(str, others(ring))),
             )  # fmt: skip
+        if state.queued is queued:
+            state.queued = None  # each is looked at once
 
 
-def _is_late(queued: QueuedPass, timeout: timedelta) -> bool:
-    """Whether a pass has not ended, shortly before the watchdog ends the process."""
-    patience = 0.75 * timeout.total_seconds()
+def _has_ended(queued: QueuedPass) -> bool:
     try:
-        return time.monotonic() - queued.since > patience and not queued.ended.query()
+        return bool(queued.ended.query())
     except RuntimeError:  # the GPU is in an error, which says more
-        return False
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -109,7 +109,6 @@ def _capped(options: Options) -> tuple[Any, Any]:
     return capped(options.softcap), slope(options.softcap)
 
 
-@lru_cache(maxsize=256)
 def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
     """Head dims at which version 4.0.0b36 is right, measured on Hopper.
 
