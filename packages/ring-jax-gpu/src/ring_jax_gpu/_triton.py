@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Mask, Stage
+from ring_core import Capabilities, Stage
 from ring_core.triton.table import Table
-from ring_jax._types import Columns, Grads, Pass, Result, Rows, Share, Static, Upstream, Work
+from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._head_dims import (
     HeadDims,
     narrowed_grads,
@@ -63,11 +63,8 @@ class TritonKernel:
         fused_backward=True,
     )
 
-    def refusals(
-        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
-    ) -> tuple[str, ...]:
+    def refusals(self, *_: object) -> tuple[str, ...]:
         """None: it takes all sizes."""
-        del direction, share, config, mask
         return ()
 
     def forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ring_core import Capabilities, KernelConfig, Mask, UnsupportedError
-from ring_jax._types import Columns, Grads, Pass, Result, Rows, Share, Static, Upstream, Work
+from ring_jax._types import Columns, Grads, LocalShape, Pass, Result, Rows, Static, Upstream, Work
 from ring_jax_tpu._backward import backward
 from ring_jax_tpu._blocks import Shape, prefers_fused
 from ring_jax_tpu._forward import forward
@@ -42,17 +42,17 @@ class PallasKernel:
     )
 
     def refusals(
-        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
+        self, direction: Pass, local: LocalShape, config: KernelConfig, mask: Mask, /
     ) -> tuple[str, ...]:
         """What a launch would refuse."""
         shape = Shape(
-            share.head_dim, share.v_head_dim, share.itemsize, share.has_bias, share.has_dropout
+            local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )
-        generation = GENERATIONS.get(share.device_kind, UNKNOWN)
+        generation = GENERATIONS.get(local.device_kind, UNKNOWN)
         try:
-            for k_len in share.k_lens:
-                lengths = share.q_len, k_len
-                fitting_blocks(direction, config, mask, shape, lengths, share.lists, generation)
+            for k_len in local.k_lens:
+                lengths = local.q_len, k_len
+                fitting_blocks(direction, config, mask, shape, lengths, local.lists, generation)
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)
         return ()

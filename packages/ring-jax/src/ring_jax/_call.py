@@ -16,7 +16,7 @@ from ring_jax._dense import split_mask, with_mask
 from ring_jax._kernels import Choice, choose, kernel_names
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._transport import choose_transport
-from ring_jax._types import Array, Inputs, Kernel, Share, Static
+from ring_jax._types import Array, Inputs, Kernel, LocalShape, Static
 
 
 class CheckedCall(NamedTuple):
@@ -114,8 +114,8 @@ def check_call(
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
-    share = _share(inputs, plan, way, whole, has_dropout=dropout_p > 0)
-    choice = choose(kernels, config, request, plan, share)
+    local = _local_shape(inputs, plan, way, whole, has_dropout=dropout_p > 0)
+    choice = choose(kernels, config, request, plan, local)
     forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
         plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
@@ -136,14 +136,14 @@ def device_kind(x: Array, *meshes: AbstractMesh) -> str:
     return str((devices or jax.devices())[0].device_kind)
 
 
-def _share(
+def _local_shape(
     x: Inputs, plan: Plan, transport: str, whole: Whole | None, *, has_dropout: bool
-) -> Share:
+) -> LocalShape:
     """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
     parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
-    return Share(
+    return LocalShape(
         x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
         _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
         x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
-from ring_jax._types import Kernel, Share
+from ring_jax._types import Kernel, LocalShape
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def choose(
-    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, share: Share
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape
 ) -> Choice:
     """The kernel a call named, or with ``auto`` the first for each platform that can do it.
 
@@ -61,31 +61,31 @@ def choose(
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
         require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
-        why_not = kernel.refusals("forward", share, config, plan.mask)
+        why_not = kernel.refusals("forward", local, config, plan.mask)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
-        return Choice((kernel,), (), _forward_only((kernel,), share, config, plan))
+        return Choice((kernel,), (), _forward_only((kernel,), local, config, plan))
     chosen: list[Kernel] = []
     passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in kernels:
         reasons = refusals(kernel.capabilities, _on_its_device(request, kernel), plan)
-        reasons = reasons or kernel.refusals("forward", share, config, plan.mask)
+        reasons = reasons or kernel.refusals("forward", local, config, plan.mask)
         if reasons:
             passed_over.append((kernel.capabilities, reasons))
             continue
         chosen.append(kernel)
         if not kernel.capabilities.devices:
-            forward_only = _forward_only(chosen, share, config, plan)
+            forward_only = _forward_only(chosen, local, config, plan)
             return Choice(tuple(chosen), tuple(passed_over), forward_only)
     why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
     raise UnsupportedError(f"no kernel can do this call. {why}")
 
 
 def _forward_only(
-    kernels: Sequence[Kernel], share: Share, config: KernelConfig, plan: Plan
+    kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, plan: Plan
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
     """The kernels that cannot do the backward, and why not."""
-    each = ((one, one.refusals("backward", share, config, plan.mask)) for one in kernels)
+    each = ((one, one.refusals("backward", local, config, plan.mask)) for one in kernels)
     return tuple((kernel, reasons) for kernel, reasons in each if reasons)
 
 

@@ -107,7 +107,7 @@ class Grads(NamedTuple):
     dbias: Array | None  # like the rows' bias
 
 
-class Share(NamedTuple):
+class LocalShape(NamedTuple):
     """What a device is given of a call, as far as a kernel may refuse it for its size."""
 
     lists: int  # of blocks to visit: as many as rows of the batch that see differently
@@ -180,7 +180,7 @@ class Kernel(Protocol):
         ...
 
     def refusals(
-        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
+        self, direction: Pass, local: LocalShape, config: KernelConfig, mask: Mask, /
     ) -> tuple[str, ...]:
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...

@@ -17,21 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, TILE, Capabilities, KernelConfig, Mask
+from ring_core import TABLE_COLUMNS, TILE, Capabilities
 from ring_jax._dense import shown_in_blocks
 from ring_jax._philox import dropout_keep
-from ring_jax._types import (
-    Array,
-    Columns,
-    Grads,
-    Pass,
-    Result,
-    Rows,
-    Share,
-    Static,
-    Upstream,
-    Work,
-)
+from ring_jax._types import Array, Columns, Grads, Result, Rows, Static, Upstream, Work
 
 BLOCK = 512
 _FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
@@ -49,11 +38,8 @@ class XlaKernel:
         block_sizes=True,
     )  # fmt: skip
 
-    def refusals(
-        self, direction: Pass, share: Share, config: KernelConfig, mask: Mask
-    ) -> tuple[str, ...]:
+    def refusals(self, *_: object) -> tuple[str, ...]:
         """None: it takes all sizes."""
-        del direction, share, config, mask
         return ()
 
     def forward(
