@@ -244,6 +244,13 @@ def bench_options(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def bench_head_dims(session: nox.Session) -> None:
+    """Time head dims beside flash-attn-4 and cuDNN on one GPU; arguments go to the benchmark."""
+    install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/gpu_head_dims.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def bench_jax_gpu(session: nox.Session) -> None:
     """Time the Triton kernels beside cuDNN in JAX on this machine's GPUs; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
