@@ -24,7 +24,7 @@ from ring_torch.kernels.triton import TritonKernel
 
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 _HERE = Path(__file__).resolve()
 _HEADS = 4
@@ -44,6 +44,36 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def block_lists() -> dict[str, Any]:
+    """What the lists of blocks of FlashAttention-4 are made from."""
+    from ring_torch.kernels import _fa4_block_lists
+
+    ids, kinds = torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, 8, 11, dtype=torch.int8)
+    counts, blocks = (torch.zeros(size, dtype=torch.int32) for size in ((2, 1, 8), (2, 1, 8, 11)))
+    sizes = {
+        "OUTER_SIZE": 128, "INNER_SIZE": 96, "OUTER_PADDED": 128, "INNER_PADDED": 128,
+        "INNER": 16, "FULL": 2, "EMPTY": 0,
+    }  # fmt: skip
+    kernel: Any = _fa4_block_lists._list_blocks
+    given = (ids, ids, kinds, counts, blocks, 1024, 1024, 8, 11, 11, 1, *sizes.values())
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+
+
+def row_dots() -> dict[str, Any]:
+    """What the backward of sinks and of this package's kernels starts from."""
+    from ring_torch.kernels import _triton
+
+    x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
+    kernel: Any = _triton._row_dots
+    strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
+    given = (x, x, dots, 1024, *strides, 80, 128, 16)
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+
+
+#: Kernels that have no call of their own.
+PASSES = {"block_lists": block_lists, "row_dots": row_dots}
+
+
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -58,6 +88,9 @@ def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
 
 def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     """The launches of a call, forward and backward: what their kernels would be given."""
+    if name in PASSES:
+        yield PASSES[name]()
+        return
     kept: list[dict[str, Any]] = []
 
     def keep(kernel: Any, programs: Any, arguments: Mapping[str, Any], **options: int) -> None:

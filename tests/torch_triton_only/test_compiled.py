@@ -31,3 +31,9 @@ def test_bias() -> None:
     kernels = compiled(["bias"], 90)
     assert [x["kernel"] for x in kernels] == ["attend", *BACKWARD, "add_to_bias"]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+
+
+def test_passes() -> None:
+    kernels = compiled(["block_lists", "row_dots"], 90)
+    assert [x["kernel"] for x in kernels] == ["_list_blocks", "_row_dots"]
+    assert all(x["stack"] == 0 for x in kernels), kernels

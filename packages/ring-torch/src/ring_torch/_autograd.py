@@ -17,8 +17,8 @@ from ring_torch._gathered import gathered_backward, gathered_forward
 from ring_torch._handshake import CallSignature, agree, check_graph, with_peer_errors
 from ring_torch._held import on_device, owned
 from ring_torch._keys import Keys
-from ring_torch._single import only_item, single_backward, single_forward
-from ring_torch.kernels._api import Upstream
+from ring_torch._single import folded, only_item, single_backward, single_forward
+from ring_torch.kernels._api import Upstream, has_triton
 
 _DELTA_ROWS = 4096
 
@@ -64,9 +64,6 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
         out, lse, kept = _run_forward(call, inputs)
-        if inputs.sinks is not None:
-            out = out.to(call.wide)
-            lse = _add_sinks(out, lse, inputs.sinks)
     return out.to(call.dtype), lse, kept
 
 
@@ -111,15 +108,19 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """``(out, lse)`` without sinks, and keys that the backward starts from."""
+    """``(out, lse)``, sinks included, and keys that the backward starts from."""
     if (item := only_item(call, inputs)) is not None:
         return *single_forward(call, inputs, item), []
     if call.transport == "p2p":
         out, lse, last = run_forward(call, inputs)
-        return out, lse, [] if last is None else [last]
-    carrier = _carrier(call, inputs, call.forward_signature, call.groups.forward)
-    result, kept = gathered_forward(call, inputs, carrier)
-    return *result, kept
+        kept = [] if last is None else [last]
+    else:
+        carrier = _carrier(call, inputs, call.forward_signature, call.groups.forward)
+        (out, lse), kept = gathered_forward(call, inputs, carrier)
+    if inputs.sinks is not None:
+        out = out.to(call.wide)
+        lse = _add_sinks(out, lse, inputs.sinks)
+    return out, lse, kept
 
 
 def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
@@ -144,6 +145,10 @@ def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) 
 
 def _delta(dout: Tensor, out: Tensor, wide: torch.dtype) -> Tensor:
     """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
+    if out.is_cuda and wide == torch.float32 and has_triton():
+        from ring_torch.kernels._triton import row_dots_on_gpu
+
+        return row_dots_on_gpu(dout, out)
     batch, length, heads, _ = out.shape
     delta = torch.empty(batch, heads, length, dtype=wide, device=out.device)
     for start in range(0, length, _DELTA_ROWS):
@@ -155,8 +160,7 @@ def _delta(dout: Tensor, out: Tensor, wide: torch.dtype) -> Tensor:
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """:func:`ring_core.finalize`, ``out`` in place; returns the new ``lse``."""
-    folded = sinks.to(lse.dtype).reshape(sinks.shape[0], -1).logsumexp(dim=1)
-    with_sinks = torch.logaddexp(lse, folded[:, None])
+    with_sinks = torch.logaddexp(lse, folded(sinks, lse.dtype)[:, None])
     weight = (lse - with_sinks.masked_fill(with_sinks == -torch.inf, 0.0)).exp_()
     out.mul_(weight.transpose(1, 2).unsqueeze(-1))
     return with_sinks

@@ -272,7 +272,8 @@ def _all(keys: Keys) -> Fetch:
 def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> Sums:
     """By head where the kernel has a backward by parts that can run this call."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
-    by_head = parts is not None and parts.can_sum(call.plan, q, k, v, call.params)
+    banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
+    by_head = parts is not None and banded and parts.can_sum(call.plan, q, k, v, call.params)
     return Sums(carrier.keys, by_head)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,26 +14,39 @@ from ring_torch.kernels._api import Result, Upstream
 
 
 def only_item(call: Call, inputs: Inputs) -> WorkItem | None:
-    """The one launch of a call, if it is of one rank, and all that there is to do.
-
-    Sinks need the result in the accumulators' dtype, which launches alone do not write.
-    """
+    """The one launch of a call, if it is of one rank, and all that there is to do."""
     in_one = call.ring.size == 1 and call.kernel.capabilities.bands == "any"
-    if not in_one or inputs.sinks is not None or inputs.q.shape[0] == 0:
+    if not in_one or inputs.q.shape[0] == 0:
         return None
     items = [item for step in range(call.plan.num_steps) for item in call.plan.items(0, step)]
-    return items[0] if len(items) == 1 else None
+    if len(items) != 1 or (inputs.sinks is not None and not _adds_sinks(call, inputs, items[0])):
+        return None
+    return items[0]
+
+
+def _adds_sinks(call: Call, inputs: Inputs, item: WorkItem) -> bool:
+    """Whether the launch adds the sinks: every row sees something then, as nothing is masked.
+
+    Otherwise they are added to a result in the accumulators' dtype, which launches alone do not
+    write.
+    """
+    banded = inputs.q_ids is None and item.cu_q is None and item.tiles is None
+    whole = item.q_stop - item.q_start == inputs.q.shape[1]
+    return call.kernel.adds_sinks and banded and whole
 
 
 def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
-    """``out [B, T, H, Dv]``, in the inputs' dtype or wider, and ``lse [B, H, T]``."""
+    """``out [B, T, H, Dv]``, in the inputs' dtype or wider, ``lse [B, H, T]``; sinks included."""
     rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
     batch, length, heads, _ = rows.q.shape
     out = rows.q.new_empty(batch, length, heads, inputs.v.shape[3])
     lse = torch.empty(batch, heads, length, dtype=call.wide, device=call.device)
     whole = Result(out, lse)
     place, part = whole.take(item.q_slice), rows.take(item.q_slice)
-    result = call.kernel.attend(part, columns.take(item.k_slice), item, call.params, place)
+    params = call.params
+    if inputs.sinks is not None:
+        params = replace(params, sinks=folded(inputs.sinks, torch.float32))
+    result = call.kernel.attend(part, columns.take(item.k_slice), item, params, place)
     if item.q_stop - item.q_start == length:
         return result
     found = Result(
@@ -41,6 +56,11 @@ def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
     seen.out.copy_(result.out)
     seen.lse.copy_(result.lse)
     return found
+
+
+def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sinks ``[H]`` or ``[H, n]`` as one a head."""
+    return sinks.to(dtype).reshape(sinks.shape[0], -1).logsumexp(dim=1)
 
 
 def single_backward(call: Call, inputs: Inputs, upstream: Upstream, item: WorkItem) -> Grads:

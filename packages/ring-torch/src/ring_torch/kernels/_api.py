@@ -36,6 +36,7 @@ class Params:
     deterministic: bool = False
     bias_grad: bool = False  # the bias wants its gradient
     bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
+    sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
 
 
 class Rows(NamedTuple):
@@ -205,6 +206,11 @@ class Kernel(Protocol):
     @property
     def needs_delta(self) -> bool:
         """Whether its backward is given ``delta``, or computes it from the global ``out``."""
+        ...
+
+    @property
+    def adds_sinks(self) -> bool:
+        """Whether a launch that is all of a call can add its sinks (:attr:`Params.sinks`)."""
         ...
 
     def missing(self) -> str | None:

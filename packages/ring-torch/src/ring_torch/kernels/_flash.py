@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
+from ring_core import BlockGeometry, Capabilities, KernelConfig, Plan, Request, WorkItem
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import (
     ColumnGrads,
@@ -45,6 +45,26 @@ class Documents(NamedTuple):
     max_k: int
 
 
+class Mods(NamedTuple):
+    """What else changes scores, or hides them, for libraries that take it.
+
+    Attributes:
+        masked: The item, if more than a window or documents hides some of it: these, then.
+        segments: Segment ids of its rows, int32 ``[B, n]``, and of its columns, ``[B, m]``.
+        geometry: Of a predicate.
+        slopes: ALiBi's, ``[B or 1, H]``.
+        positions: Of rows and columns, ``[n]`` and ``[m]``, where there are slopes.
+        sinks: Float32 ``[H]``: the launch is all of a call, and is to add them.
+    """
+
+    masked: WorkItem | None
+    segments: tuple[Tensor, Tensor] | None
+    geometry: BlockGeometry | None
+    slopes: Tensor | None
+    positions: tuple[Tensor, Tensor] | None
+    sinks: Tensor | None
+
+
 class Options(NamedTuple):
     """What a launch is told beside its tensors."""
 
@@ -53,6 +73,7 @@ class Options(NamedTuple):
     window: Window  # as WorkItem.window
     documents: Documents | None
     deterministic: bool
+    mods: Mods | None = None
 
 
 class HeadDims(NamedTuple):
@@ -66,6 +87,12 @@ def as_given(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The head dims of a call, for libraries that are right at all they take."""
     del direction
     return HeadDims(head_dim, v_head_dim)
+
+
+def no_limits(request: Request, plan: Plan) -> tuple[str, ...]:
+    """Nothing to refuse, for libraries that take all they can do together."""
+    del request, plan
+    return ()
 
 
 class Flash(Protocol):
@@ -114,6 +141,8 @@ class FlashKernel:
         parts: As for every kernel.
         head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
             that are right or faster there, to which zeros are added; ``None`` if there are none.
+        limits: What it cannot do together, or not on this GPU.
+        adds_sinks: As for every kernel.
     """
 
     flash: Flash
@@ -121,6 +150,8 @@ class FlashKernel:
     needs_delta: bool = False
     parts: Parts | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
+    limits: Callable[[Request, Plan], tuple[str, ...]] = no_limits
+    adds_sinks: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
@@ -128,11 +159,11 @@ class FlashKernel:
 
     def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
-        del config, plan
+        del config
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
-        return ()
+        return self.limits(request, plan)
 
     def attend(
         self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
@@ -144,8 +175,10 @@ class FlashKernel:
             return self._attend_each(rows, columns, pieces, params)
         q, k, v = aligned(rows.q), aligned(columns.k), aligned(columns.v)
         if item.cu_q is None:
-            options = _options(item, params)
+            options = _with_mods(_options(item, params), rows, columns, item, params)
             out, lse = self._forward(q, k, v, options, place)
+            if options.mods is not None and options.mods.masked is not None:
+                return Result(out, _numbers_where_seen(out, lse))
             return Result(out, _numbers(lse))
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
@@ -189,7 +222,7 @@ class FlashKernel:
         given = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         dout, q, k, v, out = map(aligned, given)
         if item.cu_q is None:
-            options = _options(item, params)
+            options = _with_mods(_options(item, params), rows, columns, item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
             grads = self._backward(dout, q, k, v, out, lse, options, place)
             return ItemGrads(*grads, None)
@@ -309,6 +342,15 @@ def _numbers(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
+def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
+    """The same where rows may see nothing, of which a library says ``-inf``, and 0.
+
+    It says ``-inf`` of rows whose scores are no numbers, too; no number of theirs is one.
+    """
+    odd = (lse == torch.inf) | ((lse == -torch.inf) & out[..., 0].isnan().transpose(1, 2))
+    return lse.masked_fill_(odd, torch.nan)
+
+
 @cached_tensors(maxsize=256)
 def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
     """Which rows of an item of several documents see nothing, ``[n]``; ``None`` if none are."""
@@ -326,6 +368,24 @@ def _options(
 ) -> Options:
     sides = item.window if window is None else window
     return Options(params.scale, params.softcap, sides, documents, params.deterministic)
+
+
+def _with_mods(
+    options: Options, rows: Rows, columns: Columns, item: WorkItem, params: Params
+) -> Options:
+    """What else a launch is told. What its lists and mask hide, no window needs to hide again."""
+    segments, positions = None, None
+    if rows.segments is not None and columns.segments is not None:
+        segments = rows.segments, columns.segments
+    if rows.slopes is not None and rows.position is not None and columns.position is not None:
+        positions = rows.position, columns.position
+    masked = item if segments is not None or item.tiles is not None else None
+    geometry = None if item.tiles is None else params.blocks
+    mods = Mods(masked, segments, geometry, rows.slopes, positions, params.sinks)
+    if all(part is None for part in mods):
+        return options
+    window = options.window if masked is None else (None, None)
+    return options._replace(window=window, mods=mods)
 
 
 @cached_tensors(maxsize=256)

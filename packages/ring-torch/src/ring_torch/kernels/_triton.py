@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +25,18 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
         *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
         DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
     )  # fmt: skip
+
+
+def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
+    """``rowsum(x * y)`` of ``[B, n, H, D]`` in float32, ``[B, H, n]``."""
+    batch, rows, heads, dim = x.shape
+    dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
+    if dots.numel() > 0:
+        _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
+            x, y, dots, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
+        )  # fmt: skip
+    return dots
 
 
 def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
@@ -94,6 +107,23 @@ def _add(
     if PARTS > 3:
         x += w
     tl.store(place, x, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_dots(
+    x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    both = (row < rows)[:, None] & (column < DIM)[None, :]
+    x_at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
+    y_at = y + batch * y_batch + head * y_head + row[:, None] * y_row + column[None, :]
+    a = tl.load(x_at, mask=both, other=0.0).to(tl.float32)
+    b = tl.load(y_at, mask=both, other=0.0).to(tl.float32)
+    place = dots + batch * dots_batch + head * dots_head + row
+    tl.store(place, tl.sum(a * b, axis=1), mask=row < rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

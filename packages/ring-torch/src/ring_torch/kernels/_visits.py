@@ -8,6 +8,7 @@ full ones.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def visits(
     """
     if segments is None and shown is None:
         return _without_segments(item, grid)
-    kinds = _kinds_on(item, grid)
+    kinds = kinds_on(item, grid)
     if segments is not None:
         kinds = _among_segments(kinds, segments, grid)
     if shown is not None:
@@ -84,11 +85,11 @@ def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) 
 
 @cached_tensors(maxsize=32)  # of a long sequence each takes megabytes
 def _without_segments(item: WorkItem, grid: Grid) -> Visits:
-    return _listed(_kinds_on(item, grid), grid)
+    return _listed(kinds_on(item, grid), grid)
 
 
 @cached_tensors(maxsize=32)
-def _kinds_on(item: WorkItem, grid: Grid) -> Tensor:
+def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
     """The kinds of an item's blocks but for segment ids, int8 ``[1, I, J]``."""
     kinds = _in_band(item, grid.block_q, grid.block_k)
     if item.cu_q is not None and item.cu_k is not None:
@@ -156,21 +157,21 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
     assert grid.geometry is not None
-    sizes = min(TILE, grid.block_q), min(TILE, grid.block_k)
+    sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
     which = tile_numbers(item, grid.geometry)
     some, every = (
         x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
         for x in _parts(grid.geometry, *sizes)
     )
     for axis, block in enumerate((grid.block_q, grid.block_k)):
-        some = _in_blocks(some, axis, shape[axis], block, beyond=False).any(axis=axis + 1)
-        every = _in_blocks(every, axis, shape[axis], block, beyond=True).all(axis=axis + 1)
+        each = block // sizes[axis]
+        some = _in_blocks(some, axis, shape[axis], each, beyond=False).any(axis=axis + 1)
+        every = _in_blocks(every, axis, shape[axis], each, beyond=True).all(axis=axis + 1)
     return _kinds(some, every)
 
 
-def _in_blocks(flags: Flags, axis: int, blocks: int, size: int, *, beyond: bool) -> Flags:
-    """Flags of parts as ``blocks`` groups along an axis, the parts of a block along the next."""
-    each = max(1, size // TILE)
+def _in_blocks(flags: Flags, axis: int, blocks: int, each: int, *, beyond: bool) -> Flags:
+    """Flags of parts as ``blocks`` groups of ``each`` along an axis, a group's along the next."""
     more = max(0, blocks * each - flags.shape[axis])
     edges = [(0, more if n == axis else 0) for n in range(2)]
     flags = np.pad(flags, edges, constant_values=beyond)

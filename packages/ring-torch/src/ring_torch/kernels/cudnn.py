@@ -7,15 +7,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities
+from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels._api import Result
 from ring_torch.kernels._flash import FlashKernel, Options, capability
 
 aten = torch.ops.aten
+_WIDE = 128
+_WIDE_FROM = 91900  # cuDNN's version
 
 
 class Cudnn:
-    """Torch's operators for it; whole and square causal blocks."""
+    """Torch's operators for it; whole and square causal blocks, as they take no window."""
 
     drops_right = False
 
@@ -76,10 +78,22 @@ def _missing() -> str | None:
     return None
 
 
+def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
+    """Head dims that were measured to be right on Hopper, with one version."""
+    del plan
+    dims = request.head_dim, request.v_head_dim
+    if dims[0] == dims[1] <= _WIDE:
+        return ()
+    if capability()[0] == 9 and (torch.backends.cudnn.version() or 0) >= _WIDE_FROM:
+        return ()
+    return (f"has head dims above {_WIDE}, and unlike ones, on Hopper from cuDNN 9.19 on",)
+
+
 CUDNN = FlashKernel(
     Cudnn(),
     Capabilities(
-        name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=128,
-        head_dim_multiple=8, bands="causal", exact_nan=False,
+        name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        head_dim_multiple=8, mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
+    limits=_limits,
 )  # fmt: skip

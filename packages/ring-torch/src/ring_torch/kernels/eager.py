@@ -56,6 +56,7 @@ class EagerKernel:
     )
 
     needs_delta = True
+    adds_sinks = False
     parts = None
 
     def missing(self) -> str | None:

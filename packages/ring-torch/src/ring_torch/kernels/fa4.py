@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities
+from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels._api import Result
 from ring_torch.kernels._fa4_hopper import Function, HopperParts, recorded
+from ring_torch.kernels._fa4_options import Modded
 from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, Pass, capability
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
 _MOST_LAUNCHES = 256
+_COUNTS_PACKED = "4.0.0b36"  # the version whose backward does (_fa4_options._packed)
 
 
 class Flash4:
@@ -35,7 +37,7 @@ class Flash4:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``."""
-        if options.documents is not None and capability()[0] == 9:
+        if options.mods is not None or (options.documents is not None and capability()[0] == 9):
             return self._forward(q, k, v, options, place)
         if place is None or options.documents is not None:
             return self._forward(q, k, v, options, None)
@@ -61,9 +63,13 @@ class Flash4:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
         where = {} if place is None else {"out": place.out, "lse": place.lse}
+        modded = Modded.of("forward", q, v, options)
+        sinks = None if options.mods is None else options.mods.sinks
         out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, return_lse=True, score_mod=_capped(options)[0], **where, **_common(options)
-        )
+            q, k, v, return_lse=True, learnable_sink=sinks, score_mod=modded.score_mod,
+            mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists,
+            aux_scalars=modded.numbers, **where, **_common(options),
+        )  # fmt: skip
         return out, lse
 
     def backward(
@@ -74,12 +80,14 @@ class Flash4:
 
         For these the library has no backward: each query head gets its keys and values.
         """
-        score_mod, score_mod_bwd = _capped(options)
         group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+        modded = Modded.of("backward", q, v, options)
         dq, dk, dv = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, dq=place, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+            q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
+            score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
+            block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
             deterministic=options.deterministic, **_common(options),
         )  # fmt: skip
         if group > 1:
@@ -100,13 +108,25 @@ def _common(options: Options) -> dict[str, Any]:
     return given
 
 
-def _capped(options: Options) -> tuple[Any, Any]:
-    """What a soft cap does to scores and their gradients; nothing without one."""
-    if options.softcap is None:
-        return None, None
-    from ring_torch.kernels._fa4_softcap import capped, slope
-
-    return capped(options.softcap), slope(options.softcap)
+def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
+    """What it has on Hopper alone, and not together."""
+    listed = request.segment_ids or plan.mask.predicate is not None
+    documents = plan.traits.several_documents
+    found = {
+        "has segment_ids, predicates and alibi_slopes on Hopper only": (
+            (listed or request.alibi) and capability()[0] != 9
+        ),
+        "has alibi_slopes with version 4.0.0b36 only, which counts rows in a way of its own": (
+            request.alibi and request.grad and version("flash-attn-4") != _COUNTS_PACKED
+        ),
+        "is not deterministic with segment_ids or a predicate": listed and request.deterministic,
+        "has no segment_ids together with documents": request.segment_ids and documents,
+        "has no alibi_slopes together with documents": request.alibi and documents,
+        "the partial tiles of this predicate take more than 64 MiB": (
+            plan.blocks is not None and plan.blocks.tiles is None
+        ),
+    }
+    return tuple(reason for reason, holds in found.items() if holds)
 
 
 def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
@@ -160,9 +180,11 @@ FA4 = FlashKernel(
     Flash4(),
     Capabilities(
         name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        mixed_head_dims=True, bands="any", documents=True, softcap=True, deterministic=True,
-        exact_nan=False,
+        mixed_head_dims=True, bands="any", documents=True, segment_ids=True, predicate=True,
+        softcap=True, alibi=True, deterministic=True, exact_nan=False,
     ),
     parts=HopperParts(),
     head_dims=_head_dims,
+    limits=_limits,
+    adds_sinks=True,
 )  # fmt: skip

@@ -45,6 +45,7 @@ class CpuFlashKernel:
     )
 
     needs_delta = True  # to hand it to ``eager``
+    adds_sinks = False
     parts = None
 
     def missing(self) -> str | None:

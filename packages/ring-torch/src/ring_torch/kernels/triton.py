@@ -57,6 +57,7 @@ class TritonKernel:
     )
 
     needs_delta = True
+    adds_sinks = False
     parts = None
 
     def missing(self) -> str | None:

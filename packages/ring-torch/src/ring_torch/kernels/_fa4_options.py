@@ -1,0 +1,157 @@
+"""From the options of a launch to what FlashAttention-4 takes for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_core import BlockGeometry, WorkItem
+from ring_torch._held import cached_tensors
+from ring_torch.kernels._flash import Mods, Options, Pass
+from ring_torch.kernels._visits import FAR, Grid, tile_numbers
+
+_BLOCK_Q = 128  # queries of a block in lists, in both passes
+_LARGEST_TILE = 256  # tokens; no tile of the library's is larger
+
+
+class Modded(NamedTuple):
+    """Arguments of a launch; ``kept`` has to live until it is made, as it is given by addresses."""
+
+    score_mod: Any = None
+    score_mod_bwd: Any = None
+    mask_mod: Any = None
+    lists: Any = None
+    numbers: tuple[Any, ...] | None = None
+    kept: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
+        """Those of a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
+        mods, cap = options.mods, options.softcap
+        alibi = mods is not None and mods.slopes is not None
+        masked = None if mods is None else mods.masked
+        if cap is None and not alibi and masked is None:
+            return cls()
+        functions = import_module("ring_torch.kernels._fa4_mods")
+        found = cls()
+        if cap is not None or alibi:
+            found = found._replace(
+                score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
+                score_mod_bwd=functions.score_mod_bwd(cap),
+            )
+        if mods is None or not (alibi or masked is not None):
+            return found
+        by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
+        kept = _tensors(mods, q.device, by_columns=by_columns)
+        numbers = functions.Numbers(
+            **{name: x.data_ptr() for name, x in kept.items()}, **_integers(mods, kept),
+        )  # fmt: skip
+        found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
+        if masked is None:
+            return found
+        lists = _lists(direction, q, v, masked, mods)
+        facts = mods.segments is not None, mods.geometry is not None, by_columns
+        mask_mod = functions.mask_mod(*facts)
+        return found._replace(mask_mod=mask_mod, lists=lists)
+
+
+def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
+    """How many heads the library packs into a row, as it says to ``score_mod``, but does not undo.
+
+    On Hopper its backward counts rows and heads as its forward packs them, though it packs none.
+    """
+    return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
+
+
+def _tensors(mods: Mods, device: torch.device, *, by_columns: bool) -> dict[str, Tensor]:
+    """What the functions read, by the names of their numbers."""
+    found: dict[str, Tensor] = {}
+    if mods.slopes is not None and mods.positions is not None:
+        found["slopes"] = mods.slopes.float().contiguous()
+        rows, columns = mods.positions
+        # From the first row on: float32 has all integers up to 2^24 only.
+        for name, x in (("q_at", rows), ("k_at", columns)):
+            found[name] = pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+    if mods.segments is not None:
+        found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
+    if mods.geometry is not None and mods.masked is not None:
+        found["bits"] = _bits(mods.geometry, by_columns, device)
+        found["tiles"] = _tiles(mods.masked, mods.geometry, device)
+    return found
+
+
+def _integers(mods: Mods, kept: dict[str, Tensor]) -> dict[str, int]:
+    """The other numbers that the functions read."""
+    found = {}
+    if mods.slopes is not None:
+        slopes = kept["slopes"]
+        found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+    if (item := mods.masked) is not None:
+        found |= {
+            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
+            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
+        }  # fmt: skip
+    if "tiles" in kept:
+        found["across"] = kept["tiles"].shape[1]
+    return found
+
+
+def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) -> Any:
+    """The library's ``BlockSparseTensorsTorch``; heads share theirs."""
+    from ring_torch.kernels._fa4_block_lists import block_lists
+
+    size = _BLOCK_Q, _block_k(direction, q.shape[-1], v.shape[-1])
+    grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
+    lists = block_lists(item, grid, mods.segments)
+    sparse = import_module("flash_attn.cute.block_sparsity")
+    return sparse.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+
+
+@cache
+def _block_k(direction: Pass, head_dim: int, v_head_dim: int) -> int:
+    """Keys of a block: the library's tile on Hopper."""
+    return int(_tile(direction, head_dim, v_head_dim).n_block_size)
+
+
+@cache
+def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
+    """Whether a thread holds a few columns of scores, and many of their rows."""
+    return direction == "backward" and bool(_tile(direction, head_dim, v_head_dim).SdP_swapAB)
+
+
+def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
+    """How the library's kernels for masks work on Hopper."""
+    library = import_module("flash_attn.cute.interface")
+    tiles = library._tile_size_fwd_sm90 if direction == "forward" else library._tile_size_bwd_sm90
+    return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
+
+
+@cached_tensors(maxsize=32)
+def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
+    """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
+    assert geometry.tiles is not None
+    tiles = geometry.tiles[0]
+    if by_columns:
+        cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)
+        tiles = np.packbits(cells, axis=2, bitorder="little")
+    two = np.broadcast_to(np.array([0, 255], np.uint8)[:, None, None], (2, *tiles.shape[1:]))
+    return torch.tensor(np.concatenate([tiles, two]).view(np.int32), device=device)
+
+
+@cached_tensors(maxsize=256)
+def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """The number of each tile of an item, int32, whose last two are those of :func:`_bits`.
+
+    Blocks may reach two tiles beyond the rectangle.
+    """
+    assert geometry.tiles is not None
+    which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
+    return torch.as_tensor(
+        np.where(which < 0, len(geometry.tiles[0]) + 2 + which, which), device=device
+    )

@@ -1,0 +1,125 @@
+"""All ranks of a case on one device, one after another: what a kernel does for each, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cases import Case
+from torch import Tensor
+
+from ring_core import WorkItem
+from ring_torch._autograd import _add_sinks, _sink_grads
+from ring_torch.kernels._api import (
+    ColumnGrads,
+    Columns,
+    Kernel,
+    Params,
+    RowGrads,
+    Rows,
+    Upstream,
+    empty_result,
+)
+
+Arrays = dict[str, npt.NDArray[Any]]
+Ints = npt.NDArray[np.int64]
+
+
+class Emulation:
+    """The tensors of a case on a device."""
+
+    def __init__(self, case: Case, kernel: Kernel, device: str, *, gathered: bool) -> None:
+        self.case, self.kernel, self.gathered = case, kernel, gathered
+        self.device, self.plan = torch.device(device), case.plan
+        self.x = {
+            name: torch.tensor(array, device=device, dtype=self._dtype(array))
+            for name, array in case.inputs.items()
+        }
+        scale = case.dims[0] ** -0.5 if case.softmax_scale is None else case.softmax_scale
+        self.params = Params(self.plan.mask, scale, case.softcap, blocks=self.plan.blocks)
+
+    def _dtype(self, array: npt.NDArray[Any]) -> torch.dtype:
+        return getattr(torch, self.case.dtype) if array.dtype.kind == "f" else torch.int32
+
+    def run(self) -> Arrays:
+        """``out``, ``lse`` and gradients, by name."""
+        x, found = self.x, {}
+        whole = empty_result(x["q"], x["v"].shape[3])
+        for at, rows, columns, _, item in self._launches():
+            into = self._local(whole.out, at, 1), self._local(whole.lse, at, 2)
+            result = whole._replace(out=into[0], lse=into[1])
+            self.kernel.forward(rows, columns, item, self.params, result.take(item.q_slice))
+            whole.out[:, at], whole.lse[:, :, at] = result.out, result.lse
+        out, lse = whole
+        if "sinks" in x:
+            lse = _add_sinks(out, lse, x["sinks"])
+        out = out.to(x["q"].dtype)
+        delta = (x["dout"].float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+        dq, dk, dv = (torch.zeros_like(x[name], dtype=torch.float32) for name in "qkv")
+        for at, rows, columns, k_at, item in self._launches():
+            upstream = Upstream(x["dout"][:, at], out[:, at], lse[:, :, at], delta[:, :, at])
+            grads = [self._local(dq, at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
+            row_grads = RowGrads(grads[0], None).take(item.q_slice)
+            column_grads = ColumnGrads(grads[1], grads[2]).take(item.k_slice)
+            self.kernel.backward(
+                rows,
+                columns,
+                upstream.take(item.q_slice),
+                item,
+                self.params,
+                row_grads,
+                column_grads,
+            )
+            dq[:, at], dk[:, k_at], dv[:, k_at] = grads
+        found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        found = {
+            name: value.to(x["q"].dtype) if name[0] == "d" else value
+            for name, value in found.items()
+        }
+        if "sinks" in x:
+            found["dsinks"] = _sink_grads(x["sinks"], lse, delta)
+        return {name: value.double().cpu().numpy() for name, value in found.items()}
+
+    def _local(self, x: Tensor, at: Ints, dim: int) -> Tensor:
+        """A copy of a shard."""
+        return x.index_select(dim, torch.as_tensor(at, device=self.device))
+
+    def _launches(self) -> Iterator[tuple[Ints, Rows, Columns, Ints, WorkItem]]:
+        """Each rank's items: global rows, what belongs to an item's, and global columns."""
+        for rank in range(self.case.cp_size):
+            at = self.plan.positions(rank)
+            rows = self._rows(rank)
+            for k_at, columns, item in self._items(rank):
+                yield at, rows.take(item.q_slice), columns.take(item.k_slice), k_at, item
+
+    def _rows(self, rank: int) -> Rows:
+        at, x = self.plan.positions(rank), self.x
+        ids = self._local(x["q_ids"], at, 1) if "q_ids" in x else None
+        slopes = torch.atleast_2d(x["alibi_slopes"]) if "alibi_slopes" in x else None
+        index, position = (
+            torch.as_tensor(y, device=self.device) for y in (at, self.plan.q_positions(rank))
+        )
+        return Rows(self._local(x["q"], at, 1), index, position, ids, None, slopes)
+
+    def _columns(self, at: Ints) -> Columns:
+        x = self.x
+        ids = self._local(x["k_ids"], at, 1) if "k_ids" in x else None
+        k, v = (self._local(x[name], at, 1) for name in "kv")
+        return Columns(k, v, torch.as_tensor(at, device=self.device), ids)
+
+    def _items(self, rank: int) -> Iterator[tuple[Ints, Columns, WorkItem]]:
+        if self.gathered:
+            gather = self.plan.gather(rank)
+            gathered = self._columns(gather.positions)
+            yield from ((gather.positions, gathered, item) for item in gather.items)
+            own = self.plan.k_positions(rank)
+            yield from ((own, self._columns(own), item) for item in gather.in_place)
+            return
+        for step in range(self.plan.num_steps):
+            for item in self.plan.items(rank, step):
+                at = self.plan.k_positions(item.kv_rank)
+                assert item.q_rank == rank, "no schedule that lends queries"
+                yield at, self._columns(at), item

@@ -1,0 +1,154 @@
+"""What FlashAttention-4 does with masks and scores, at every kind of head dim, on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, diagonals, prefix
+from emulated import Emulation
+from tolerances import assert_close
+
+import ring_torch
+from ring_core import Mask, Schedule, UnsupportedError
+from ring_torch.kernels.fa4 import FA4
+from ring_torch.local import LocalRankError
+
+DIMS = [
+    *((dim, dim) for dim in (40, 64, 80, 96, 112, 128, 136, 160, 192, 256)),
+    (192, 128), (160, 128), (128, 64), (64, 128),
+]  # fmt: skip
+HEADS = [(2, 2), (8, 2)]
+LENGTH = 418
+
+
+@dataclass(frozen=True)
+class Option:
+    """A mask, and fields of a case."""
+
+    mask: Mask
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+CAUSAL, WINDOW = Mask(causal=True), Mask(window=(60, 30))
+OPTIONS = {
+    "softcap": Option(CAUSAL, {"softcap": 2.0}),
+    "alibi": Option(CAUSAL, {"alibi": 1}),
+    "alibi, batch, window, softcap": Option(WINDOW, {"alibi": 2, "softcap": 5.0}),
+    "alibi, full": Option(Mask(), {"alibi": 2, "kv_seq_len": 600}),
+    "segments": Option(CAUSAL, {"segments": "documents"}),
+    "segments, padded": Option(Mask(), {"segments": "padded"}),
+    "segments, scattered": Option(WINDOW, {"segments": "scattered", "kv_seq_len": 600}),
+    "segments, pair, softcap, alibi": Option(
+        CAUSAL, {"segments": "pair", "softcap": 5.0, "alibi": 1}
+    ),
+    "predicate": Option(Mask(predicate=diagonals)),
+    "predicate, prefix, softcap": Option(Mask(predicate=prefix), {"softcap": 5.0}),
+    "predicate, segments, alibi": Option(
+        Mask(predicate=diagonals), {"segments": "documents", "alibi": 2}
+    ),
+    "sinks": Option(CAUSAL, {"sinks": 0}),
+    "sinks, more, softcap": Option(WINDOW, {"sinks": 3, "softcap": 5.0}),
+    "sinks, alibi": Option(CAUSAL, {"sinks": 0, "alibi": 1, "kv_seq_len": 248}),
+    "sinks, segments": Option(CAUSAL, {"sinks": 0, "segments": "padded"}),
+}
+
+
+def _case(name: str, option: Option, dims: tuple[int, int], heads: tuple[int, int]) -> Case:
+    words = name.replace(", ", "-")
+    base = Case(
+        f"fa4-{words}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "plain", 1, LENGTH,
+        None, 2, heads, dims, "bfloat16",
+    )  # fmt: skip
+    return replace(base, **option.fields)
+
+
+CASES = [
+    _case(name, option, dims, heads)
+    for dims, heads, (name, option) in product(DIMS, HEADS, OPTIONS.items())
+]
+RANKS: tuple[tuple[int, Schedule], ...] = ((2, "zigzag"), (4, "plain"))
+SEVERAL = [
+    replace(case, name=f"{case.name}-cp{ranks}", cp_size=ranks, schedule=schedule, seq_len=416)
+    for case, (ranks, schedule) in product(
+        (_case(name, option, (128, 128), (8, 2)) for name, option in OPTIONS.items()),
+        RANKS,
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_one_rank(case: Case, backend: Any) -> None:
+    """On Hopper it takes all of them."""
+    try:
+        results = backend.run(case, kernel="fa4")
+    except LocalRankError as error:
+        if torch.cuda.get_device_capability()[0] == 9 or "on Hopper only" not in str(error):
+            raise
+        return
+    assert_close(case, results)
+
+
+@pytest.mark.parametrize(
+    ("case", "gathered"),
+    [
+        pytest.param(case, gathered, id=f"{case.name}-{'gathered' if gathered else 'ring'}")
+        for case, gathered in product(SEVERAL, (False, True))
+        if not gathered or case.mask.predicate is None  # which no plan gathers
+    ],
+)
+def test_several_ranks(case: Case, gathered: bool) -> None:
+    """Sums stay right over several launches, and gathered keys; the ranks take turns on a GPU."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert_close(case, Emulation(case, FA4, "cuda", gathered=gathered).run())
+
+
+@pytest.mark.parametrize("given", ["segment_ids", "predicate"])
+def test_lists_and_determinism(given: str) -> None:
+    """The library has no deterministic backward with block lists; a release may mend that."""
+    q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.zeros(1, 256, dtype=torch.int32, device="cuda")
+    option: dict[str, Any] = (
+        {"segment_ids": ids} if given == "segment_ids" else {"mask": Mask(predicate=prefix)}
+    )
+    with pytest.raises(UnsupportedError, match="not deterministic with segment_ids"):
+        ring_torch.ring_attention(q, q, q, kernel="fa4", deterministic=True, **option)
+
+
+def test_segments_in_a_graph() -> None:
+    """Lists are made on the device, anew at each replay."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    ids = torch.zeros(1, 512, dtype=torch.int32, device="cuda")
+    ids[:, 300:] = 1
+
+    def attend() -> torch.Tensor:
+        return ring_torch.ring_attention(q, q, q, causal=True, segment_ids=ids, kernel="fa4")
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for edge in (100, 401):
+        ids.copy_((torch.arange(512, device="cuda") >= edge).int()[None])
+        graph.replay()
+        assert torch.equal(out, attend())
+
+
+def test_a_score_that_is_no_number() -> None:
+    """With lists, too, it shows in ``out`` and ``lse``, and rows that see nothing have none."""
+    q = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
+    k = q.clone()
+    k[:, 10] = torch.nan
+    ids = torch.zeros(1, 512, dtype=torch.int32, device="cuda")
+    ids[:, 256:384], ids[:, 384:] = 1, -1
+    out, lse = ring_torch.ring_attention(q, k, q, segment_ids=ids, kernel="fa4", return_lse=True)
+    assert out[:, :256].isnan().all() and lse[:, :, :256].isnan().all()
+    assert out[:, 256:384].isfinite().all() and lse[:, :, 256:384].isfinite().all()
+    assert (out[:, 384:] == 0).all() and (lse[:, :, 384:] == -torch.inf).all()
