@@ -238,16 +238,9 @@ def bench_gpu(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def bench_options(session: nox.Session) -> None:
-    """Time masks and options beside FlexAttention on one GPU; arguments go to the benchmark."""
-    install(session, ["ring-core", "ring-torch"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/gpu_options.py", *session.posargs)
-
-
-@nox.session(python="3.12", default=False)
-def bench_head_dims(session: nox.Session) -> None:
-    """Time head dims beside flash-attn-4 and cuDNN on one GPU; arguments go to the benchmark."""
+    """Time head dims, masks and options beside other kernels on one GPU; arguments go to it."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/gpu_head_dims.py", *session.posargs)
+    session.run("python", "benchmarks/gpu_options.py", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -1,10 +1,14 @@
-"""Masks and options on one GPU, beside FlexAttention: ``nox -s bench_options``.
+"""Head dims, masks and options on one GPU, beside other kernels: ``nox -s bench_options``.
 
-Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First out, dQ, dK and dV of both are
-compared with float32 attention at 1,024 tokens: what errs more than twice as much as FlexAttention
-prints no time. Times are CUDA events, medians of rounds in which all take turns; a ratio is a
-kernel's time over FlexAttention's for the same mask (dropout: over that of the causal mask, as
-FlexAttention has none).
+Batch 1, bfloat16, causal; ``gpu_options_rows.py`` has the rows, ``gpu_options_methods.py`` the
+methods: ``ring`` is ``ring_attention`` with the kernel it chooses, ``fa4`` flash-attn-4 called by
+hand, ``cudnn`` and ``flash`` torch's attention over these, ``flex`` compiled FlexAttention, whose
+blocks are made once.
+
+First out, dQ, dK and dV of each are compared with float32 attention at 1,024 tokens: what errs more
+than twice as much as the best of the others has no time. Times are CUDA events around calls that
+are queued, in rounds in which all take turns, another first in each; a ratio is one of times in one
+round. Each is kept as its quartiles.
 """
 
 from __future__ import annotations
@@ -12,177 +16,88 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_options_methods import METHODS, Method, exact, ring_kernel
+from gpu_options_rows import OPTIONS, ROWS, Case, Rival, Row
+from gpu_options_table import table
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import ring_torch
-from ring_core import Mask
-
-HEADS, KV_HEADS, DIM = 32, 8, 128
-GATE_LENGTH = 1024
-DOCUMENT = 1500
-CAP = 20.0
-STRIPE = 512
-ROUNDS = 7
-flex: Any = torch.compile(flex_attention, dynamic=False)
+GATE_LENGTH, ROUNDS, MOST_CALLS, ROUND_MS = 1024, 20, 20, 20.0
+OURS, DEVICE = "ring", "cuda"
+Times = dict[str, list[float]]
+Errors = dict[str, float | str | None]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A mask or option as both take it.
+def entrants(row: Row) -> tuple[Rival, ...]:
+    """Ours and the others."""
+    return (Rival(OURS, "ring"), *row.rivals)
 
-    Attributes:
-        ours: Options of ``ring_attention``, made for a length.
-        mask: FlexAttention's rule over positions; ``None`` shows all.
-        score: What it does to a score, made for a length.
-        can_gate: Whether results can be compared.
+
+def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]]) -> Errors:
+    """The largest root mean square error of out, dq, dk and dv; or why a method has none.
+
+    ``None`` where results are random: then they are only asked for.
     """
-
-    name: str
-    ours: Callable[[int], dict[str, Any]]
-    mask: Callable[[Any, Any, Any, Any], Any] | None
-    score: Callable[[int], Callable[..., Any] | None] = field(default=lambda _: None)
-    can_gate: bool = True
-
-
-def _causal(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-    return i >= j
-
-
-def _documents(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-    return (i >= j) & (i // DOCUMENT == j // DOCUMENT)
+    found: Errors = {}
+    for rival in entrants(row):
+        case = Case(row.of(rival), GATE_LENGTH, device)
+        try:
+            results = methods[rival.method](case).both(*case.inputs(torch.bfloat16, row.sharpness))
+            found[rival.name] = None if OPTIONS[row.option].random else _error(case, results)
+        except Exception as error:  # noqa: BLE001 - a library's own; the row says so
+            found[rival.name] = _reason(error)
+    return found
 
 
-def _striped(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-    return _rule(i, j)
+def _error(case: Case, results: Sequence[Tensor]) -> float:
+    wanted = exact(case).both(*case.inputs(torch.float32, case.row.sharpness))
+    pairs = zip(results[:4], wanted, strict=True)
+    return max(float((a.float() - b).square().mean().sqrt() / b.std()) for a, b in pairs)
 
 
-def _rule(i: Any, j: Any) -> Any:
-    return (i >= j) & ((i - j < STRIPE) | (j % STRIPE < 64))
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
-def _slopes() -> Tensor:
-    return torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") / 4)
+def passing(wrong: Errors) -> list[str]:
+    """Those that err at most twice as much as the best of the others, and all that are random."""
+    numbers = {name: x for name, x in wrong.items() if isinstance(x, float)}
+    right = {
+        name for name, x in numbers.items()
+        if x <= 2 * min((y for other, y in numbers.items() if other != name), default=x)
+    }  # fmt: skip
+    return [name for name, x in wrong.items() if x is None or name in right]
 
 
-def _alibi(_length: int) -> Callable[..., Any]:
-    slopes = _slopes()
-    return lambda score, _b, h, i, j: score - slopes[h] * (i - j).abs()
+def rounds(runs: Mapping[str, Callable[[], Any]], count: int) -> Times:
+    """Milliseconds of a call, a list of all rounds each."""
+    names = list(runs)
+    calls = {name: _calls(run) for name, run in runs.items()}
+    took: Times = {name: [] for name in names}
+    for n in range(count):
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            took[name].append(_milliseconds(runs[name], calls[name]))
+    return took
 
 
-def _table(length: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(5)
-    size = 1, 1, length, length
-    return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+def _calls(run: Callable[[], Any]) -> int:
+    """How many calls fill a turn."""
+    took = min(_milliseconds(run, 2) for _ in range(2))
+    return max(1, min(MOST_CALLS, round(ROUND_MS / took)))
 
 
-def _biased(length: int) -> Callable[..., Any]:
-    bias = _table(length)
-    return lambda score, _b, _h, i, j: score + bias[0, 0, i, j]
-
-
-def _capped(_length: int) -> Callable[..., Any]:
-    return lambda score, _b, _h, _i, _j: CAP * torch.tanh(score / CAP)
-
-
-def _ids(length: int) -> Tensor:
-    return (torch.arange(length, device="cuda") // DOCUMENT).int()[None]
-
-
-SETTINGS = (
-    Setting("causal", lambda _: {"causal": True}, _causal),
-    Setting("softcap", lambda _: {"causal": True, "softcap": CAP}, _causal, _capped),
-    Setting("alibi", lambda _: {"causal": True, "alibi_slopes": _slopes()}, _causal, _alibi),
-    Setting("segment_ids", lambda n: {"causal": True, "segment_ids": _ids(n)}, _documents),
-    Setting("predicate", lambda _: {"mask": Mask(predicate=_rule)}, _striped),
-    Setting("bias", lambda n: {"causal": True, "bias": _table(n)}, _causal, _biased),
-    Setting(
-        "dropout", lambda _: {"causal": True, "dropout_p": 0.1, "dropout_seed": 7}, _causal,
-        can_gate=False,
-    ),
-)  # fmt: skip
-
-
-def inputs(length: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Random q, k, v and the gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(length)
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    made = [
-        torch.randn(1, length, h, DIM, generator=generator, device="cuda").to(torch.bfloat16)
-        for h in heads
-    ]
-    *leaves, dout = (x.to(dtype) for x in made)
-    return [*(x.requires_grad_() for x in leaves), dout]
-
-
-def method_of(
-    setting: Setting, length: int, kernel: str
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A kernel's attention of a setting, or FlexAttention's."""
-    if kernel != "flex":
-        options = setting.ours(length)
-        return lambda q, k, v: ring_torch.ring_attention(q, k, v, kernel=kernel, **options)
-    score = setting.score(length)
-    blocks = None
-    if setting.mask is not None:
-        blocks = create_block_mask(setting.mask, None, None, length, length, device="cuda")
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
-        out = flex(*heads_first, score_mod=score, block_mask=blocks, enable_gqa=True)
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
-
-    return run
-
-
-def both(run: Callable[..., Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-    """``[out, dq, dk, dv]``."""
-    out = run(*x[:3])
-    return [out, *torch.autograd.grad(out, x[:3], x[3])]
-
-
-def errors(setting: Setting, kernels: Sequence[str]) -> dict[str, float]:
-    """The largest root mean square error of out, dq, dk and dv, over FlexAttention's."""
-    wide = inputs(GATE_LENGTH, torch.float32)
-    exact = both(method_of(setting, GATE_LENGTH, "eager"), wide)
-    found: dict[str, list[float]] = {}
-    for kernel in ("flex", *kernels):
-        results = both(method_of(setting, GATE_LENGTH, kernel), inputs(GATE_LENGTH))
-        found[kernel] = [
-            float((x.float() - y).square().mean().sqrt())
-            for x, y in zip(results, exact, strict=True)
-        ]
-    flex_errors = found.pop("flex")
-    return {
-        kernel: max(x / y for x, y in zip(mine, flex_errors, strict=True))
-        for kernel, mine in found.items()
-    }
-
-
-def milliseconds(runs: dict[Any, Callable[[], Any]], target: float = 40.0) -> dict[Any, float]:
-    """Medians over rounds in which all take turns."""
-    took: dict[Any, list[float]] = {key: [] for key in runs}
-    calls = {}
-    for key, run in runs.items():
-        run()
-        calls[key] = max(1, min(50, int(target / _once(run, 1))))
-    for _ in range(ROUNDS):
-        for key, run in runs.items():
-            took[key].append(_once(run, calls[key]))
-    return {key: statistics.median(times) for key, times in took.items()}
-
-
-def _once(run: Callable[[], Any], calls: int) -> float:
+def _milliseconds(run: Callable[[], Any], calls: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -193,50 +108,93 @@ def _once(run: Callable[[], Any], calls: int) -> float:
     return max(took / calls, 1e-3)
 
 
-def measure(setting: Setting, length: int, kernels: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Milliseconds of the forward and of both passes, by method."""
-    x = inputs(length)
-    runs: dict[tuple[str, str], Callable[[], Any]] = {}
-    for kernel in ("flex", *kernels):
-        run = method_of(setting, length, kernel)
+def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times]:
+    """Milliseconds of the forward and of both passes, by method that passes.
 
-        def forward(run: Callable[..., Tensor] = run) -> Tensor:
-            with torch.no_grad():
-                return run(*x[:3])
+    What raises at this length has its reason in ``wrong``, and no time.
+    """
+    runs: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "both": {}}
+    names = passing(wrong)
+    for rival in (x for x in entrants(row) if x.name in names):
+        case = Case(row.of(rival), length, DEVICE)
+        x = case.inputs(torch.bfloat16)
+        try:
+            method = METHODS[rival.method](case)
+            method.forward(*x[:3])
+            method.both(*x)
+        except Exception as error:  # noqa: BLE001 - as above
+            wrong[rival.name] = _reason(error)
+            continue
+        runs["forward"][rival.name] = partial(method.forward, *x[:3])
+        runs["both"][rival.name] = partial(method.both, *x)
+    return {way: rounds(of_way, count) for way, of_way in runs.items()}
 
-        runs[kernel, "forward"] = forward
-        runs[kernel, "both"] = partial(both, run, x)
-    took = milliseconds(runs)
-    return {
-        kernel: {way: took[kernel, way] for way in ("forward", "both")}
-        for kernel in ("flex", *kernels)
-    }
+
+def quartiles(times: Sequence[float]) -> list[float]:
+    """First, median, third."""
+    several = times if len(times) > 1 else [*times, *times]
+    return [round(x, 5) for x in statistics.quantiles(several, n=4, method="inclusive")]
 
 
-def keep(path: Path, length: int, rows: list[dict[str, Any]]) -> None:
-    """Write what was found so far."""
-    environment = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "python": platform.python_version(), "length": length,
+def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]:
+    """What is kept of a row."""
+    found: dict[str, Any] = {
+        "row": row.name, "goal": row.goal, "error": wrong, "milliseconds": {}, "ratio": {},
+        "best": {}, "met": {},
     }  # fmt: skip
+    for way, times in took.items():
+        medians = {name: statistics.median(x) for name, x in times.items() if name != OURS}
+        best = min(medians, key=lambda name: medians[name], default=None)
+        ratios = {
+            name: quartiles([a / b for a, b in zip(times[OURS], times[name], strict=True)])
+            for name in medians if OURS in times
+        }  # fmt: skip
+        found["milliseconds"][way] = {name: quartiles(x) for name, x in times.items()}
+        found["ratio"][way], found["best"][way] = ratios, best
+        found["met"][way] = best in ratios and ratios[best][1] <= row.goal
+    return found
+
+
+def measured(row: Row, length: int, count: int) -> dict[str, Any]:
+    """All of a row."""
+    torch.compiler.reset()  # after a few masks it would stop compiling
+    wrong = errors(row, DEVICE, METHODS)
+    took = measure(row, length, count, wrong)
+    kernel = ring_kernel(Case(row, length, DEVICE)) if OURS in took["both"] else None
+    return row_of(row, wrong, took) | {"kernel": kernel}
+
+
+def environment(length: int, count: int) -> dict[str, Any]:
+    """What the figures depend on beside the rows."""
+    libraries = {}
+    for name in ("flash-attn-4", "triton"):
+        try:
+            libraries[name] = version(name)
+        except PackageNotFoundError:
+            libraries[name] = "not installed"
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), **libraries,
+        "python": platform.python_version(), "length": length, "rounds": count,
+        "command": shlex.join(["python", "benchmarks/gpu_options.py", *sys.argv[1:]]),
+    }  # fmt: skip
+
+
+def keep(path: Path, found: dict[str, Any], where: dict[str, Any]) -> None:
+    """Put a row in its place in a file, with what it was measured on."""
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    others = {one["row"]: one for one in kept} | {found["row"]: found | {"environment": where}}
+    rows = [others[row.name] for row in ROWS if row.name in others]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
-def table(rows: Sequence[dict[str, Any]], kernel: str = "triton") -> str:
-    """Milliseconds of a kernel and of FlexAttention, and their ratio, as Markdown."""
-    lines = [
-        "| | forward | FlexAttention | | both passes | FlexAttention | | rms error |",
-        "|---" * 8 + "|",
-    ]
-    for row in rows:
-        took, wrong = row["milliseconds"], row["error over flex"].get(kernel)
-        cells = [row["setting"]]
-        for way in ("forward", "both"):
-            ours, theirs = took[kernel][way], took["flex"][way]
-            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"]
-        lines.append(f"| {' | '.join(cells)} | {'' if wrong is None else f'{wrong:.3f}'} |")
-    return "\n".join(lines)
+def chosen(names: Sequence[str], part: str) -> list[Row]:
+    """The rows of these names, or of a part ``i/n`` of them every n-th."""
+    first, count = (int(x) for x in part.split("/"))
+    if not 1 <= first <= count:
+        raise ValueError(f"--part {part}: it is the first to the last of so many parts, as 1/2")
+    return [row for row in ROWS if row.name in names][first - 1 :: count]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,31 +202,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names = [setting.name for setting in SETTINGS]
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th row, from the i-th on")
     parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    parser.add_argument("--kernels", nargs="+", default=["triton"])
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--compile", action="store_true", help="fill caches, time nothing")
+    parser.add_argument("--json", type=Path, help="write rows here, too, beside those it has")
     parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
     if options.table:
         print(table(json.loads(options.table.read_text())["rows"]))
         return 0
-    rows: list[dict[str, Any]] = []
-    for setting in (one for one in SETTINGS if one.name in options.settings):
-        torch.compiler.reset()  # after a few masks it would stop compiling
-        wrong = errors(setting, options.kernels) if setting.can_gate else {}
-        kernels = [name for name in options.kernels if wrong.get(name, 0.0) <= 2.0]
-        took = measure(setting, options.length, kernels)
-        rows.append({"setting": setting.name, "error over flex": wrong, "milliseconds": took})
+    rows, where = chosen(options.rows, options.part), environment(options.length, options.rounds)
+    for number, row in enumerate(rows, 1):
+        began = time.perf_counter()
+        found = measured(row, options.length, 1 if options.compile else options.rounds)
+        took = time.perf_counter() - began
+        print(f"{number} of {len(rows)}: {row.name}, {took:.0f} s", file=sys.stderr, flush=True)
+        if options.compile:
+            continue
+        print(json.dumps(found), flush=True)
         if options.json:
-            keep(options.json, options.length, rows)
-        cells = "  ".join(
-            f"{name} {took[name][way] / took['flex'][way]:5.2f} {way}"
-            for name in kernels
-            for way in ("forward", "both")
-        )
-        print(f"{setting.name:12} {cells}  {wrong}", flush=True)
+            keep(options.json, found, where)
     return 0
 
 

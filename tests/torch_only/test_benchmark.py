@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
@@ -73,29 +72,3 @@ def test_one_process_plays_the_ranks_of_a_ring(monkeypatch: pytest.MonkeyPatch) 
     expected = [[(chunk, (n + 1) * chunk), (chunk, (8 - n) * chunk)] for n in range(4)]
     assert found == expected
     assert not dist.is_initialized()
-
-
-def test_head_dims_that_are_wrong_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import gpu_head_dims
-
-    setting = gpu_head_dims.Setting(4, 2, 24, 16)
-
-    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gpu_head_dims.exact(q.float(), k.float(), v.float()).bfloat16()
-
-    def forgets_the_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return right(2 * q, k, v)
-
-    def refuses(*_: Tensor) -> Tensor:
-        raise ValueError("no such head dims")
-
-    methods = {"fa4": right, "cudnn": forgets_the_scale, "other": refuses}
-    monkeypatch.setattr(gpu_head_dims, "METHODS", {"ring": gpu_head_dims.METHODS["ring"]} | methods)
-    wrong = gpu_head_dims.errors(setting, "cpu")
-    assert wrong["other"] == "no such head dims"
-    assert gpu_head_dims.passing(wrong) == ["ring", "fa4"]
-    times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0]}
-    row = gpu_head_dims.row_of(setting, wrong, {"forward": times})
-    assert row["ratio"] == {"forward": {"fa4": [0.5, 1.0, 1.5]}}
-    assert row["setting"] == "24/16, 4/2"

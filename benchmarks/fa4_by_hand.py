@@ -1,0 +1,178 @@
+"""FlashAttention-4 called by hand for the rows of ``gpu_options.py``, as fast as it goes.
+
+Its two functions are called without autograd. Masks come as lists of blocks, of keys for each
+block of queries in the forward and of queries for each block of keys in the backward: those that
+are shown in part, where a function in its language decides, and those shown as a whole. From
+segment ids the lists are made in each call, of a predicate once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from gpu_options_rows import CAP, FIRST, STRIPE, Case, Rule, striped
+from torch import Tensor
+
+BLOCK = 128  # queries and keys, the tile of its forward at head dim 128 and of its backward's keys
+Passes = tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]
+Given = dict[str, Any]
+
+
+class Lists(NamedTuple):
+    """Blocks that each block lists: ``[1, 1, N]`` counts and ``[1, 1, N, M]`` indices, int32."""
+
+    partial_count: Tensor
+    partial: Tensor
+    full_count: Tensor
+    full: Tensor
+
+
+class Blocks(NamedTuple):
+    """Blocks ``[queries, keys]`` that are shown in part and as a whole."""
+
+    partial: Tensor
+    full: Tensor
+
+    @property
+    def transposed(self) -> Blocks:
+        """``[keys, queries]``."""
+        return Blocks(self.partial.mT, self.full.mT)
+
+
+def lists_of(*blocks: Blocks) -> list[Lists]:
+    """The columns that each row lists, of tables of one shape."""
+    shown = torch.stack([table for both in blocks for table in both])
+    counts = shown.sum(-1, dtype=torch.int32)[:, None, None]
+    order = shown.byte().argsort(dim=-1, descending=True, stable=True).int()[:, None, None]
+    pairs = [x for pair in zip(counts, order, strict=True) for x in pair]
+    return [Lists(*pairs[n : n + 4]) for n in range(0, len(pairs), 4)]
+
+
+def segment_blocks(ids: Tensor, size: int = BLOCK) -> Blocks:
+    """Causal attention among equal ids ``[1, T]``, from each block's least and largest.
+
+    Blocks in part may show nothing where ids are out of order; the others are what they say.
+    """
+    least, most = ids.view(-1, size).aminmax(dim=1)
+    shown = ((least[:, None] <= most) & (least <= most[:, None])).tril()
+    full = ((least[:, None] == most) & (least == most[:, None])).tril(-1)
+    return Blocks(shown ^ full, full)
+
+
+def predicate_blocks(rule: Rule, length: int, queries: int, keys: int, device: str) -> Blocks:
+    """Of a rule over positions."""
+    j = torch.arange(length, device=device)
+    found = []
+    for i in j.split(queries):
+        tile = rule(i[:, None], j).view(queries, -1, keys)
+        found.append((tile.any(2).any(0), tile.all(2).all(0)))
+    some, full = (torch.stack(x) for x in zip(*found, strict=True))
+    return Blocks(some & ~full, full)
+
+
+class Call(NamedTuple):
+    """What both functions are given, what the backward is, and lists, the backward's if asked."""
+
+    common: Given
+    backward: Given | None = None
+    lists: Callable[[bool], list[Lists]] | None = None
+
+
+def _modified(mod: Any, **given: Any) -> Call:
+    """Scores to which something is added."""
+    common = {"causal": True, "score_mod": mod, **given}
+    return Call(common, {"score_mod_bwd": import_module("fa4_mods").unchanged})
+
+
+def _segments(case: Case, _: int) -> Call:
+    ids = case.segments()
+    common = {"mask_mod": import_module("fa4_mods").same_segment, "aux_tensors": [ids]}
+
+    def lists(backward: bool) -> list[Lists]:
+        blocks = segment_blocks(ids)
+        return lists_of(blocks, blocks.transposed) if backward else lists_of(blocks)
+
+    return Call(common, lists=lists)
+
+
+def _predicate(case: Case, keys: int) -> Call:
+    forward, backward = (
+        predicate_blocks(striped, case.length, BLOCK, size, case.device) for size in (keys, BLOCK)
+    )
+    made = lists_of(forward) + lists_of(backward.transposed)
+    mask_mod = import_module("fa4_mods").striped(STRIPE, FIRST)
+    return Call({"mask_mod": mask_mod}, lists=lambda _: made)
+
+
+def _documents(case: Case, _: int) -> Call:
+    offsets = torch.tensor(case.offsets, dtype=torch.int32, device=case.device)
+    longest = min(case.document, case.length)
+    common = {
+        "causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest, "max_seqlen_k": longest,
+    }  # fmt: skip
+    return Call(common)
+
+
+CALLS: dict[str, Callable[[Case, int], Call]] = {
+    "causal": lambda *_: Call({"causal": True}),
+    "softcap": lambda *_: Call({"causal": True, "softcap": CAP}),
+    "alibi": lambda case, _: _modified(import_module("fa4_mods").alibi(case.alibi_step)),
+    "bias": lambda case, _: _modified(import_module("fa4_mods").biased, aux_tensors=[case.bias()]),
+    "segment_ids": _segments,
+    "cu_seqlens": _documents,
+    "predicate": _predicate,
+    "sinks": lambda case, _: Call({"causal": True, "learnable_sink": case.sinks().detach()}),
+    "window": lambda case, _: Call({"causal": True, "window_size_left": case.window}),
+}
+
+
+def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Passes:
+    """A case's forward, and its forward and backward.
+
+    Args:
+        case: Its length is a multiple of ``BLOCK`` where its mask comes as lists.
+        pack_gqa: Whether a tile of the forward has all query heads of its keys.
+        keys: In a block of the forward's lists; the library then takes tiles of so many.
+    """
+    library, call = import_module("flash_attn.cute.interface"), CALLS[case.row.option](case, keys)
+    packed = "cu_seqlens_q" in call.common
+
+    def given(*tensors: Tensor) -> list[Tensor]:
+        return [x.detach().squeeze(0) if packed else x.detach() for x in tensors]
+
+    def attend(tensors: list[Tensor], lists: list[Lists], *, return_lse: bool) -> list[Tensor]:
+        found = library._flash_attn_fwd(  # noqa: SLF001 - by hand
+            *tensors, return_lse=return_lse, pack_gqa=pack_gqa, **_sparse(lists[:1], keys),
+            **call.common,
+        )  # fmt: skip
+        return list(found[:2])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lists = [] if call.lists is None else call.lists(False)
+        out = attend(given(q, k, v), lists, return_lse=False)[0]
+        return out[None] if packed else out
+
+    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        lists = [] if call.lists is None else call.lists(True)
+        tensors = given(q, k, v)
+        out, lse = attend(tensors, lists, return_lse=True)
+        gradients = library._flash_attn_bwd(  # noqa: SLF001 - by hand
+            *tensors, out, *given(dout), lse, **_sparse(lists[1:], BLOCK), **call.common,
+            **(call.backward or {}),
+        )  # fmt: skip
+        return [x[None] if packed else x for x in (out, *gradients)]
+
+    return forward, both
+
+
+def _sparse(lists: list[Lists], keys: int) -> Given:
+    """The library's argument of the first of some lists, if there are any."""
+    if not lists:
+        return {}
+    sparsity = import_module("flash_attn.cute.block_sparsity")
+    made = sparsity.BlockSparseTensorsTorch(*lists[0], block_size=(BLOCK, keys))
+    return {"block_sparse_tensors": made}

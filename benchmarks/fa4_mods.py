@@ -1,0 +1,63 @@
+"""What FlashAttention-4 is told of scores and masks, in its language: it compiles them.
+
+Imported where it is installed.
+"""
+
+# They are compiled: their arguments have no types in Python.
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cutlass import Float32, Int32, cute  # type: ignore[import-not-found]
+from flash_attn.cute.utils import scalar_to_ssa
+
+
+@cache
+def alibi(step: float) -> Any:
+    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes a score at a time."""
+
+    @cute.jit
+    def score_mod(scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+        slopes = cute.math.exp2((head_idx + 1).to(Float32) * -step, fastmath=True)
+        return scores + slopes * (kv_idx - q_idx).to(Float32)
+
+    return score_mod
+
+
+@cute.jit
+def biased(scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+    """Adds a table of queries and keys."""
+    value = aux_tensors[0][q_idx[0], kv_idx[0]]
+    return scores + scalar_to_ssa(value.to(Float32), Float32)
+
+
+@cute.jit
+def unchanged(gradients, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+    """The gradient of a score to which something was added."""
+    return gradients
+
+
+@cute.jit
+def same_segment(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+    """Causal, among equal ids."""
+    ids = aux_tensors[0]
+    mine = scalar_to_ssa(ids[batch_idx[0], q_idx[0]], Int32)
+    theirs = scalar_to_ssa(ids[batch_idx[0], kv_idx[0]], Int32)
+    return (mine == theirs) & (kv_idx <= q_idx)
+
+
+@cache
+def striped(size: int, first: int) -> Any:
+    """Causal, within ``size`` or among the ``first`` of each ``size`` keys, a power of two."""
+
+    @cute.jit
+    def mask_mod(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+        near = q_idx - kv_idx < size
+        among = (kv_idx & (size - 1)) < first
+        return (kv_idx <= q_idx) & (near | among)
+
+    return mask_mod

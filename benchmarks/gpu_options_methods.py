@@ -1,0 +1,135 @@
+"""The methods of ``gpu_options.py``, and float32 attention, which says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import fa4_by_hand
+import torch
+from gpu_options_rows import DROPOUT, OPTIONS, Case
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+import ring_torch
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+flex: Any = torch.compile(flex_attention, dynamic=False)
+
+
+class Method(NamedTuple):
+    """A case's attention: ``out``, and ``[out, dq, dk, dv]``, then gradients of parameters."""
+
+    forward: Attend
+    both: Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+
+
+def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
+    """Of a differentiable function."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        out = attend(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *parameters), dout)]
+
+    return Method(forward, both)
+
+
+def exact(case: Case) -> Method:
+    """The definition."""
+    option = OPTIONS[case.row.option]
+    i = torch.arange(case.length, device=case.device)[:, None]
+    j, heads = i.T, torch.arange(case.row.heads, device=case.device)[:, None, None]
+    hidden = ~option.shown(case)(i, j)
+    score = None if option.score is None else option.score(case)
+    sinks = case.sinks() if case.row.option == "sinks" else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, keys) * q.shape[3] ** -0.5
+        scores = scores if score is None else score(scores, heads, i, j)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            columns = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, columns], dim=3)
+        weights = scores.softmax(-1)[..., : case.length]
+        return torch.einsum("bhij,bjhd->bihd", weights, values)
+
+    return through_autograd(attend)
+
+
+def _ring(case: Case) -> Method:
+    options = OPTIONS[case.row.option].ours(case)
+    attend = partial(ring_torch.ring_attention, **options)
+    return through_autograd(attend, *(x for name, x in options.items() if name == "sinks"))
+
+
+def ring_kernel(case: Case) -> str:
+    """The kernel that ours takes."""
+    q, k, v, _ = case.inputs(torch.bfloat16)
+    options = OPTIONS[case.row.option].ours(case)
+    explained = ring_torch.ContextParallel().explain(q, k, v, **options)
+    return explained.splitlines()[0].removeprefix("kernel ")
+
+
+def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:
+    """Of torch's own attention, whose mask cannot be causal beside a bias: that hides the rest."""
+    bias = None
+    if case.row.option == "bias":
+        later = torch.ones(case.length, case.length, dtype=torch.bool, device=case.device).triu(1)
+        bias = case.bias().masked_fill_(later, -torch.inf)[None, None]
+    dropout = DROPOUT if case.row.option == "dropout" else 0.0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        given = pad(v, (0, q.shape[3] - v.shape[3])) if padded else v
+        heads_first = [x.transpose(1, 2) for x in (q, k, given)]
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(
+                heads_first[0], heads_first[1], heads_first[2], attn_mask=bias, dropout_p=dropout,
+                is_causal=bias is None, enable_gqa=True,
+            )  # fmt: skip
+        return out.transpose(1, 2)[..., : v.shape[3]]
+
+    return through_autograd(attend)
+
+
+def _flex(case: Case) -> Method:
+    """Of compiled FlexAttention; its blocks are made once."""
+    option = OPTIONS[case.row.option]
+    shown, score = option.shown(case), None if option.score is None else option.score(case)
+    blocks = create_block_mask(
+        lambda _b, _h, i, j: shown(i, j), None, None, case.length, case.length, device=case.device
+    )
+    modified = None
+    if score is not None:
+        modified = lambda s, _b, h, i, j: score(s, h, i, j)  # noqa: E731
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
+        out = flex(*heads_first, score_mod=modified, block_mask=blocks, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
+
+    return through_autograd(attend)
+
+
+def _fa4(case: Case, *, pack_gqa: bool | None = None, keys: int = 128) -> Method:
+    return Method(*fa4_by_hand.passes(case, pack_gqa=pack_gqa, keys=keys))
+
+
+METHODS: dict[str, Callable[[Case], Method]] = {
+    "ring": _ring,
+    "fa4": _fa4,
+    "fa4 apart": partial(_fa4, pack_gqa=False),
+    "fa4 64 keys": partial(_fa4, keys=64),
+    "cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "cudnn padded": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION, padded=True),
+    "flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "flex": _flex,
+}
