@@ -251,6 +251,13 @@ def bench_jax_gpu(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def bench_jax_options(session: nox.Session) -> None:
+    """Time head dims, a window and a bias beside cuDNN in JAX on one GPU; arguments go to it."""
+    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
+    session.run("python", "benchmarks/jax_gpu_options.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def tpu_static(session: nox.Session) -> None:
     """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
     install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)

@@ -138,7 +138,7 @@ def check_jax_matrix(printed: str, kernel: str) -> None:
     _, _, rest = (ROOT / "README.md").read_text().partition("<!-- jax support matrix -->")
     shown = columns_of(rest.partition("<!-- end of jax support matrix -->")[0].strip())
     found = columns_of(printed.strip())
-    assert list(shown) == ["", "`xla`", "`pallas`", "`triton`"]
+    assert list(shown) == ["", "`xla`", "`pallas`", "`cudnn`", "`triton`"]
     assert {"", "`xla`", f"`{kernel}`"} <= found.keys()
     for name, cells in found.items():
         assert shown[name] == cells

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ring_core import Mask, make_plan
+from ring_core import TABLE_COLUMNS, Mask, make_plan
 from ring_jax._sides import of_step
 
 MASKS = {
@@ -37,6 +37,29 @@ def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
             assert x.kv_rank == item.kv_rank == (rank - what.shift) % plan.cp_size
             assert (x.q_start, x.q_stop) == (item.q_start, item.q_stop)
             assert (x.k_start, x.k_stop) == (item.k_start, item.k_stop)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("name", MASKS)
+def test_items_are_those_of_the_plan(name: str, schedule: Any) -> None:
+    """With their bands; none where a rank has several, or it takes more than a band to say it."""
+    plan = make_plan(MASKS[name], seq_len=64, cp_size=4, schedule=schedule)
+    at = {column: n for n, column in enumerate(TABLE_COLUMNS)}
+    for step in range(plan.num_steps):
+        part = of_step(plan, step)
+        live = [
+            [row for row in rows if row[at["q_stop"]] > row[at["q_start"]]] for rows in part.own
+        ]
+        several = [len(rows) > 1 or part.has_documents for rows in live]
+        if any(several) or plan.blocks is not None:
+            assert part.items is None
+            continue
+        assert part.items is not None
+        shown = [(*x.rectangle, x.lo, x.hi) for x in part.items]
+        names = ("q_rank", "kv_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
+        assert shown == [tuple(row[at[x]] for x in names) for rows in live for row in rows]
+        if part.rectangles:
+            assert part.rectangles == tuple(x.rectangle for x in part.items)
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:

@@ -1,7 +1,8 @@
-"""Ring attention for JAX with Triton kernels for NVIDIA GPUs first in line.
+"""Ring attention for JAX with kernels for NVIDIA GPUs first in line: cuDNN's and those in Triton.
 
-:func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax``. On other platforms,
-and for what the kernels refuse, ``kernel="auto"`` takes ``xla``. Triton and jax-triton are imported
+:func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax``. ``kernel="auto"``
+takes ``cudnn`` where it can do a call and was faster, else ``triton``; on other platforms, and for
+what both refuse, ``xla``. Triton and jax-triton are imported
 when a program is compiled for a GPU.
 """
 
@@ -17,12 +18,13 @@ from ring_jax import UnsupportedError as UnsupportedError
 from ring_jax._attention import RingAttention
 from ring_jax._types import Kernel
 from ring_jax._xla import XlaKernel
+from ring_jax_gpu._cudnn import CudnnKernel as CudnnKernel
 from ring_jax_gpu._flags import set_xla_flags as set_xla_flags
 from ring_jax_gpu._triton import TritonKernel as TritonKernel
 
 __version__ = "0.1.0"
 
-KERNELS: tuple[Kernel, ...] = (TritonKernel(rounds=True), XlaKernel())
+KERNELS: tuple[Kernel, ...] = (CudnnKernel(), TritonKernel(rounds=True), XlaKernel())
 
 
 def _with_kernels[Function: Callable[..., Any]](attention: Function) -> Function:
@@ -43,8 +45,8 @@ def _with_kernels[Function: Callable[..., Any]](attention: Function) -> Function
             )
         if repeats or has_sinks:
             self = copy(self)
-            kernels = (TritonKernel(repeats=repeats, rounds=not has_sinks), XlaKernel())
-            object.__setattr__(self, "kernels", kernels)
+            triton = TritonKernel(repeats=repeats, rounds=not has_sinks)
+            object.__setattr__(self, "kernels", (CudnnKernel(), triton, XlaKernel()))
         return attention(self, *arrays, **options)
 
     return checked  # type: ignore[return-value]

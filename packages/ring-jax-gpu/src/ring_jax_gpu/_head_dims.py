@@ -44,14 +44,14 @@ def widened(
     """A step of a call at other head dims."""
     return (
         replace(static, head_dim=then.qk),
-        rows._replace(q=_wide(rows.q, then.qk)),
+        rows._replace(q=wide(rows.q, then.qk)),
         columns._replace(kv=_side_by_side(now, then, columns.kv)),
     )
 
 
 def widened_result(then: HeadDims, into: Result) -> Result:
     """Where a forward merges its part, at other head dims."""
-    return into._replace(out=_wide(into.out, then.v))
+    return into._replace(out=wide(into.out, then.v))
 
 
 def narrowed_result(now: HeadDims, found: Result) -> Result:
@@ -64,8 +64,8 @@ def widened_grads(
 ) -> tuple[Upstream, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
     dkv = _side_by_side(now, then, into.dkv)
-    grads = into._replace(dq=_wide(into.dq, then.qk), dkv=dkv)
-    return upstream._replace(dout=_wide(upstream.dout, then.v)), grads
+    grads = into._replace(dq=wide(into.dq, then.qk), dkv=dkv)
+    return upstream._replace(dout=wide(upstream.dout, then.v)), grads
 
 
 def narrowed_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
@@ -77,8 +77,10 @@ def narrowed_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
 
 def _side_by_side(now: HeadDims, then: HeadDims, both: Array) -> Array:
     k, v = now.apart(both)
-    return jnp.concatenate([_wide(k, then.qk), _wide(v, then.v)], axis=-1)
+    return jnp.concatenate([wide(k, then.qk), wide(v, then.v)], axis=-1)
 
 
-def _wide(x: Array, dim: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, dim - x.shape[-1])])
+def wide(x: Array, dim: int) -> Array:
+    """Zeros behind the last dimension, up to so many."""
+    more = dim - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x

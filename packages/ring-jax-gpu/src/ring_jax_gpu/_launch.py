@@ -126,7 +126,8 @@ class Call:
         blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
         keys = self.parts_of(self.columns.kv, "k" if self.is_apart else "kv", "v")
         given = {"q": self.rows.q, **keys, **self._marks(), **self._options()}
-        given |= {} if upstream is None else upstream._asdict()
+        if upstream is not None:
+            given |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
         given["items"] = item_bounds(self.work)
         if self._has_documents:
             assert self.rows.cells is not None and self.columns.cells is not None

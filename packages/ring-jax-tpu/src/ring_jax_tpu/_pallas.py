@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ring_core import Capabilities, KernelConfig, Mask, UnsupportedError
+from ring_core import Capabilities, KernelConfig, Plan, UnsupportedError
 from ring_jax._types import Columns, Grads, LocalShape, Pass, Result, Rows, Static, Upstream, Work
 from ring_jax_tpu._backward import backward
 from ring_jax_tpu._blocks import Shape, prefers_fused
@@ -42,7 +42,7 @@ class PallasKernel:
     )
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, mask: Mask, /
+        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
     ) -> tuple[str, ...]:
         """What a launch would refuse."""
         shape = Shape(
@@ -52,7 +52,9 @@ class PallasKernel:
         try:
             for k_len in local.k_lens:
                 lengths = local.q_len, k_len
-                fitting_blocks(direction, config, mask, shape, lengths, local.lists, generation)
+                fitting_blocks(
+                    direction, config, plan.mask, shape, lengths, local.lists, generation
+                )
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)
         return ()

@@ -71,7 +71,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     dout, dlse = gradients
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
-    upstream = Upstream(heads_first(dout), saved.lse, delta)
+    upstream = Upstream(heads_first(dout), saved.lse, delta, heads_first(saved.out))
     backward = gathered_backward if static.transport == "gather" else run_backward
     grads = backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)

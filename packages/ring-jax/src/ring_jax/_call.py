@@ -147,6 +147,7 @@ def _local_shape(
         x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
         _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
         x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
+        str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
     )  # fmt: skip
 
 

@@ -61,19 +61,23 @@ def choose(
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
         require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
-        why_not = kernel.refusals("forward", local, config, plan.mask)
+        why_not = kernel.refusals("forward", local, config, plan)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
         return Choice((kernel,), (), _forward_only((kernel,), local, config, plan))
     chosen: list[Kernel] = []
     passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
+    served: set[str] = set()
     for kernel in kernels:
+        if kernel.capabilities.devices and served.issuperset(kernel.capabilities.devices):
+            continue  # a faster one is there
         reasons = refusals(kernel.capabilities, _on_its_device(request, kernel), plan)
-        reasons = reasons or kernel.refusals("forward", local, config, plan.mask)
+        reasons = reasons or kernel.refusals("forward", local, config, plan)
         if reasons:
             passed_over.append((kernel.capabilities, reasons))
             continue
         chosen.append(kernel)
+        served.update(kernel.capabilities.devices)
         if not kernel.capabilities.devices:
             forward_only = _forward_only(chosen, local, config, plan)
             return Choice(tuple(chosen), tuple(passed_over), forward_only)
@@ -85,7 +89,7 @@ def _forward_only(
     kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, plan: Plan
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
     """The kernels that cannot do the backward, and why not."""
-    each = ((one, one.refusals("backward", local, config, plan.mask)) for one in kernels)
+    each = ((one, one.refusals("backward", local, config, plan)) for one in kernels)
     return tuple((kernel, reasons) for kernel, reasons in each if reasons)
 
 

@@ -22,6 +22,7 @@ from ring_jax._types import (
     Array,
     Columns,
     Inputs,
+    Item,
     Message,
     Queries,
     Rectangle,
@@ -38,7 +39,8 @@ class Part(NamedTuple):
 
     The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
     behind the other's. ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that
-    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle.
+    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle,
+    and ``items`` are if they show each other a band of one; ``None`` if there is more to it.
     """
 
     shift: int
@@ -48,6 +50,7 @@ class Part(NamedTuple):
     helpers: tuple[int, ...]
     has_documents: bool
     rectangles: tuple[Rectangle, ...]
+    items: tuple[Item, ...] | None
 
 
 @lru_cache(maxsize=1024)
@@ -61,9 +64,10 @@ def of_step(plan: Plan, step: int) -> Part:
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
     own = _pick(table, live & is_own)
-    rectangles = _rectangles(own) if plan.blocks is None else ()
+    rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
     shift = plan.steps[step].shift
-    return Part(shift, False, own, _pick(table, helped), helpers, has_documents, rectangles)
+    helped = _pick(table, helped)
+    return Part(shift, False, own, helped, helpers, has_documents, rectangles, items)
 
 
 @lru_cache(maxsize=256)
@@ -80,7 +84,7 @@ def of_others(plan: Plan) -> Part | None:
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
     own = _joined(_pick(table, live))
-    return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own))
+    return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -125,6 +129,17 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...]:
         return ()
     wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
     return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())
+
+
+def _items(table: Table) -> tuple[Item, ...] | None:
+    """The rows, if each rank has at most one and none has several documents."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    live = column["q_stop"] > column["q_start"]
+    several = column["doc_stop"] > column["doc_start"]
+    if table.shape[1] > 1 or several[live].any():
+        return None
+    wanted = [TABLE_COLUMNS.index(name) for name in (*Rectangle._fields, "lo", "hi")]
+    return tuple(Item(Rectangle(*row[:6]), *row[6:]) for row in table[live][:, wanted].tolist())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ring_core import Stage
@@ -177,7 +178,7 @@ class Loop:
         if work is None:
             return into
         rows, columns = self._own(part, q, held)
-        static = replace(self.static, fresh=fresh, last=last, rectangles=part.rectangles)
+        static = self._static(part, fresh=fresh, last=last)
         result: Result = _kernel("forward", static, rows, columns, work, into)
         return result
 
@@ -191,9 +192,9 @@ class Loop:
             return grads, dkv
         rows, columns = self._own(part, q, held)
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
-        static = replace(self.static, fresh=fresh, rectangles=part.rectangles)
+        static = self._static(part, fresh=fresh)
         dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
-        return RowGrads(dq, _scattered(grads.dbias, columns.positions, of_bias)), dkv
+        return RowGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
         self, stage: Stage | None, q: Array, upstream: Upstream | None = None
@@ -203,6 +204,7 @@ class Loop:
             return None
         part = of_step(self.static.plan, stage.step)
         queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
+        upstream = None if upstream is None else upstream._replace(out=None)
         return self.ring.move(Helping(queries, upstream), part.shift, part.helpers)
 
     def help(self, part: Part, helping: Helping, own: Message) -> Result:
@@ -234,7 +236,7 @@ class Loop:
 
     def add(self, grads: RowGrads, part: Part, found: RowGrads) -> RowGrads:
         """Add what a helper sent home."""
-        dbias = _scattered(grads.dbias, self._helpers_keys(part), found.dbias)
+        dbias = self._scattered(grads.dbias, self._helpers_keys(part), found.dbias)
         return RowGrads(grads.dq + found.dq, dbias)
 
     def _helpers_keys(self, part: Part) -> Array:
@@ -257,9 +259,28 @@ class Loop:
         rows = side.rows(part, side.behind(part.shift), helping.queries)
         return rows, side.columns(part, side.key_positions(side.rank), own), work
 
+    def _static(self, part: Part, *, fresh: bool, last: bool = False) -> Static:
+        """What is known of a part of the call, for this device's own queries."""
+        return replace(
+            self.static, fresh=fresh, last=last, rectangles=part.rectangles, items=part.items
+        )
+
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""
-        return None if self.inputs.bias is None else jnp.take(self.inputs.bias, keys, axis=3)
+        bias = self.inputs.bias
+        return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
+
+    def _scattered(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+        """Add the gradient of some columns of the bias."""
+        if dbias is None or part is None:
+            return dbias
+        return dbias + part if self._has_all_keys else dbias.at[..., keys].add(part)
+
+    @property
+    def _has_all_keys(self) -> bool:
+        """Whether this device's keys are all there are, in the order of the bias's columns."""
+        plan = self.static.plan
+        return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
 
 
 def _kernel(name: str, static: Static, *args: Any) -> Any:
@@ -275,8 +296,3 @@ def _kernel(name: str, static: Static, *args: Any) -> Any:
         for device in kernel.capabilities.devices or ("default",)
     }
     return lax.platform_dependent(*args, **chosen)
-
-
-def _scattered(dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
-    """Add the gradient of some columns of the bias."""
-    return dbias if dbias is None or part is None else dbias.at[..., keys].add(part)

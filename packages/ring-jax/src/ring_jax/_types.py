@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Mask, Plan
+from ring_core import Capabilities, KernelConfig, Plan
 
 Array = jax.Array
 Pass = Literal["forward", "backward"]
@@ -90,6 +90,7 @@ class Upstream(NamedTuple):
     dout: Array  # [B, H, T, Dv]
     lse: Array  # [B, H, T]
     delta: Array  # [B, H, T], rowsum(dout * out) - dlse
+    out: Array | None = None  # [B, H, T, Dv], what the call returned; helpers are not sent it
 
 
 class Result(NamedTuple):
@@ -119,6 +120,9 @@ class LocalShape(NamedTuple):
     has_bias: bool
     has_dropout: bool
     device_kind: str  # as jax calls it
+    dtype: str
+    bias_dtype: str | None  # without what a mask adds to it
+    has_mask: bool  # one that is an array
 
 
 class Rectangle(NamedTuple):
@@ -132,6 +136,18 @@ class Rectangle(NamedTuple):
     k_stop: int
 
 
+class Item(NamedTuple):
+    """All that a rank computes in a step: a rectangle, and the band of it that is seen.
+
+    Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; unbounded
+    sides are those of the plan's table.
+    """
+
+    rectangle: Rectangle
+    lo: int
+    hi: int
+
+
 @dataclass(frozen=True)
 class Static:
     """What is known of a call when it is traced; hashable.
@@ -142,6 +158,8 @@ class Static:
         last: Nothing is merged into a kernel's result any more. It may be rounded.
         rectangles: All that ranks compute now, if that is at most one each; but for segment ids,
             which may hide some of it.
+        items: All that ranks compute now, with bands; ``None`` if some rank has more than one
+            rectangle, or several documents or a predicate.
         bias_masks: The bias is ``-inf`` where a mask that is an array hides: blocks that it hides
             are to be skipped.
         bias_grad: The bias, if there is one, has a gradient.
@@ -161,6 +179,7 @@ class Static:
     fresh: bool = False
     last: bool = False
     rectangles: tuple[Rectangle, ...] = ()
+    items: tuple[Item, ...] | None = None
     bias_masks: bool = False
     bias_grad: bool = True
     forward_only: tuple[Kernel, ...] = ()
@@ -180,9 +199,12 @@ class Kernel(Protocol):
         ...
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, mask: Mask, /
+        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
     ) -> tuple[str, ...]:
-        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
+        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit.
+
+        Where ``config`` leaves the choice to the call (``auto``), also why it should not.
+        """
         ...
 
     def forward(

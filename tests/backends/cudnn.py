@@ -1,0 +1,86 @@
+"""Cases for ``cudnn``, whose calls return no ``lse``; elsewhere the formula stands for cuDNN.
+
+Like it, the formula takes heads behind tokens, rounds results and probabilities, and is spoiled by
+an infinity in a bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from cases import Case
+from jax import lax
+
+from backends.jax_devices import Arrays, JaxBackend
+from ring_jax_gpu import _fmha, ring_attention
+from ring_jax_gpu._fmha import Pattern
+
+
+def run(case: Case, transport: str = "auto") -> Arrays:
+    """A case's results; its ``lse`` is the oracle's."""
+    found = JaxBackend(_without_lse).run(case, kernel="cudnn", transport=transport)
+    return found | {"lse": case.expected["lse"]}
+
+
+def stand_in(patched: pytest.MonkeyPatch) -> None:
+    """Have the formula in place of cuDNN."""
+    patched.setattr(_fmha, "call_forward", _forward)
+    patched.setattr(_fmha, "call_backward", _backward)
+
+
+def _without_lse(*arrays: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
+    assert return_lse
+    out = ring_attention(*arrays, **options)
+    return out, 0 * out[..., 0].swapaxes(1, 2).astype("float32")
+
+
+def _scores(pattern: Pattern, q: Any, k: Any, bias: Any) -> Any:
+    """Masked, ``[B, T, K, G, S]``."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    x = _sum("btkgd,bskd->btkgs", grouped, k) * pattern.scale
+    if bias:
+        assert bias[0].dtype == q.dtype
+        every = jnp.broadcast_to(bias[0], (q.shape[0], q.shape[2], *bias[0].shape[2:]))
+        x += every.astype(x.dtype).transpose(0, 2, 1, 3).reshape(x.shape) - 0 * every.min()
+    i, j = (lax.broadcasted_iota("int32", x.shape, axis) for axis in (1, 4))
+    seen = (j <= i) | (not pattern.causal)
+    if pattern.window is not None:
+        seen &= j > i - pattern.window
+    return jnp.where(seen, x, -jnp.inf)
+
+
+def _forward(pattern: Pattern, q: Any, k: Any, v: Any, *bias: Any) -> tuple[Any, Any]:
+    x = _scores(pattern, q, k, bias)
+    top = x.max(axis=-1, keepdims=True)
+    weights = jnp.exp(x - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = _sum("btkgs,bskd->btkgd", (weights / total).astype(v.dtype), v)
+    lse = (top + jnp.log(total))[..., 0].reshape(q.shape[:3])
+    return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype), lse.swapaxes(1, 2)
+
+
+def _backward(
+    pattern: Pattern, q: Any, k: Any, v: Any, lse: Any, out: Any, dout: Any, *bias: Any
+) -> tuple[Any, ...]:
+    x = _scores(pattern, q, k, bias)
+    p = jnp.exp(x - lse.swapaxes(1, 2).reshape(*x.shape[:4], 1))
+    groups = (*x.shape[:4], v.shape[3])
+    grad = dout.reshape(groups)
+    delta = (dout.astype(x.dtype) * out.astype(x.dtype)).sum(axis=-1).reshape(*x.shape[:4], 1)
+    dx = p * (_sum("btkgd,bskd->btkgs", grad, v) - delta)
+    scaled = (dx * pattern.scale).astype(q.dtype)
+    dq = _sum("btkgs,bskd->btkgd", scaled, k).reshape(q.shape)
+    dk = _sum("btkgs,btkgd->bskd", scaled, q.reshape(*x.shape[:4], q.shape[3]))
+    dv = _sum("btkgs,btkgd->bskd", p.astype(q.dtype), grad)
+    found = [dq, dk, dv]
+    if bias and pattern.bias_grad:
+        dbias = dx.reshape(*q.shape[:3], -1).transpose(0, 2, 1, 3)
+        shared = tuple(axis for axis in (0, 1) if bias[0].shape[axis] == 1)
+        found.append(dbias.sum(axis=shared, keepdims=True))
+    return tuple(x.astype(q.dtype) for x in found)
+
+
+def _sum(spec: str, a: Any, b: Any) -> Any:
+    return jnp.einsum(spec, a.astype("float32"), b.astype("float32"))
