@@ -81,10 +81,19 @@ class Call(NamedTuple):
     lists: Callable[[bool], list[Lists]] | None = None
 
 
-def _modified(mod: Any, **given: Any) -> Call:
-    """Scores to which something is added."""
-    common = {"causal": True, "score_mod": mod, **given}
-    return Call(common, {"score_mod_bwd": import_module("fa4_mods").unchanged})
+def _biased(case: Case, _: int) -> Call:
+    mods = import_module("fa4_mods")
+    common = {"causal": True, "score_mod": mods.biased, "aux_tensors": [case.bias()]}
+    return Call(common, {"score_mod_bwd": mods.unchanged})
+
+
+def _alibi(case: Case, _: int) -> Call:
+    mods, row = import_module("fa4_mods"), case.row
+    backward = mods.alibi(case.alibi_step, row.heads // row.kv_heads)
+    return Call(
+        {"causal": True, "score_mod": mods.alibi(case.alibi_step)},
+        {"score_mod": backward, "score_mod_bwd": mods.unchanged},
+    )
 
 
 def _segments(case: Case, _: int) -> Call:
@@ -120,8 +129,8 @@ def _documents(case: Case, _: int) -> Call:
 CALLS: dict[str, Callable[[Case, int], Call]] = {
     "causal": lambda *_: Call({"causal": True}),
     "softcap": lambda *_: Call({"causal": True, "softcap": CAP}),
-    "alibi": lambda case, _: _modified(import_module("fa4_mods").alibi(case.alibi_step)),
-    "bias": lambda case, _: _modified(import_module("fa4_mods").biased, aux_tensors=[case.bias()]),
+    "alibi": _alibi,
+    "bias": _biased,
     "segment_ids": _segments,
     "cu_seqlens": _documents,
     "predicate": _predicate,
@@ -161,8 +170,8 @@ def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Pa
         tensors = given(q, k, v)
         out, lse = attend(tensors, lists, return_lse=True)
         gradients = library._flash_attn_bwd(  # noqa: SLF001 - by hand
-            *tensors, out, *given(dout), lse, **_sparse(lists[1:], BLOCK), **call.common,
-            **(call.backward or {}),
+            *tensors, out, *given(dout), lse, **_sparse(lists[1:], BLOCK),
+            **{**call.common, **(call.backward or {})},
         )  # fmt: skip
         return [x[None] if packed else x for x in (out, *gradients)]
 

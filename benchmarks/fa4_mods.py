@@ -17,11 +17,18 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 
 @cache
-def alibi(step: float) -> Any:
-    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes a score at a time."""
+def alibi(step: float, packed: int = 1) -> Any:
+    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes a score at a time.
+
+    The backward of grouped heads says row ``i // packed`` and head ``h * packed + i % packed``.
+    """
 
     @cute.jit
     def score_mod(scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+        if packed > 1:
+            head = head_idx // packed
+            q_idx = q_idx * packed + head_idx - head * packed
+            head_idx = head
         slopes = cute.math.exp2((head_idx + 1).to(Float32) * -step, fastmath=True)
         return scores + slopes * (kv_idx - q_idx).to(Float32)
 

@@ -151,7 +151,8 @@ def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]
         }  # fmt: skip
         found["milliseconds"][way] = {name: quartiles(x) for name, x in times.items()}
         found["ratio"][way], found["best"][way] = ratios, best
-        found["met"][way] = best in ratios and ratios[best][1] <= row.goal
+        if row.goal is not None:
+            found["met"][way] = best in ratios and ratios[best][1] <= row.goal
     return found
 
 

@@ -18,8 +18,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [row["row"], f"`{row['kernel']}`"]
         for way in WAYS:
             cells += _cells(row, way)
-        met = ["yes" if row["met"][way] else "no" for way in WAYS]
-        cells += [f"{row['goal']:.2f}", met[0] if met[0] == met[1] else ", ".join(met)]
+        met = ["yes" if row["met"][way] else "no" for way in WAYS if way in row["met"]]
+        goal = "" if row["goal"] is None else f"{row['goal']:.2f}"
+        cells += [goal, ", ".join(dict.fromkeys(met) if len(set(met)) == 1 else met)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

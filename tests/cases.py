@@ -191,6 +191,11 @@ def prefix(q_pos: Any, k_pos: Any) -> Any:
     return (k_pos < 20) | (k_pos <= q_pos)
 
 
+def crossed(q_pos: Any, k_pos: Any) -> Any:
+    """A predicate that no expression in sums and quotients says."""
+    return (q_pos ^ k_pos) % 5 < 2
+
+
 @dataclass(frozen=True)
 class Lattice:
     """A predicate of two periods: which diagonals are seen, and which squares of ``block``."""

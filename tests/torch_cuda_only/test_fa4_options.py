@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, diagonals, prefix
+from cases import Case, crossed, diagonals, prefix
 from emulated import Emulation
 from tolerances import assert_close
 
@@ -46,6 +46,7 @@ OPTIONS = {
         CAUSAL, {"segments": "pair", "softcap": 5.0, "alibi": 1}
     ),
     "predicate": Option(Mask(predicate=diagonals)),
+    "predicate, bits": Option(Mask(causal=True, predicate=crossed)),
     "predicate, prefix, softcap": Option(Mask(predicate=prefix), {"softcap": 5.0}),
     "predicate, segments, alibi": Option(
         Mask(predicate=diagonals), {"segments": "documents", "alibi": 2}
@@ -93,17 +94,17 @@ def test_one_rank(case: Case, backend: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "gathered"),
+    ("emulated", "gathered"),
     [
         pytest.param(case, gathered, id=f"{case.name}-{'gathered' if gathered else 'ring'}")
         for case, gathered in product(SEVERAL, (False, True))
         if not gathered or case.mask.predicate is None  # which no plan gathers
     ],
 )
-def test_several_ranks(case: Case, gathered: bool) -> None:
+def test_several_ranks(emulated: Case, gathered: bool) -> None:
     """Sums stay right over several launches, and gathered keys; the ranks take turns on a GPU."""
     if torch.cuda.get_device_capability()[0] == 9:
-        assert_close(case, Emulation(case, FA4, "cuda", gathered=gathered).run())
+        assert_close(emulated, Emulation(emulated, FA4, "cuda", gathered=gathered).run())
 
 
 @pytest.mark.parametrize("given", ["segment_ids", "predicate"])

@@ -41,7 +41,8 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
 )
-from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, Pass, aligned
+from ring_torch.kernels._flash import FlashKernel, aligned
+from ring_torch.kernels._flash_library import HeadDims, Options, Pass
 
 
 @dataclass(frozen=True)

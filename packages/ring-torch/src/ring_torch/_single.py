@@ -60,7 +60,8 @@ def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
 
 def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     """Sinks ``[H]`` or ``[H, n]`` as one a head."""
-    return sinks.to(dtype).reshape(sinks.shape[0], -1).logsumexp(dim=1)
+    sinks = sinks.to(dtype)
+    return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
 
 
 def single_backward(call: Call, inputs: Inputs, upstream: Upstream, item: WorkItem) -> Grads:

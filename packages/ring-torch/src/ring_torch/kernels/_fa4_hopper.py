@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ring_core import Plan, WorkItem
 from ring_torch.kernels._api import Columns, Params, Rows, Upstream
-from ring_torch.kernels._flash import Window, aligned, capability
+from ring_torch.kernels._flash import aligned, capability
+from ring_torch.kernels._flash_library import Window
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums
 Function = Callable[..., None]

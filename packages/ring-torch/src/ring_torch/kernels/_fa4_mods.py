@@ -7,7 +7,7 @@ out for every score, so tensors are given by their addresses.
 
 # They are compiled: their arguments have no types in Python.
 # ruff: noqa: ANN001, ANN202, ARG001
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator, arg-type"
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from cutlass import (  # type: ignore[import-not-found]
     cute,
     range_constexpr,
 )
+from cutlass import max as maximum
 from flash_attn.cute.utils import scalar_to_ssa
 
+from ring_core.expression import OPERATORS, Expression, evaluated
+
+_OPERATORS = {**OPERATORS, "max": maximum}
 _MOST = 1 << 30  # elements of a tensor: layouts want a number, and nothing is done with it
 
 
@@ -42,6 +46,7 @@ class Numbers(NamedTuple):
         tiles: Address of the number of each tile of the rectangle, int32, and some beyond it.
         across: How many of them there are in a row.
         q_len, k_len: Rows and columns.
+        q_first, k_first: The first row's position, and the first column's.
         lo, hi: The band, ``lo <= i - j <= hi``.
     """
 
@@ -56,6 +61,8 @@ class Numbers(NamedTuple):
     across: int = 0
     q_len: int = 0
     k_len: int = 0
+    q_first: int = 0
+    k_first: int = 0
     lo: int = 0
     hi: int = 0
 
@@ -122,19 +129,26 @@ def score_mod_bwd(cap: float | None) -> Any:
 
 
 @lru_cache(maxsize=16)
-def mask_mod(ids: bool, tiles: bool, by_columns: bool) -> Any:
-    """Whether a cell is in the band, its segment ids are alike, and its predicate's bit is set.
+def mask_mod(ids: bool, tiles: bool, by_columns: bool, rule: Expression | None) -> Any:
+    """Whether a cell is seen: by the band, or the mask's rule, and by its segment ids.
 
-    ``by_columns``: the bits of a column lie together, for kernels whose threads hold columns.
+    Args:
+        ids: There are segment ids.
+        tiles: The rule is there as bits.
+        by_columns: The bits of a column lie together, for kernels whose threads hold columns.
+        rule: The rule, if positions count on from the first one's.
     """
+    banded = not tiles and rule is None
 
     @cute.jit
     def seen(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
         given = Numbers(*aux_scalars)
         i, j = q_idx[0], kv_idx[0]
         shown = True
-        if const_expr(not tiles):  # bits say it, too
+        if const_expr(banded):
             shown = (i - j >= given.lo) & (i - j <= given.hi)
+        if const_expr(rule is not None):
+            shown = evaluated(rule, i + given.q_first, j + given.k_first, _OPERATORS)
         if const_expr(ids):
             # The last tiles reach beyond what there is.
             row, column = min(i, given.q_len - 1), min(j, given.k_len - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import BlockGeometry, WorkItem
+from ring_core.expression import Expression, expression_of
 from ring_torch._held import cached_tensors
-from ring_torch.kernels._flash import Mods, Options, Pass
+from ring_torch.kernels._flash_library import Mods, Options, Pass
 from ring_torch.kernels._visits import FAR, Grid, tile_numbers
 
 _BLOCK_Q = 128  # queries of a block in lists, in both passes
@@ -28,6 +29,7 @@ class Modded(NamedTuple):
     mask_mod: Any = None
     lists: Any = None
     numbers: tuple[Any, ...] | None = None
+    sinks: Tensor | None = None
     kept: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -36,10 +38,10 @@ class Modded(NamedTuple):
         mods, cap = options.mods, options.softcap
         alibi = mods is not None and mods.slopes is not None
         masked = None if mods is None else mods.masked
+        found = cls(sinks=None if mods is None else mods.sinks)
         if cap is None and not alibi and masked is None:
-            return cls()
+            return found
         functions = import_module("ring_torch.kernels._fa4_mods")
-        found = cls()
         if cap is not None or alibi:
             found = found._replace(
                 score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
@@ -47,18 +49,37 @@ class Modded(NamedTuple):
             )
         if mods is None or not (alibi or masked is not None):
             return found
+        rule = _rule(masked, mods.geometry)
         by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-        kept = _tensors(mods, q.device, by_columns=by_columns)
-        numbers = functions.Numbers(
-            **{name: x.data_ptr() for name, x in kept.items()}, **_integers(mods, kept),
-        )  # fmt: skip
+        kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
+        addresses = {name: x.data_ptr() for name, x in kept.items()}
+        numbers = functions.Numbers(**addresses, **_integers(mods, kept, rule))
         found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
         if masked is None:
             return found
         lists = _lists(direction, q, v, masked, mods)
-        facts = mods.segments is not None, mods.geometry is not None, by_columns
-        mask_mod = functions.mask_mod(*facts)
+        mask_mod = functions.mask_mod(
+            mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
+            None if rule is None else rule.expression,
+        )  # fmt: skip
         return found._replace(mask_mod=mask_mod, lists=lists)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a launch is compiled for."""
+        has = self.numbers is not None, self.sinks is not None
+        return self.score_mod, self.mask_mod, *has
+
+    def launched_lists(self, q: Tensor) -> tuple[Any, ...] | None:
+        """The lists as a compiled function takes them, for each sequence and head."""
+        if self.lists is None:
+            return None
+        each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists[:4])
+        return *each, None, None, None, None
+
+    def launched_numbers(self) -> Any:
+        """What the functions read, as a compiled function takes it."""
+        return import_module("flash_attn.cute.utils").AuxData(None, self.numbers)
 
 
 def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
@@ -69,7 +90,34 @@ def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
     return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
 
-def _tensors(mods: Mods, device: torch.device, *, by_columns: bool) -> dict[str, Tensor]:
+class Rule(NamedTuple):
+    """A predicate's mask as an expression, and where an item's positions begin."""
+
+    expression: Expression
+    q_first: int
+    k_first: int
+
+
+def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
+    return None if item is None or geometry is None else _known_rule(item, geometry)
+
+
+@lru_cache(maxsize=256)
+def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
+    """``None`` where there is no expression, or positions do not count on one by one."""
+    offset, k_layout = geometry.q_offset, geometry.k_layout
+    q_span = offset, geometry.q_layout.seq_len + offset
+    expression = expression_of(geometry.mask, q_span, (0, k_layout.seq_len))
+    rows = geometry.q_layout.positions(item.q_rank)[item.q_slice] + offset
+    columns = k_layout.positions(item.kv_rank)[item.k_slice]
+    if expression is None or any((np.diff(x) != 1).any() for x in (rows, columns)):
+        return None
+    return Rule(expression, int(rows[0]), int(columns[0]))
+
+
+def _tensors(
+    mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
+) -> dict[str, Tensor]:
     """What the functions read, by the names of their numbers."""
     found: dict[str, Tensor] = {}
     if mods.slopes is not None and mods.positions is not None:
@@ -80,15 +128,15 @@ def _tensors(mods: Mods, device: torch.device, *, by_columns: bool) -> dict[str,
             found[name] = pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
     if mods.segments is not None:
         found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
-    if mods.geometry is not None and mods.masked is not None:
+    if tiles and mods.geometry is not None and mods.masked is not None:
         found["bits"] = _bits(mods.geometry, by_columns, device)
         found["tiles"] = _tiles(mods.masked, mods.geometry, device)
     return found
 
 
-def _integers(mods: Mods, kept: dict[str, Tensor]) -> dict[str, int]:
+def _integers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     """The other numbers that the functions read."""
-    found = {}
+    found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
         slopes = kept["slopes"]
         found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0

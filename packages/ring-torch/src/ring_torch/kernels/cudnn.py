@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels._api import Result
-from ring_torch.kernels._flash import FlashKernel, Options, capability
+from ring_torch.kernels._flash import FlashKernel, capability
+from ring_torch.kernels._flash_library import Options
 
 aten = torch.ops.aten
 _WIDE = 128

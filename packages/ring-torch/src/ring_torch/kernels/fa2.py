@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels._api import Result
-from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
+from ring_torch.kernels._flash import FlashKernel, capability, unbounded
+from ring_torch.kernels._flash_library import Options
 
 
 class Flash2:

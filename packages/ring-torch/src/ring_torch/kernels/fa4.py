@@ -14,7 +14,8 @@ from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels._api import Result
 from ring_torch.kernels._fa4_hopper import Function, HopperParts, recorded
 from ring_torch.kernels._fa4_options import Modded
-from ring_torch.kernels._flash import FlashKernel, HeadDims, Options, Pass, capability
+from ring_torch.kernels._flash import FlashKernel, capability
+from ring_torch.kernels._flash_library import HeadDims, Options, Pass
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
 _MOST_LAUNCHES = 256
@@ -27,7 +28,7 @@ class Flash4:
     drops_right = False
 
     def __init__(self) -> None:
-        self._launches: dict[object, tuple[Function, tuple[Any, ...]]] = {}
+        self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def missing(self) -> str | None:
         """Not installed, shadowed by another package, or a GPU it has no backward for."""
@@ -36,41 +37,34 @@ class Flash4:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``."""
-        if options.mods is not None or (options.documents is not None and capability()[0] == 9):
-            return self._forward(q, k, v, options, place)
-        if place is None or options.documents is not None:
-            return self._forward(q, k, v, options, None)
+        """``(out, lse)``.
+
+        The library's own way to a launch takes 0.1 ms of the host and more; what it calls in the
+        end is kept for calls that are alike.
+        """
+        modded = Modded.of("forward", q, v, options)
+        if place is None or capability()[0] != 9:
+            return _forward(q, k, v, options, modded, None)
+        if options.documents is not None:
+            return _forward(q, k, v, options, modded, place)
         known = (
-            q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, options,
+            q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
+            options._replace(mods=None), modded.facts,
         )  # fmt: skip
         if known in self._launches:
-            # The library's own way there takes 0.1 ms of the host.
-            launch, rest = self._launches[known]
-            launch(q.detach(), k.detach(), v.detach(), place.out, place.lse, *rest)
-        elif capability()[0] != 9:
-            return self._forward(q, k, v, options, None)
+            launch, before, after = self._launches[known]
+            launch(
+                q.detach(), k.detach(), v.detach(), place.out, place.lse, *before, modded.sinks,
+                modded.launched_lists(q), modded.launched_numbers(), *after,
+            )  # fmt: skip
         else:
             with recorded(_interface()._flash_attn_fwd) as (calls,):
-                self._forward(q, k, v, options, place)
+                _forward(q, k, v, options, modded, place)
             ((launch, given),) = calls
             if len(self._launches) >= _MOST_LAUNCHES:
                 del self._launches[next(iter(self._launches))]
-            self._launches[known] = launch, given[5:]
+            self._launches[known] = launch, given[5:13], given[16:]
         return place.out, place.lse
-
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
-    ) -> tuple[Tensor, Tensor]:
-        where = {} if place is None else {"out": place.out, "lse": place.lse}
-        modded = Modded.of("forward", q, v, options)
-        sinks = None if options.mods is None else options.mods.sinks
-        out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, return_lse=True, learnable_sink=sinks, score_mod=modded.score_mod,
-            mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists,
-            aux_scalars=modded.numbers, **where, **_common(options),
-        )  # fmt: skip
-        return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -93,6 +87,19 @@ class Flash4:
         if group > 1:
             dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: Result | None
+) -> tuple[Tensor, Tensor]:
+    """By the library's own way."""
+    where = {} if place is None else {"out": place.out, "lse": place.lse}
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        q, k, v, return_lse=True, learnable_sink=modded.sinks, score_mod=modded.score_mod,
+        mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
+        **where, **_common(options),
+    )  # fmt: skip
+    return out, lse
 
 
 def _common(options: Options) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from ring_torch.kernels._api import (
     empty_result,
     merge_into,
 )
-from ring_torch.kernels._flash import FlashKernel, Options, capability, unbounded
+from ring_torch.kernels._flash import FlashKernel, capability, unbounded
+from ring_torch.kernels._flash_library import Options
 from ring_torch.kernels.eager import EagerKernel
 
 aten = torch.ops.aten
