@@ -22,6 +22,7 @@ from ring_torch.kernels._api import (
     Rows,
     Upstream,
     empty_result,
+    runs_of,
 )
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -80,7 +81,7 @@ class Emulation:
             for name, value in found.items()
         }
         if "sinks" in x:
-            found["dsinks"] = _sink_grads(x["sinks"], lse, delta)
+            found["dsinks"] = _sink_grads(x["sinks"], Upstream(x["dout"], out, lse, delta), None)
         return {name: value.double().cpu().numpy() for name, value in found.items()}
 
     def _local(self, x: Tensor, at: Ints, dim: int) -> Tensor:
@@ -102,13 +103,14 @@ class Emulation:
         index, position = (
             torch.as_tensor(y, device=self.device) for y in (at, self.plan.q_positions(rank))
         )
-        return Rows(self._local(x["q"], at, 1), index, position, ids, None, slopes)
+        runs = runs_of(self.plan.q_positions(rank))
+        return Rows(self._local(x["q"], at, 1), index, position, ids, None, slopes, runs)
 
     def _columns(self, at: Ints) -> Columns:
         x = self.x
         ids = self._local(x["k_ids"], at, 1) if "k_ids" in x else None
         k, v = (self._local(x[name], at, 1) for name in "kv")
-        return Columns(k, v, torch.as_tensor(at, device=self.device), ids)
+        return Columns(k, v, torch.as_tensor(at, device=self.device), ids, runs=runs_of(at))
 
     def _items(self, rank: int) -> Iterator[tuple[Ints, Columns, WorkItem]]:
         if self.gathered:

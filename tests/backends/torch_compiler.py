@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -60,18 +60,29 @@ def block_lists() -> dict[str, Any]:
 
 
 def row_dots() -> dict[str, Any]:
-    """What the backward of sinks and of this package's kernels starts from."""
+    """What the backward of this package's kernels starts from."""
     from ring_torch.kernels import _triton
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
     kernel: Any = _triton._row_dots
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
-    given = (x, x, dots, 1024, *strides, 80, 128, 16)
+    given = (x, x, dots, None, None, 1024, *strides, 0, 0, 80, 128, 16, False)
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+
+
+def sink_sums() -> dict[str, Any]:
+    """The gradient of sinks."""
+    from ring_torch.kernels import _triton
+
+    x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 16)
+    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", _triton._row_dots)
+    strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2], *lse.stride()[:2])
+    given = (x, x, dots, lse, lse, 1024, *strides, 80, 128, 64, True)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
 
 
 #: Kernels that have no call of their own.
-PASSES = {"block_lists": block_lists, "row_dots": row_dots}
+PASSES = {"block_lists": block_lists, "row_dots": row_dots, "sink_sums": sink_sums}
 
 
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:

@@ -86,13 +86,13 @@ def backward_pass(
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
         delta = None
-        if call.kernel.needs_delta or inputs.sinks is not None:
+        if call.kernel.needs_delta:
             delta = _delta(dout, out, call.wide)
             delta = delta if dlse is None else delta - dlse
         found = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
         dsinks = None
-        if inputs.sinks is not None and delta is not None:
-            dsinks = _sink_grads(inputs.sinks, lse, delta)
+        if inputs.sinks is not None:
+            dsinks = _sink_grads(inputs.sinks, Upstream(dout, out, lse, delta), dlse)
     dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
     dbias = None
     if found.dbias is not None and inputs.bias is not None:
@@ -145,7 +145,7 @@ def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) 
 
 def _delta(dout: Tensor, out: Tensor, wide: torch.dtype) -> Tensor:
     """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
-    if out.is_cuda and wide == torch.float32 and has_triton():
+    if _has_passes(out, wide):
         from ring_torch.kernels._triton import row_dots_on_gpu
 
         return row_dots_on_gpu(dout, out)
@@ -166,11 +166,26 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return with_sinks
 
 
-def _sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def _sink_grads(sinks: Tensor, upstream: Upstream, dlse: Tensor | None) -> Tensor:
     """This rank's part: ``dsink = -sum(exp(sink - lse) * delta)`` over its rows."""
-    safe = lse.masked_fill(lse == -torch.inf, torch.inf)
-    grads = [
-        -(torch.exp(column[:, None] - safe) * delta).sum(dim=(0, 2))
-        for column in sinks.to(lse.dtype).reshape(sinks.shape[0], -1).unbind(dim=1)
-    ]
-    return torch.stack(grads, dim=1).reshape(sinks.shape).to(sinks.dtype)
+    dout, out, lse, delta = upstream
+    one = folded(sinks, lse.dtype)
+    if delta is None and dlse is None and _has_passes(out, lse.dtype):
+        from ring_torch.kernels._triton import sink_sums_on_gpu
+
+        sums = sink_sums_on_gpu(dout, out, lse, one)
+    else:
+        if delta is None:
+            delta = _delta(dout, out, lse.dtype)
+            delta = delta if dlse is None else delta - dlse
+        safe = lse.masked_fill(lse == -torch.inf, torch.inf)
+        sums = (torch.exp(one[:, None] - safe) * delta).sum(dim=(0, 2))
+    if sinks.ndim == 1:
+        return -sums.to(sinks.dtype)
+    shares = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
+    return -(shares * sums[:, None]).to(sinks.dtype)
+
+
+def _has_passes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether passes over memory are Triton kernels."""
+    return x.is_cuda and dtype == torch.float32 and has_triton()

@@ -21,7 +21,16 @@ from ring_torch._handshake import CallSignature
 from ring_torch._held import is_capturing, on_device
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
-from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
+from ring_torch.kernels._api import (
+    Columns,
+    Kernel,
+    Params,
+    Rows,
+    Run,
+    head_group,
+    runs_of,
+    wide,
+)
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -100,13 +109,15 @@ class Call(NamedTuple):
         """This rank's queries."""
         index, position, _ = self.positions(self.ring.rank)
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        return Rows(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes)
+        runs = _runs(self.plan, self.ring.rank, keys=False) if self.needs_index else ()
+        return Rows(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> Columns:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
         eights = self.needs_index and _come_in_eights(self.plan, rank)
-        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights)
+        runs = _runs(self.plan, rank, keys=True) if self.needs_index else ()
+        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
 
 
 def keys_of(inputs: Inputs) -> list[Tensor]:
@@ -367,6 +378,11 @@ def _config(kernel: str | KernelConfig) -> KernelConfig:
 @lru_cache(maxsize=256)
 def _come_in_eights(plan: Plan, rank: int) -> bool:
     return come_in_eights(plan.k_positions(rank))
+
+
+@lru_cache(maxsize=256)
+def _runs(plan: Plan, rank: int, *, keys: bool) -> tuple[Run, ...]:
+    return runs_of(plan.k_positions(rank) if keys else plan.q_positions(rank))
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

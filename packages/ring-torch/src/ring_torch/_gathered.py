@@ -29,9 +29,11 @@ from ring_torch.kernels._api import (
     Result,
     RowGrads,
     Rows,
+    Run,
     Upstream,
     empty_result,
     head_group,
+    runs_of,
 )
 
 
@@ -352,11 +354,12 @@ def _in_place(
 def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:
     """The keys of the buffer and all that belongs to them."""
     position, eights = None, False
+    runs: tuple[Run, ...] = ()
     if call.needs_index:
         position = torch.as_tensor(gather.positions, device=call.device)
-        eights = come_in_eights(gather.positions)
+        eights, runs = come_in_eights(gather.positions), runs_of(gather.positions)
     segments = tensors[1] if keys.segments else None
-    return Columns(*keys.split(tensors[0]), position, segments, eights)
+    return Columns(*keys.split(tensors[0]), position, segments, eights, runs)
 
 
 def _unseen(call: Call, gather: Gather, inputs: Inputs) -> Result:

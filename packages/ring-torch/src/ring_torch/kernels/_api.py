@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,6 +42,31 @@ class Params:
     sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
 
 
+class Run(NamedTuple):
+    """Tokens ``start <= n < stop`` whose positions count on one by one, from ``position``."""
+
+    start: int
+    stop: int
+    position: int
+
+
+def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
+    """The runs of tokens at some positions, as few as there are."""
+    if positions.size == 0:
+        return ()
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    edges = [0, *cuts.tolist(), positions.size]
+    return tuple(Run(a, b, int(positions[a])) for a, b in pairwise(edges))
+
+
+def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
+    """The runs of a slice of the tokens."""
+    cut = ((max(x.start, part.start), min(x.stop, part.stop), x) for x in runs)
+    return tuple(
+        Run(a - part.start, b - part.start, x.position + a - x.start) for a, b, x in cut if a < b
+    )
+
+
 class Rows(NamedTuple):
     """Queries and all that belongs to them."""
 
@@ -48,6 +76,7 @@ class Rows(NamedTuple):
     segments: Tensor | None  # [B, n] int32
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
+    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
     def take(self, part: slice) -> Rows:
         """The same for a slice of the queries."""
@@ -60,6 +89,7 @@ class Rows(NamedTuple):
             segments,
             bias,
             self.slopes,
+            _runs_in(self.runs, part),
         )
 
     def share(self, n: int, groups: int) -> Rows:
@@ -76,12 +106,14 @@ class Columns(NamedTuple):
     position: Tensor | None  # [m] global index of each key, where an option needs it
     segments: Tensor | None  # [B, m] int32
     eights: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
+    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
     def take(self, part: slice) -> Columns:
         """The same for a slice of the keys."""
         segments = None if self.segments is None else self.segments[:, part]
         position, eights = _part(self.position, part), self.eights and part.start % 8 == 0
-        return Columns(self.k[:, part], self.v[:, part], position, segments, eights)
+        runs = _runs_in(self.runs, part)
+        return Columns(self.k[:, part], self.v[:, part], position, segments, eights, runs)
 
     def share(self, n: int, groups: int) -> Columns:
         """The same for the ``n``-th of so many groups of heads."""

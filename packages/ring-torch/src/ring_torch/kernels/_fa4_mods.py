@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cutlass import (  # type: ignore[import-not-found]
     Boolean,
@@ -29,6 +29,9 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 from ring_core.expression import OPERATORS, Expression, evaluated
 
+#: How ALiBi finds out how far a key is: from numbers of rows and columns, as no key is ahead, or in
+#: any direction, or from positions that are read.
+Alibi = Literal["behind", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
 _MOST = 1 << 30  # elements of a tensor: layouts want a number, and nothing is done with it
 
@@ -40,6 +43,7 @@ class Numbers(NamedTuple):
         slopes: Address of ALiBi's slopes, float32 ``[B or 1, H]``.
         slopes_batch: From sequence to sequence.
         q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, up to the last tile's end.
+        apart: The first row's position less the first column's.
         q_ids, k_ids: Addresses of segment ids, int32 ``[B, n]`` and ``[B, m]``.
         bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
             together; the last two show nothing and all.
@@ -54,6 +58,7 @@ class Numbers(NamedTuple):
     slopes_batch: int = 0
     q_at: int = 0
     k_at: int = 0
+    apart: int = 0
     q_ids: int = 0
     k_ids: int = 0
     bits: int = 0
@@ -76,7 +81,7 @@ class Numbers(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def score_mod(cap: float | None, alibi: bool, packed: int) -> Any:
+def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
     """``cap * tanh(score / cap)``, and then ALiBi: ``score - slope * |i - j|``.
 
     ``packed`` of row ``i`` and head ``h`` above 1: the numbers given are ``i // packed`` and ``h *
@@ -92,7 +97,7 @@ def score_mod(cap: float | None, alibi: bool, packed: int) -> Any:
             score = scores[n]
             if const_expr(cap is not None):
                 score = cap - cap * 2.0 * _falling(score, cap)
-            if const_expr(alibi):
+            if const_expr(alibi is not None):
                 given = Numbers(*aux_scalars)
                 slopes = _at(given.slopes, Float32)
                 head, row = head_idx[n], q_idx[n]
@@ -100,8 +105,13 @@ def score_mod(cap: float | None, alibi: bool, packed: int) -> Any:
                     head = _divided(head_idx[0], packed)
                     row = row * packed + head_idx[n] - head * packed
                 slope = slopes[batch_idx[0] * given.slopes_batch + head]
-                far = _at(given.q_at, Float32)[row] - _at(given.k_at, Float32)[kv_idx[n]]
-                score = score - slope * cute.arch.fmax(far, -far)
+                if const_expr(alibi == "read"):
+                    far = _at(given.q_at, Float32)[row] - _at(given.k_at, Float32)[kv_idx[n]]
+                else:
+                    far = Float32(row + given.apart) - Float32(kv_idx[n])
+                if const_expr(alibi != "behind"):
+                    far = cute.arch.fmax(far, -far)
+                score = score - slope * far
             found[n] = score
         return found.load()
 
@@ -129,7 +139,9 @@ def score_mod_bwd(cap: float | None) -> Any:
 
 
 @lru_cache(maxsize=16)
-def mask_mod(ids: bool, tiles: bool, by_columns: bool, rule: Expression | None) -> Any:
+def mask_mod(
+    ids: bool, tiles: bool, by_columns: bool, rule: Expression | None, from_0: bool
+) -> Any:
     """Whether a cell is seen: by the band, or the mask's rule, and by its segment ids.
 
     Args:
@@ -137,6 +149,8 @@ def mask_mod(ids: bool, tiles: bool, by_columns: bool, rule: Expression | None) 
         tiles: The rule is there as bits.
         by_columns: The bits of a column lie together, for kernels whose threads hold columns.
         rule: The rule, if positions count on from the first one's.
+        from_0: Positions are the numbers of rows and columns. Compilers work out more of a rule
+            then.
     """
     banded = not tiles and rule is None
 
@@ -147,7 +161,9 @@ def mask_mod(ids: bool, tiles: bool, by_columns: bool, rule: Expression | None) 
         shown = True
         if const_expr(banded):
             shown = (i - j >= given.lo) & (i - j <= given.hi)
-        if const_expr(rule is not None):
+        if const_expr(rule is not None and from_0):
+            shown = evaluated(rule, i, j, _OPERATORS)
+        if const_expr(rule is not None and not from_0):
             shown = evaluated(rule, i + given.q_first, j + given.k_first, _OPERATORS)
         if const_expr(ids):
             # The last tiles reach beyond what there is.

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_core import BlockGeometry, WorkItem
+from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.expression import Expression, expression_of
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._flash_library import Mods, Options, Pass
-from ring_torch.kernels._visits import FAR, Grid, tile_numbers
+from ring_torch.kernels._visits import FAR, Grid, kinds_on, tile_numbers
 
 _BLOCK_Q = 128  # queries of a block in lists, in both passes
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
+_FEW_KEYS = 64
+_FEW_KEYS_COST = 1.15  # of a cell in such small blocks, measured on an H200
+_PARTIAL_COST = 1.3  # of a cell that is shown if a rule says so
 
 
 class Modded(NamedTuple):
@@ -44,7 +47,7 @@ class Modded(NamedTuple):
         functions = import_module("ring_torch.kernels._fa4_mods")
         if cap is not None or alibi:
             found = found._replace(
-                score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
+                score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
                 score_mod_bwd=functions.score_mod_bwd(cap),
             )
         if mods is None or not (alibi or masked is not None):
@@ -60,15 +63,16 @@ class Modded(NamedTuple):
         lists = _lists(direction, q, v, masked, mods)
         mask_mod = functions.mask_mod(
             mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
-            None if rule is None else rule.expression,
+            None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
         )  # fmt: skip
         return found._replace(mask_mod=mask_mod, lists=lists)
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What a launch is compiled for."""
+        size = None if self.lists is None else self.lists.block_size
         has = self.numbers is not None, self.sinks is not None
-        return self.score_mod, self.mask_mod, *has
+        return self.score_mod, self.mask_mod, size, *has
 
     def launched_lists(self, q: Tensor) -> tuple[Any, ...] | None:
         """The lists as a compiled function takes them, for each sequence and head."""
@@ -88,6 +92,15 @@ def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
     On Hopper its backward counts rows and heads as its forward packs them, though it packs none.
     """
     return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
+
+
+def _alibi(mods: Mods | None) -> str | None:
+    """How ALiBi finds out how far keys are, if there is any (:data:`_fa4_mods.Alibi`)."""
+    if mods is None or mods.slopes is None:
+        return None
+    if mods.apart is None:
+        return "read"
+    return "behind" if mods.behind else "counted"
 
 
 class Rule(NamedTuple):
@@ -120,8 +133,9 @@ def _tensors(
 ) -> dict[str, Tensor]:
     """What the functions read, by the names of their numbers."""
     found: dict[str, Tensor] = {}
-    if mods.slopes is not None and mods.positions is not None:
+    if mods.slopes is not None:
         found["slopes"] = mods.slopes.float().contiguous()
+    if mods.positions is not None and mods.apart is None:
         rows, columns = mods.positions
         # From the first row on: float32 has all integers up to 2^24 only.
         for name, x in (("q_at", rows), ("k_at", columns)):
@@ -140,6 +154,7 @@ def _integers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[st
     if mods.slopes is not None:
         slopes = kept["slopes"]
         found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        found["apart"] = mods.apart or 0
     if (item := mods.masked) is not None:
         found |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
@@ -154,17 +169,30 @@ def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) ->
     """The library's ``BlockSparseTensorsTorch``; heads share theirs."""
     from ring_torch.kernels._fa4_block_lists import block_lists
 
-    size = _BLOCK_Q, _block_k(direction, q.shape[-1], v.shape[-1])
+    block_k = int(_tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
+    if direction == "forward" and mods.geometry is not None and mods.segments is None:
+        block_k = _fewest_keys(item, mods.geometry, block_k)
+    size = _BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
     lists = block_lists(item, grid, mods.segments)
     sparse = import_module("flash_attn.cute.block_sparsity")
     return sparse.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
 
 
-@cache
-def _block_k(direction: Pass, head_dim: int, v_head_dim: int) -> int:
-    """Keys of a block: the library's tile on Hopper."""
-    return int(_tile(direction, head_dim, v_head_dim).n_block_size)
+@lru_cache(maxsize=256)
+def _fewest_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
+    """Keys of a block: the library's tile, or a smaller one that leaves less to compute.
+
+    The library's forward takes either.
+    """
+
+    def cost(block_k: int) -> float:
+        grid = Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry)
+        kinds = kinds_on(item, grid)
+        full, partial = (int((kinds == kind).sum()) for kind in (FULL, PARTIAL))
+        return (full + _PARTIAL_COST * partial) * block_k
+
+    return _FEW_KEYS if _FEW_KEYS_COST * cost(_FEW_KEYS) < cost(tile) else tile
 
 
 @cache

@@ -287,15 +287,18 @@ def _with_mods(
     options: Options, rows: Rows, columns: Columns, item: WorkItem, params: Params
 ) -> Options:
     """What else a launch is told. What its lists and mask hide, no window needs to hide again."""
-    segments, positions = None, None
+    segments, positions, apart = None, None, None
     if rows.segments is not None and columns.segments is not None:
         segments = rows.segments, columns.segments
     if rows.slopes is not None and rows.position is not None and columns.position is not None:
         positions = rows.position, columns.position
+        if len(rows.runs) == len(columns.runs) == 1:
+            apart = rows.runs[0].position - columns.runs[0].position
+    behind = apart is not None and item.lo is not None and item.lo + apart >= 0
     masked = item if segments is not None or item.tiles is not None else None
     geometry = None if item.tiles is None else params.blocks
-    mods = Mods(masked, segments, geometry, rows.slopes, positions, params.sinks)
-    if all(part is None for part in mods):
+    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
+    if masked is None and rows.slopes is None and params.sinks is None:
         return options
     window = options.window if masked is None else (None, None)
     return options._replace(window=window, mods=mods)

@@ -31,6 +31,8 @@ class Mods(NamedTuple):
         geometry: Of a predicate.
         slopes: ALiBi's, ``[B or 1, H]``.
         positions: Of rows and columns, ``[n]`` and ``[m]``, where there are slopes.
+        apart: The first row's position less the first column's, if both count on one by one.
+        behind: No row sees keys of later positions than its own.
         sinks: Float32 ``[H]``: the launch is all of a call, and is to add them.
     """
 
@@ -39,6 +41,8 @@ class Mods(NamedTuple):
     geometry: BlockGeometry | None
     slopes: Tensor | None
     positions: tuple[Tensor, Tensor] | None
+    apart: int | None
+    behind: bool
     sinks: Tensor | None
 
 

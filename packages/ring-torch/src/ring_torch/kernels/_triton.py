@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_MORE_ROWS = 64  # of one head, whose sum is one number
 _NUMBERS = 2048  # a program adds
 _AT_ONCE = 4  # parts that one kernel adds
 
@@ -33,10 +34,27 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
         _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
-            x, y, dots, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
+            x, y, dots, None, None, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
+            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMMED=False,
         )  # fmt: skip
     return dots
+
+
+def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``sum(exp(sink - lse) * rowsum(dout * out))`` over all rows, float32 ``[H]``.
+
+    ``dout`` and ``out [B, n, H, D]``, ``lse [B, H, n]`` with the sinks ``[H]`` in it, float32.
+    """
+    batch, rows, heads, dim = out.shape
+    parts = triton.cdiv(rows, _MORE_ROWS)
+    sums = torch.zeros(batch, heads, parts, dtype=torch.float32, device=out.device)
+    if sums.numel() > 0:
+        _row_dots[(parts, heads, batch)](
+            dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
+            *sums.stride()[:2], *lse.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMMED=True,
+        )  # fmt: skip
+    return sums.sum(dim=(0, 2))
 
 
 def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
@@ -111,8 +129,9 @@ def _add(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_dots(
-    x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
+    dots_head, lse_batch, lse_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -122,8 +141,16 @@ def _row_dots(
     y_at = y + batch * y_batch + head * y_head + row[:, None] * y_row + column[None, :]
     a = tl.load(x_at, mask=both, other=0.0).to(tl.float32)
     b = tl.load(y_at, mask=both, other=0.0).to(tl.float32)
-    place = dots + batch * dots_batch + head * dots_head + row
-    tl.store(place, tl.sum(a * b, axis=1), mask=row < rows)
+    found = tl.sum(a * b, axis=1)
+    place = dots + batch * dots_batch + head * dots_head
+    if SUMMED:
+        at = lse + batch * lse_batch + head * lse_head + row
+        beside = tl.load(at, mask=row < rows, other=float("inf"))
+        beside = tl.where(beside == float("-inf"), float("inf"), beside)
+        part = tl.exp(tl.load(sinks + head) - beside)
+        tl.store(place + tl.program_id(0), tl.sum(part * found, axis=0))
+    else:
+        tl.store(place + row, found, mask=row < rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

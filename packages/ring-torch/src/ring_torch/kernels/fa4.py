@@ -45,8 +45,6 @@ class Flash4:
         modded = Modded.of("forward", q, v, options)
         if place is None or capability()[0] != 9:
             return _forward(q, k, v, options, modded, None)
-        if options.documents is not None:
-            return _forward(q, k, v, options, modded, place)
         known = (
             q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
             options._replace(mods=None), modded.facts,
