@@ -48,6 +48,22 @@ def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_that_writes_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see nothing keep what is said of them, and the others what the kernel wrote."""
+    expected, attend = _run(*CALLS[name]), EagerKernel.attend
+
+    def in_place(self: EagerKernel, *args: Any) -> Any:
+        found, place = attend(self, *args[:4]), args[4]
+        for x, where in zip(found, place, strict=True):
+            where.copy_(x)
+        return place
+
+    monkeypatch.setattr(EagerKernel, "attend", in_place)
+    for x, y in zip(_run(*CALLS[name]), expected, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     for name in ("attend", "forward", "gradients", "backward"):

@@ -19,18 +19,10 @@ from ring_torch._comm import Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
 from ring_torch._handshake import CallSignature
 from ring_torch._held import is_capturing, on_device
+from ring_torch._positions import key_runs, positions_of, query_runs
 from ring_torch._transport import GATHERED, TRANSPORTS, choose_transport
 from ring_torch.kernels import KERNEL_NAMES, Choice, choose
-from ring_torch.kernels._api import (
-    Columns,
-    Kernel,
-    Params,
-    Rows,
-    Run,
-    head_group,
-    runs_of,
-    wide,
-)
+from ring_torch.kernels._api import Columns, Kernel, Params, Rows, head_group, wide
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -97,26 +89,20 @@ class Call(NamedTuple):
         """Query indices, query positions, key positions of a rank, where an option needs them."""
         if not self.needs_index:
             return None, None, None
-        arrays = (
-            self.plan.positions(rank),
-            self.plan.q_positions(rank),
-            self.plan.k_positions(rank),
-        )
-        index, q_pos, k_pos = (torch.as_tensor(x, device=self.device) for x in arrays)
-        return index, q_pos, k_pos
+        return positions_of(self.plan, rank, self.device)
 
     def rows(self, inputs: Inputs) -> Rows:
         """This rank's queries."""
         index, position, _ = self.positions(self.ring.rank)
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        runs = _runs(self.plan, self.ring.rank, keys=False) if self.needs_index else ()
+        runs = query_runs(self.plan, self.ring.rank) if self.needs_index else ()
         return Rows(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> Columns:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
         eights = self.needs_index and _come_in_eights(self.plan, rank)
-        runs = _runs(self.plan, rank, keys=True) if self.needs_index else ()
+        runs = key_runs(self.plan, rank) if self.needs_index else ()
         return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
 
 
@@ -378,11 +364,6 @@ def _config(kernel: str | KernelConfig) -> KernelConfig:
 @lru_cache(maxsize=256)
 def _come_in_eights(plan: Plan, rank: int) -> bool:
     return come_in_eights(plan.k_positions(rank))
-
-
-@lru_cache(maxsize=256)
-def _runs(plan: Plan, rank: int, *, keys: bool) -> tuple[Run, ...]:
-    return runs_of(plan.k_positions(rank) if keys else plan.q_positions(rank))
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

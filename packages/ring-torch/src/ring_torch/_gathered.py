@@ -22,6 +22,7 @@ from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier, Returning, add_landed
 from ring_torch._groups import KEPT_BYTES, Groups
 from ring_torch._keys import Keys, Sums
+from ring_torch._positions import gathered_positions, gathered_runs
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,
@@ -33,7 +34,6 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
     head_group,
-    runs_of,
 )
 
 
@@ -356,8 +356,9 @@ def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) 
     position, eights = None, False
     runs: tuple[Run, ...] = ()
     if call.needs_index:
-        position = torch.as_tensor(gather.positions, device=call.device)
-        eights, runs = come_in_eights(gather.positions), runs_of(gather.positions)
+        which = call.plan, call.ring.rank, gather.own
+        position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
+        eights = come_in_eights(gather.positions)
     segments = tensors[1] if keys.segments else None
     return Columns(*keys.split(tensors[0]), position, segments, eights, runs)
 

@@ -27,6 +27,7 @@ from ring_torch.kernels._api import (
     RowGrads,
     Rows,
     Upstream,
+    has_triton,
     merge_into,
     wide,
 )
@@ -260,6 +261,11 @@ def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
 
     It says ``-inf`` of rows whose scores are no numbers, too; no number of theirs is one.
     """
+    if out.is_cuda and has_triton():
+        from ring_torch.kernels._triton import mark_on_gpu
+
+        mark_on_gpu(out, lse)
+        return lse
     odd = (lse == torch.inf) | ((lse == -torch.inf) & out[..., 0].isnan().transpose(1, 2))
     return lse.masked_fill_(odd, torch.nan)
 

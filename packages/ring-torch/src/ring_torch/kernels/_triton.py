@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_MARKED = 1024
 _MORE_ROWS = 64  # of one head, whose sum is one number
 _NUMBERS = 2048  # a program adds
 _AT_ONCE = 4  # parts that one kernel adds
@@ -26,6 +27,18 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
         *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
         DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
     )  # fmt: skip
+
+
+def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
+    """NaN for an ``lse [B, H, n]`` that is an infinity where ``out [B, n, H, D]`` is no number.
+
+    And for each that is ``inf``.
+    """
+    batch, heads, rows = lse.shape
+    if lse.numel() > 0:
+        _mark[(triton.cdiv(rows, _MARKED), heads, batch)](
+            out, lse, rows, *out.stride()[:3], *lse.stride()[:2], ROWS=_MARKED
+        )
 
 
 def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
@@ -125,6 +138,19 @@ def _add(
     if PARTS > 3:
         x += w
     tl.store(place, x, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    place = lse + batch * lse_batch + head * lse_head + row
+    x = tl.load(place, mask=row < rows, other=0.0)
+    unseen = (x == float("-inf")) & (row < rows)
+    first = out + batch * out_batch + head * out_head + row * out_row
+    y = tl.load(first, mask=unseen, other=0.0).to(tl.float32)
+    odd = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - is no number
+    tl.store(place, float("nan"), mask=odd & (row < rows))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
