@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ring_core import Mask, Plan, Request, make_plan, rates
-from ring_core.rates import Case, Expected, Option, Rates, Times, expected
+from ring_core.rates import UNKNOWN, Case, Expected, Option, Rates, Times, expected
 
 LENGTH = 1024
 CAUSAL = Mask(causal=True)
@@ -36,14 +36,14 @@ def case(
     return Case("torch", capability, "a GPU", (), LENGTH, pairs, heads, dims, option, times)
 
 
-def found(*cases: Case, mask: Mask = CAUSAL, **options: Any) -> Expected | None:
+def found(*cases: Case, mask: Mask = CAUSAL, **options: Any) -> Expected:
     request = replace(CALL, **options)
     return expected(cases, request, plan(mask), ORDER, grad=request.grad)
 
 
 def fastest(*cases: Case, mask: Mask = CAUSAL, **options: Any) -> str:
     times = found(*cases, mask=mask, **options)
-    return ORDER[0] if times is None else times.fastest(ORDER, grad=options.get("grad", True))
+    return times.fastest(ORDER, grad=options.get("grad", True))
 
 
 def test_the_fastest_is_taken() -> None:
@@ -59,7 +59,7 @@ def test_a_tie_is_for_the_first_in_order() -> None:
 
 
 def test_without_times_the_order_decides() -> None:
-    assert found() is None and fastest() == "a"
+    assert found() == UNKNOWN and fastest() == "a"
     assert fastest(case(c=1.0)) == "a"  # nothing to compare it with
     assert fastest(case(x=1.0, y=0.5)) == "a"
 
@@ -84,6 +84,12 @@ def test_another_generation_of_gpus_has_no_times() -> None:
     assert host.of("torch", 0) == host.cases and host.of("torch", 90) == ()
 
 
+def test_times_are_of_halves_on_a_gpu_and_of_float32_on_the_host() -> None:
+    gpu, host = case(a=2.0, b=1.0), case(capability=0, a=2.0, b=1.0)
+    for dtype, names in (("float16", "ba"), ("bfloat16", "ba"), ("float32", "ab")):
+        assert [fastest(row, dtype=dtype) for row in (gpu, host)] == list(names)
+
+
 @pytest.mark.parametrize(
     ("dims", "name"),
     [((64, 64), "a"), ((72, 8), "b"), ((128, 128), "b"), ((192, 128), "c"), ((512, 512), "c")],
@@ -100,9 +106,9 @@ def test_the_narrowest_case_that_is_wide_enough(dims: tuple[int, int], name: str
 def test_a_case_that_compares_nothing_does_not_count() -> None:
     rows = case(dims=(96, 96), b=9.0), case(dims=(128, 128), a=2.0, b=1.0)
     times = found(*rows, head_dim=96, v_head_dim=96)
-    assert times is not None and times.case == rows[1]
+    assert times.case == rows[1]
     times = found(rows[0], head_dim=96, v_head_dim=96)
-    assert times is not None and times.case == rows[0]  # but it says how long that takes
+    assert times.case == rows[0]  # but it says how long that takes
 
 
 def test_the_heads_of_a_key_head_decide_between_equal_dims() -> None:
@@ -155,23 +161,22 @@ def test_of_several_options_the_slowest_counts() -> None:
 
 def test_expected_times_grow_with_the_work_of_the_busiest_rank() -> None:
     times = found(case(a=(2.0, 8.0), b=1.0), batch=3, q_heads=16, kv_heads=4)
-    assert times is not None and times.factor == 1.5
-    assert times.describe("a") == "about 3 ms forward, 12 ms with backward"
-    assert times.describe("c") == ""
+    assert times.factor == 1.5
+    assert times.time("a") == "about 3 ms forward, 12 ms with backward"
+    assert times.time("c") == "was not timed for such calls"
+    assert times.time_and_source("c") == UNKNOWN.time_and_source("a") == ""
     request, row = replace(CALL, v_head_dim=64), case(a=(2.0, None))
     half = expected([row], request, plan(length=LENGTH // 2), ORDER, grad=False)
-    assert half is not None
     few = (LENGTH // 2) * (LENGTH // 2 + 1) / (LENGTH * (LENGTH + 1))
     assert half.factor == pytest.approx(few * 0.75)
     ring = expected([row], CALL, plan(cp_size=4), ORDER, grad=False)
-    assert ring is not None
     assert ring.factor == pytest.approx(7 / 16, rel=1e-2)  # the last rank of a plain ring
-    assert ring.case.describe() == "a GPU, causal, head dim 128"
+    assert ring.case and ring.case.describe() == "a GPU, causal, head dim 128"
 
 
 def test_an_empty_batch() -> None:
     times = found(case(a=(2.0, None), b=1.0), batch=0)
-    assert times is not None and times.describe("a") == "about < 0.01 ms forward"
+    assert times.time("a") == "about < 0.01 ms forward"
 
 
 def as_json(**changed: Any) -> dict[str, Any]:

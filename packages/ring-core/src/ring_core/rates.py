@@ -30,6 +30,7 @@ VARIABLE = "RING_RATES"
 SCHEMA = 1
 NEAR = 1.1  # times that differ by less are a tie, which the fixed order of kernels decides
 
+_NOT_TIMED = "was not timed for such calls"
 _OURS = Path(__file__).with_name("rates.json")
 
 
@@ -58,7 +59,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Case:
-    """What some kernels took for one call of one rank; bfloat16, on the host float32.
+    """What some kernels took for one call of one rank.
 
     Attributes:
         framework: Whose kernels they are.
@@ -85,6 +86,11 @@ class Case:
     kernels: tuple[tuple[str, Times], ...]
 
     @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of calls that it tells something about; it was timed with the first."""
+        return ("bfloat16", "float16") if self.capability else ("float32",)
+
+    @property
     def work(self) -> int:
         """What times are in proportion to."""
         return self.pairs * self.heads[0] * sum(self.dims)
@@ -102,13 +108,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the kernels that can do a call should take, by the case nearest to it.
+    """What the kernels that can do a call should take, by the case nearest to it, if there is one.
 
     A rank's computing alone, as if scores were as fast as in the case.
     """
 
-    case: Case
-    factor: float  # how much more work the call is
+    case: Case | None = None
+    factor: float = 0.0  # how much more work the call is
 
     def fastest(self, names: Sequence[str], *, grad: bool) -> str:
         """The kernel to take of some in their fixed order.
@@ -116,16 +122,26 @@ class Expected:
         Of those that are nearly as fast as the fastest it is the first. Kernels without a time come
         behind all that have one; where fewer than two have one, the order decides alone.
         """
-        took = self.case.took(names, grad=grad)
+        took = {} if self.case is None else self.case.took(names, grad=grad)
         if len(took) < 2:
             return names[0]
         least = min(took.values())
         return next(name for name in names if name in took and took[name] < NEAR * least)
 
-    def describe(self, name: str) -> str:
-        """What a kernel should take, in words; empty if it was not timed."""
-        times = dict(self.case.kernels).get(name)
-        return "" if times is None else times.scaled(self.factor).describe()
+    def time(self, name: str) -> str:
+        """What a kernel should take, in words."""
+        times = None if self.case is None else dict(self.case.kernels).get(name)
+        return _NOT_TIMED if times is None else times.scaled(self.factor).describe()
+
+    def time_and_source(self, name: str) -> str:
+        """The same behind a colon, and by which case; empty if nothing is known."""
+        time = self.time(name)
+        if self.case is None or time == _NOT_TIMED:
+            return ""
+        return f": {time} (by {self.case.describe()})"
+
+
+UNKNOWN = Expected()
 
 
 @dataclass(frozen=True)
@@ -150,8 +166,8 @@ class Rates:
 
 def expected(
     cases: Sequence[Case], request: Request, plan: Plan, names: Sequence[str], *, grad: bool
-) -> Expected | None:
-    """What kernels should take for a call; ``None`` if no case has a time of any.
+) -> Expected:
+    """What kernels should take for a call, if some case has a time of one.
 
     Of several options that with the slowest case counts.
 
@@ -162,15 +178,20 @@ def expected(
         names: The kernels that can do it.
         grad: Whether it has a backward.
     """
+    cases = [case for case in cases if request.dtype in case.dtypes]
     size = request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
     work = int(plan.work().sum(axis=0).max()) * size
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
         counted = [case for case in cases if len(case.took(names, grad=grad)) >= least]
         near = [_nearest(counted, option, request) for option in options_of(request, plan)]
-        found = [Expected(case, work / case.work) for case in near if case is not None]
+        found = [
+            (work / case.work * min(case.took(names, grad=grad).values()), case)
+            for case in near if case is not None
+        ]  # fmt: skip
         if found:
-            return max(found, key=lambda x: x.factor * min(x.case.took(names, grad=grad).values()))
-    return None
+            _, slowest = max(found, key=lambda each: each[0])
+            return Expected(slowest, work / slowest.work)
+    return UNKNOWN
 
 
 def options_of(request: Request, plan: Plan) -> tuple[Option, ...]:

@@ -17,7 +17,7 @@ from ring_core import (
     require,
     support_matrix,
 )
-from ring_core.rates import Case, Expected, default, expected
+from ring_core.rates import UNKNOWN, Case, Expected, default, expected
 from ring_torch.kernels._api import Kernel
 from ring_torch.kernels._flash import FlashKernel, capability
 from ring_torch.kernels.cudnn import CUDNN
@@ -44,15 +44,13 @@ class Choice:
 
     kernel: Kernel
     passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
-    expected: Expected | None = None
+    expected: Expected = UNKNOWN
     has_predicate: bool = False
 
     def describe(self) -> str:
         """A few lines for ``explain``."""
-        name, took = self.kernel.capabilities.name, ""
-        if self.expected is not None and (time := self.expected.describe(name)):
-            took = f": {time} (by {self.expected.case.describe()})"
-        lines = [f"kernel {name}{took}"]
+        name = self.kernel.capabilities.name
+        lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             lines.append(f"  a predicate that is new to it: {_compiling(self.kernel)}")
         lines += [
@@ -86,14 +84,10 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
         raise UnsupportedError(f"no kernel can do this call. {why}")
     names = [kernel.capabilities.name for kernel in able]
     times = expected(cases, request, plan, names, grad=request.grad)
-    if times is None:
-        return Choice(able[0], refused, None, has_predicate)
-    chosen = times.fastest(names, grad=request.grad)
-    slower = tuple(
-        (kernel.capabilities, (times.describe(name) or "was not timed",))
-        for name, kernel in zip(names, able, strict=True) if name != chosen
-    )  # fmt: skip
-    return Choice(able[names.index(chosen)], (*slower, *refused), times, has_predicate)
+    chosen = able[names.index(times.fastest(names, grad=request.grad))]
+    slower = [kernel.capabilities for kernel in able if kernel is not chosen]
+    passed_over = (*((can, (times.time(can.name),)) for can in slower), *refused)
+    return Choice(chosen, passed_over, times, has_predicate)
 
 
 def _sorted_out(
