@@ -75,7 +75,7 @@ def ring_kernel(case: Case) -> str:
     q, k, v, _ = case.inputs(torch.bfloat16)
     options = OPTIONS[case.row.option].ours(case)
     explained = ring_torch.ContextParallel().explain(q, k, v, **options)
-    return explained.splitlines()[0].removeprefix("kernel ")
+    return explained.splitlines()[0].removeprefix("kernel ").partition(":")[0]
 
 
 def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:

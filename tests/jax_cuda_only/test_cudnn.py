@@ -13,6 +13,7 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask, reference
+from ring_jax._kernels import compute_capability
 from ring_jax._spmd import merge
 from ring_jax._types import Result
 from ring_jax_gpu import _fmha, ring_attention
@@ -62,7 +63,7 @@ OTHERS = [
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if _fmha.compute_capability() != HOPPER:
+    if compute_capability() != HOPPER:
         pytest.skip("head dims above 128 are for Hopper")
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ring_core import rates
+from ring_torch import _rates, ring_attention
 from ring_torch.__main__ import main
 from ring_torch.local import LocalRanks
 
@@ -51,3 +54,91 @@ def test_no_speed_without_right_results(
 def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+ON_THE_HOST = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has an accelerator"
+)
+OPTIONS = (
+    *(_rates.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
+    _rates.Sizes(dims=(16, 8), heads=(2, 2)),
+)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One case of each option, and one round."""
+    monkeypatch.setattr(_rates.renew, "__defaults__", (OPTIONS,))
+    monkeypatch.setattr(_rates, "ROUNDS", 1)
+
+
+def _of_the_host(path: Path) -> list[rates.Case]:
+    return [case for case in rates.read(str(path)).cases if not case.capability]
+
+
+@ON_THE_HOST
+@pytest.mark.usefixtures("few")
+def test_rates_are_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rates.json"
+    for _ in range(2):  # the second time takes the place of the first
+        assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
+        assert f"RING_RATES={path} uses it" in capsys.readouterr().out
+    found = _of_the_host(path)
+    assert [(x.option, x.dims, x.heads) for x in found] == [tuple(x) for x in OPTIONS]
+    assert {name for name, _ in found[0].kernels} == {"sdpa", "eager"}
+    assert all(dict(x.kernels)["eager"].both for x in found)
+    assert {x.option: x.pairs for x in found}["causal"] == 64 * 65 // 2
+    others = [case for case in rates.read(str(path)).cases if case.capability]
+    assert others == list(rates.default().cases)  # what is known of other GPUs stays
+
+
+@ON_THE_HOST
+@pytest.mark.usefixtures("few")
+def test_what_fails_has_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right: Any = ring_attention
+
+    def broken(*tensors: Any, kernel: str, **options: Any) -> Any:
+        if kernel == "sdpa":
+            raise RuntimeError("not today\nnor tomorrow")
+        return right(*tensors, kernel=kernel, **options)
+
+    path = tmp_path / "rates.json"
+    monkeypatch.setattr(_rates, "ring_attention", broken)
+    assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
+    assert "no time of sdpa, causal, (16, 16): not today\n" in capsys.readouterr().err
+    assert {name for case in _of_the_host(path) for name, _ in case.kernels} == {"eager"}
+
+
+@ON_THE_HOST
+def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Any = ring_attention
+
+    def rough(*tensors: Any, kernel: str, **options: Any) -> Any:
+        factor = 1.0001 if kernel == "sdpa" else 1.0
+        return factor * right(*tensors, kernel=kernel, **options)
+
+    monkeypatch.setattr(_rates, "ROUNDS", 1)
+    sizes = _rates.Sizes(dims=(16, 16), heads=(4, 2))
+    assert set(_rates._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
+    monkeypatch.setattr(_rates, "ring_attention", rough)
+    assert set(_rates._times(sizes, 64, "cpu")) == {"eager"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seq-len 0", "--seq-len must be at least 1, got 0"),
+        ("--heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
+    ],
+)
+def test_mistakes_about_rates(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *words.split()]
+    try:
+        code: object = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and message in capsys.readouterr().err

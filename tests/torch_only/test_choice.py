@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
-from ring_torch import _window, kernels, ring_attention
+from ring_core.rates import Case, Rates, Times, written
+from ring_torch import ContextParallel, _call, _window, kernels, ring_attention
 from ring_torch._call import _prepare
 from ring_torch._comm import Ring
 from ring_torch._transport import choose_transport
 from ring_torch.kernels import cudnn, fa2, fa3, fa4
+from ring_torch.kernels._flash import FlashKernel
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
@@ -250,3 +253,121 @@ def test_float_offsets_are_refused_after_equal_ints() -> None:
     ring_attention(x, x, x, cu_seqlens=(0, 5, 8))
     with pytest.raises(ValueError, match="cu_seqlens must be one row"):
         ring_attention(x, x, x, cu_seqlens=(0.0, 5.0, 8.0))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let kernels for GPUs be there; with the major number of a capability."""
+
+    def show(*names: str, major: int = 9) -> None:
+        gpu(major, 0)
+        for kernel in kernels.KERNELS:
+            name, kind = kernel.capabilities.name, type(kernel)
+            if isinstance(kernel, FlashKernel):
+                why = None if name in names else "is not there"
+                monkeypatch.setattr(type(kernel.flash), "missing", lambda _, why=why: why)
+            elif isinstance(kernel, TritonKernel):
+                monkeypatch.setattr(kind, "missing", lambda _: None)
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    return show
+
+
+STRIPES = Mask(predicate=lambda q, k: (q >= k) & (k % 2 == 0))
+CHOSEN: dict[str, tuple[Request, Mask, str]] = {
+    "causal": (BFLOAT16, CAUSAL, "fa4"),
+    "wide": (replace(BFLOAT16, head_dim=256, v_head_dim=256), CAUSAL, "fa4"),
+    "unlike": (replace(BFLOAT16, head_dim=192, v_head_dim=128), CAUSAL, "fa4"),
+    "predicate, both passes": (BFLOAT16, STRIPES, "fa4"),
+    "predicate, forward": (replace(BFLOAT16, grad=False), STRIPES, "triton"),
+    "softcap": (replace(BFLOAT16, softcap=True), CAUSAL, "fa4"),
+    "bias": (replace(BFLOAT16, bias=True), CAUSAL, "triton"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_auto_takes_the_fastest_by_the_table(name: str, installed: Any) -> None:
+    installed("fa4", "cudnn")
+    request, mask, kernel = CHOSEN[name]
+    choice = kernels.choose(KernelConfig(), request, plan(mask, cp_size=1))
+    assert choice.kernel.capabilities.name == kernel
+
+
+def test_without_flash_attn_4_the_fastest_of_the_others(installed: Any) -> None:
+    installed("cudnn")
+    for request in (BFLOAT16, replace(BFLOAT16, head_dim=256, v_head_dim=256)):
+        assert kernels.choose(KernelConfig(), request, plan()).kernel.capabilities.name == "cudnn"
+
+
+def test_a_gpu_that_was_not_timed_keeps_the_order(installed: Any) -> None:
+    installed("fa4", "fa3", "cudnn", "fa2", major=10)
+    choice = kernels.choose(KernelConfig(), replace(BFLOAT16, grad=False), plan())
+    assert choice.kernel.capabilities.name == "fa4"
+    assert choice.describe() == "kernel fa4"
+    installed("fa4", "fa3", "cudnn", "fa2", major=8)
+    assert kernels.choose(KernelConfig(), BFLOAT16, plan()).describe() == "kernel fa2"
+
+
+def test_a_gpu_of_another_maker_was_not_timed(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("fa4")
+    assert kernels.capability_number("cuda") == 90
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert kernels.capability_number("cuda") is kernels.capability_number("mps") is None
+
+
+def test_explain_has_times(installed: Any) -> None:
+    installed("fa4", "cudnn")
+    request = replace(BFLOAT16, head_dim=256, v_head_dim=256, q_heads=32, kv_heads=8)
+    whole = make_plan(CAUSAL, seq_len=16384, cp_size=1)
+    lines = kernels.choose(KernelConfig(), request, whole).describe().splitlines()
+    assert lines[:3] == [
+        "kernel fa4: about 6.22 ms forward, 35.7 ms with backward (by NVIDIA H200, causal, head dim 256)",
+        "  not cudnn (cuda): about 6.87 ms forward, 36.4 ms with backward",
+        "  not triton (cuda): about 14.5 ms forward, 58.6 ms with backward",
+    ]
+    named = kernels.choose(KernelConfig("triton"), request, whole).describe()
+    assert named.startswith("kernel triton: about 14.5 ms forward, 58.6 ms with backward (by ")
+    capped = kernels.choose(KernelConfig(), replace(request, softcap=True), whole).describe()
+    assert "  not cudnn (cuda): has no softcap" in capped
+
+
+def test_explain_says_what_a_predicate_compiles(installed: Any) -> None:
+    installed("fa4")
+    lines = kernels.choose(KernelConfig(), BFLOAT16, plan(STRIPES)).describe().splitlines()
+    assert lines[0].startswith("kernel fa4: ")
+    assert (
+        lines[1] == "  a predicate that is new to it: about 10 s to compile, forward and backward"
+    )
+    eager = kernels.choose(KernelConfig("eager"), BFLOAT16, plan(STRIPES)).describe()
+    assert eager == "kernel eager\n  a predicate that is new to it: nothing to compile"
+
+
+def _times(path: Path, **kernels: tuple[float, float]) -> str:
+    times = tuple((name, Times(*x)) for name, x in kernels.items())
+    case = Case("torch", 0, "a host", (), 64, 2080, (2, 2), (16, 16), "causal", times)
+    path.write_text(written(Rates((case,))))
+    return str(path)
+
+
+@pytest.mark.parametrize("fastest", ["sdpa", "eager"])
+def test_a_table_of_ones_own(fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowest = {"sdpa": "eager", "eager": "sdpa"}[fastest]
+    path = _times(tmp_path / "rates.json", **{fastest: (1.0, 2.0), slowest: (2.0, 4.0)})
+    monkeypatch.setenv("RING_RATES", path)
+    monkeypatch.setattr(_call, "_prepare", _prepare.__wrapped__)
+    x = torch.zeros(1, 64, 2, 16)
+    lines = ContextParallel().explain(x, x, x, causal=True).splitlines()
+    source = "(by a host, causal, head dim 16)"
+    assert lines[0] == f"kernel {fastest}: about 1 ms forward, 2 ms with backward {source}"
+    devices = {"sdpa": "cpu", "eager": "any device"}[slowest]
+    assert f"  not {slowest} ({devices}): about 2 ms forward, 4 ms with backward" in lines
+
+
+def test_a_table_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RING_RATES", str(tmp_path / "nothing.json"))
+    monkeypatch.setattr(_call, "_prepare", _prepare.__wrapped__)
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"nothing\.json is no table of rates"):
+        ring_attention(x, x, x)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,8 +21,9 @@ import torch
 from cases import RANDOM
 from torch import Tensor
 
-from ring_core import Dealt, Mask
+from ring_core import Dealt, Mask, rates
 from ring_torch import _store, ring_attention
+from ring_torch._call import _prepare
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0
@@ -66,11 +70,15 @@ DIFFERENCES = {
     "kernel": Difference({"kernel": "sdpa"}, {"kernel": "eager"}, "kernel"),
     "transport": Difference({"transport": "p2p"}, {"transport": "gather"}, "transport"),
     "gradient": Difference({}, {"grad": False}, "needs_grad"),
+    "rates": Difference({}, {"rates": True}, "rates"),
 }  # fmt: skip
 
 
 def attend(options: dict[str, Any]) -> Tensor:
     options = dict(options)
+    if options.pop("rates", False):
+        with a_table_of_its_own():
+            return attend(options)
     x = torch.ones(options.pop("shape", (1, 8, 2, 8)), dtype=options.pop("dtype", torch.float32))
     if (n := options.pop("odd", None)) is not None:
         options["mask"] = Mask(predicate=lambda i, j: (i - j) % n == 0)
@@ -78,6 +86,20 @@ def attend(options: dict[str, Any]) -> Tensor:
     out: Any = ring_attention(x, x, x, **options)
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first
+
+
+@contextmanager
+def a_table_of_its_own() -> Iterator[None]:
+    """Calls in here choose by other times of kernels."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "rates.json"
+        path.write_text(rates.written(rates.Rates(rates.default().cases[1:])))
+        patch.setenv(rates.VARIABLE, str(path))
+        _prepare.cache_clear()
+        try:
+            yield
+        finally:
+            _prepare.cache_clear()
 
 
 def ends(function: Callable[[], Any]) -> tuple[str, str]:

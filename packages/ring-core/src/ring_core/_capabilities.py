@@ -107,7 +107,10 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class Request:
-    """What one call asks of a kernel: static facts only, equal on every rank."""
+    """What one call asks of a kernel: static facts only, equal on every rank.
+
+    ``batch``, ``q_heads`` and ``kv_heads`` say how large it is, on one device.
+    """
 
     device: str
     dtype: str
@@ -124,6 +127,9 @@ class Request:
     lse_grad: bool = False
     block_sizes: bool = False
     fused_backward: bool = False
+    batch: int = 1
+    q_heads: int = 1
+    kv_heads: int = 1
 
 
 OPTION_WORDS = {

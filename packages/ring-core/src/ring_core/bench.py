@@ -130,7 +130,7 @@ def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timin
     ``seconds`` allow.
     """
     rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    with _progress(MOST_ROUNDS) as bar:
+    with progress(MOST_ROUNDS, "round") as bar:
         one(0), ring(0)
         until = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
@@ -147,36 +147,38 @@ def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timin
     return forward, both
 
 
-class _Progress(Protocol):
+class Progress(Protocol):
     """What of tqdm is used."""
 
     total: float | None
 
     def update(self) -> object:
-        """Another round is done."""
+        """Another one is done."""
         ...
 
 
 @dataclass
 class _Lines:
-    """A line for each round."""
+    """A line for each that is done."""
 
     total: float | None
+    unit: str
     done: int = 0
 
     def update(self) -> None:
-        """Another round is done."""
+        """Another one is done."""
         self.done += 1
-        sys.stderr.write(f"round {self.done} of at most {self.total}\n")
+        sys.stderr.write(f"{self.unit} {self.done} of at most {self.total}\n")
 
 
-def _progress(total: int) -> AbstractContextManager[_Progress]:
+def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
+    """How far something is, on stderr: with tqdm a bar, else a line each."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return nullcontext(_Lines(total))
-    bar: AbstractContextManager[_Progress] = tqdm(
-        total=total, desc="rounds", unit="round", file=sys.stderr
+        return nullcontext(_Lines(total, unit))
+    bar: AbstractContextManager[Progress] = tqdm(
+        total=total, desc=f"{unit}s", unit=unit, file=sys.stderr
     )
     return bar
 

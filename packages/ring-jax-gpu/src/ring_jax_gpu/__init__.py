@@ -1,8 +1,8 @@
-"""Ring attention for JAX with kernels for NVIDIA GPUs first in line: cuDNN's and those in Triton.
+"""Ring attention for JAX with kernels for NVIDIA GPUs first in line: those in Triton and cuDNN's.
 
 :func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax``. ``kernel="auto"``
-takes ``cudnn`` where it can do a call and was faster, else ``triton``; on other platforms, and for
-what both refuse, ``xla``. Triton and jax-triton are imported
+takes ``triton``, or ``cudnn`` where it can do a call and was measured to be faster; on other
+platforms, and for what both refuse, ``xla``. Triton and jax-triton are imported
 when a program is compiled for a GPU.
 """
 
@@ -24,7 +24,7 @@ from ring_jax_gpu._triton import TritonKernel as TritonKernel
 
 __version__ = "0.1.0"
 
-KERNELS: tuple[Kernel, ...] = (CudnnKernel(), TritonKernel(rounds=True), XlaKernel())
+KERNELS: tuple[Kernel, ...] = (TritonKernel(rounds=True), CudnnKernel(), XlaKernel())
 
 
 def _with_kernels[Function: Callable[..., Any]](attention: Function) -> Function:
@@ -46,7 +46,7 @@ def _with_kernels[Function: Callable[..., Any]](attention: Function) -> Function
         if repeats or has_sinks:
             self = copy(self)
             triton = TritonKernel(repeats=repeats, rounds=not has_sinks)
-            object.__setattr__(self, "kernels", (CudnnKernel(), triton, XlaKernel()))
+            object.__setattr__(self, "kernels", (triton, CudnnKernel(), XlaKernel()))
         return attention(self, *arrays, **options)
 
     return checked  # type: ignore[return-value]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import Capabilities, KernelConfig, Plan
+from ring_jax._kernels import compute_capability
 from ring_jax._ring import Ring
 from ring_jax._sides import of_others, of_step
 from ring_jax._spmd import merge
@@ -28,7 +29,6 @@ from ring_jax._types import (
     Work,
 )
 from ring_jax_gpu import _fmha
-from ring_jax_gpu._faster import slower
 from ring_jax_gpu._head_dims import HeadDims, wide
 
 _HOPPER, _AMPERE = 90, 80
@@ -91,16 +91,10 @@ class CudnnKernel:
     def refusals(
         self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
     ) -> tuple[str, ...]:
-        """What it has no kernel for, here; and with ``auto``, where Triton's are as fast."""
-        del direction  # what it cannot do backward it is not asked to do forward
-        capability = _fmha.compute_capability()
-        reasons = (*_refused_here(capability, local), *_refused_steps(local, plan))
-        if reasons or config.name != "auto":
-            return reasons
-        why_not = slower(
-            local.head_dim, local.v_head_dim, bias=local.has_bias, capability=capability
-        )
-        return (why_not,) if why_not else ()
+        """What it has no kernel for, here."""
+        del direction, config  # what it cannot do backward it is not asked to do forward
+        capability = compute_capability()
+        return (*_refused_here(capability, local), *_refused_steps(local, plan))
 
     def forward(
         self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result

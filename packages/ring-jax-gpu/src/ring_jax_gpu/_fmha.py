@@ -142,16 +142,6 @@ def cudnn_version() -> int | None:
         return None
 
 
-def compute_capability() -> int | None:
-    """Of the first GPU, as in ``sm_90``; ``None`` where there is none."""
-    try:
-        (device, *_) = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return None
-    major, minor = device.compute_capability.split(".")
-    return 10 * int(major) + int(minor)
-
-
 def _binding() -> Binding:
     found = found_binding()
     assert isinstance(found, Binding), found

@@ -28,10 +28,11 @@ class CheckedCall(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Of a call on all devices' arrays: the mesh, and how many devices split the batch."""
+    """Of a call on all devices' arrays: the mesh, how many devices split the batch, and heads."""
 
     mesh: AbstractMesh
     batch_size: int
+    head_size: int
 
 
 def check_call(
@@ -105,12 +106,14 @@ def check_call(
     if not isinstance(config, KernelConfig):
         raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
     checks.check_choice("kernel", config.name, kernel_names(kernels))
+    batch_parts, head_parts = (1, 1) if whole is None else (whole.batch_size, whole.head_size)
     request = Request(
         device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=segment_ids is not None, softcap=cap is not None,
         bias=bias is not None or dense is not None,
         alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
-        any_scale=scale <= 0, lse_grad=return_lse,
+        any_scale=scale <= 0, lse_grad=return_lse, batch=sizes.batch // batch_parts,
+        q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)

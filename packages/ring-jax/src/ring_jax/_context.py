@@ -222,8 +222,9 @@ class ContextParallel:
 
     def _whole(self, q: Array, k: Array) -> Whole:
         """What tells what a device holds of a call."""
-        batch, _ = self._axes(q, k)
-        return Whole(self.mesh.abstract_mesh, size_of(self.mesh, batch))
+        batch, heads = self._axes(q, k)
+        sizes = (size_of(self.mesh, axes) for axes in (batch, heads))
+        return Whole(self.mesh.abstract_mesh, *sizes)
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""

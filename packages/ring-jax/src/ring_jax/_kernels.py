@@ -1,17 +1,22 @@
-"""The choice among kernels: for each platform the first that can do a call."""
+"""The choice among kernels: for each platform the fastest that can do a call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax
+
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
+from ring_core.rates import UNKNOWN, Case, Expected, default, expected
 from ring_jax._types import Kernel, LocalShape
+
+_HOPPER = 90
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels of a call, and why not the faster ones among them.
+    """The kernels of a call, why not others, and how long those for NVIDIA GPUs should take.
 
     The platform is not known before the program is compiled, so each is for some platforms, the
     last one for all others.
@@ -20,12 +25,17 @@ class Choice:
     kernels: tuple[Kernel, ...]
     passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
+    expected: Expected = UNKNOWN
 
     def describe(self) -> str:
         """A few lines for ``explain``."""
         rest = "any other device" if len(self.kernels) > 1 else "any device"
         chosen = (kernel.capabilities for kernel in self.kernels)
-        lines = [f"kernel {can.name} ({', '.join(can.devices) or rest})" for can in chosen]
+        lines = [
+            f"kernel {can.name} ({', '.join(can.devices) or rest})"
+            f"{self.expected.time_and_source(can.name)}"
+            for can in chosen
+        ]
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
             for can, why in self.passed_over
@@ -45,9 +55,10 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
 def choose(
     kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape
 ) -> Choice:
-    """The kernel a call named, or with ``auto`` the first for each platform that can do it.
+    """The kernel a call named, or with ``auto`` the fastest for each platform that can do it.
 
-    A kernel that can do the forward alone is taken for that.
+    Without times of this GPU, and on other platforms, that is the first. A kernel that can do the
+    forward alone is taken for that.
 
     Raises:
         UnsupportedError: None can; every reason is named.
@@ -64,25 +75,71 @@ def choose(
         why_not = kernel.refusals("forward", local, config, plan)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
-        return Choice((kernel,), (), _forward_only((kernel,), local, config, plan))
-    chosen: list[Kernel] = []
-    passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
+        times = expected(timed(kernels), request, plan, [config.name], grad=True)
+        forward_only = _forward_only((kernel,), local, config, plan)
+        return Choice((kernel,), (), forward_only, times)
+    cases = timed(kernels)
+    able, refused = _sorted_out(kernels, config, request, plan, local, cases)
+    if not any(not kernel.capabilities.devices for kernel in able):
+        why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
+        raise UnsupportedError(f"no kernel can do this call. {why}")
+    for_gpus = [kernel for kernel in able if "cuda" in kernel.capabilities.devices]
+    names = [kernel.capabilities.name for kernel in for_gpus]
+    times = expected(cases, request, plan, names, grad=True)
+    fastest = times.fastest(names, grad=True) if names else ""
+    slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
+    chosen = tuple(kernel for kernel in able if kernel not in slower)
+    why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
+    forward_only = _forward_only(chosen, local, config, plan)
+    return Choice(chosen, (*why_slower, *refused), forward_only, times)
+
+
+def _sorted_out(
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape,
+    cases: Sequence[Case],
+) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:  # fmt: skip
+    """The kernels that can do a call, the last for all platforms, and why others cannot.
+
+    Where there is one for a platform already, those that were never timed are left out.
+    """
+    measured = {name for case in cases for name, _ in case.kernels}
+    able: list[Kernel] = []
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
     served: set[str] = set()
     for kernel in kernels:
-        if kernel.capabilities.devices and served.issuperset(kernel.capabilities.devices):
-            continue  # a faster one is there
-        reasons = refusals(kernel.capabilities, _on_its_device(request, kernel), plan)
+        can = kernel.capabilities
+        if can.devices and served.issuperset(can.devices) and can.name not in measured:
+            continue
+        reasons = refusals(can, _on_its_device(request, kernel), plan)
         reasons = reasons or kernel.refusals("forward", local, config, plan)
         if reasons:
-            passed_over.append((kernel.capabilities, reasons))
+            refused.append((can, reasons))
             continue
-        chosen.append(kernel)
-        served.update(kernel.capabilities.devices)
-        if not kernel.capabilities.devices:
-            forward_only = _forward_only(chosen, local, config, plan)
-            return Choice(tuple(chosen), tuple(passed_over), forward_only)
-    why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
-    raise UnsupportedError(f"no kernel can do this call. {why}")
+        able.append(kernel)
+        served.update(can.devices)
+        if not can.devices:
+            break
+    return able, tuple(refused)
+
+
+def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
+    """The cases of the table in use for GPUs like the one at hand.
+
+    Without one a program is for one like that of the figures.
+    """
+    if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
+        return ()
+    return default().of("jax", compute_capability() or _HOPPER)
+
+
+def compute_capability() -> int | None:
+    """Of the first NVIDIA GPU, as in ``sm_90``; ``None`` where there is none."""
+    try:
+        (device, *_) = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    major, minor = device.compute_capability.split(".")
+    return 10 * int(major) + int(minor)
 
 
 def _forward_only(

@@ -201,10 +201,7 @@ class Kernel(Protocol):
     def refusals(
         self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
     ) -> tuple[str, ...]:
-        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit.
-
-        Where ``config`` leaves the choice to the call (``auto``), also why it should not.
-        """
+        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...
 
     def forward(

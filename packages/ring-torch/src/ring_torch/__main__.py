@@ -2,7 +2,8 @@
 
 ``doctor`` shows versions, devices, and which kernels and transports can run on them and why not,
 and compares each kernel with the float64 oracle; ``matrix`` shows what each kernel supports;
-``bench`` times a ring against one device that does all of it.
+``bench`` times a ring against one device that does all of it, and with ``--rates`` each kernel
+alone, for the table that ``kernel="auto"`` chooses by.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ring_core import bench, doctor
+from ring_core.rates import VARIABLE
 from ring_torch import _bench as _bench_torch
+from ring_torch import _rates
 from ring_torch._doctor import diagnose, shown, versions
 from ring_torch._transport import TRANSPORTS
 from ring_torch.kernels import matrix
@@ -37,9 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     timed = commands.add_parser("bench", help="time a ring against one device")
     bench.add_options(timed)
     timed.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    timed.add_argument(
+        "--rates", type=Path, metavar="FILE",
+        help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.command == "bench":
-        return _bench(args)
+        others = [
+            f"--{name.replace('_', '-')}" for name, given in vars(args).items()
+            if name not in ("command", "rates", "seq_len") and given != timed.get_default(name)
+        ]  # fmt: skip
+        if args.rates is None:
+            return _bench(args)
+        if others:
+            timed.error(f"--rates takes --seq-len alone; leave out {', '.join(others)}")
+        return _renew(args.rates, args.seq_len)
     if args.command == "matrix":
         print(matrix())
         return 0
@@ -47,6 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
     print(json.dumps(as_json, indent=2) if args.json else shown(found))
     return 0 if found.healthy else 1
+
+
+def _renew(path: Path, length: int | None) -> int:
+    """What ``bench --rates`` prints and returns."""
+    try:
+        _rates.renew(path, length)
+    except (ValueError, OSError) as error:
+        print(f"ring_torch: error: {error}", file=sys.stderr)
+        return 2
+    print(f"written to {path}: {VARIABLE}={path} uses it")
+    return 0
 
 
 def _bench(args: argparse.Namespace) -> int:

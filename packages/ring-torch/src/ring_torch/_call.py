@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import Dealt, Mask, Plan, Request, Schedule, UnsupportedError, checks, make_plan
 from ring_core import KernelConfig as KernelConfig
+from ring_core.rates import default as rates_in_use
 from ring_core.triton.blocks import come_in_eights
 from ring_torch._comm import Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
@@ -299,6 +300,7 @@ def _prepare(
         alibi=slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0,
         grad=grad, lse_grad=lse_grad,
+        batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
     )  # fmt: skip
     choice = choose(config, request, plan)
     widths = (
@@ -324,7 +326,8 @@ def _prepare(
         "dropout_p": float(options.dropout_p),
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
-        "kernel": choice.kernel.capabilities.name, "transport": transport,
+        "kernel": choice.kernel.capabilities.name, "rates": rates_in_use().digest,
+        "transport": transport,
         **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
     }  # fmt: skip
     needs_index = (

@@ -1,8 +1,11 @@
-"""The kernels of ring_torch, fastest first, and the choice among them."""
+"""The kernels of ring_torch, and the choice among them: by measured times, else in order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from ring_core import (
     Capabilities,
@@ -14,6 +17,7 @@ from ring_core import (
     require,
     support_matrix,
 )
+from ring_core.rates import UNKNOWN, Case, Expected, default, expected
 from ring_torch.kernels._api import Kernel
 from ring_torch.kernels._flash import FlashKernel, capability
 from ring_torch.kernels.cudnn import CUDNN
@@ -24,7 +28,7 @@ from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
-#: As fast as they are on Hopper and Blackwell.
+#: As fast as they are on Hopper and Blackwell, where nothing was timed.
 KERNELS: tuple[Kernel, ...] = (
     FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), TritonKernel(), EagerKernel(),
 )  # fmt: skip
@@ -36,14 +40,19 @@ KERNEL_NAMES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a call, and why not the faster ones before it."""
+    """The kernel of a call, why not others, and how long those that can should take."""
 
     kernel: Kernel
     passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    expected: Expected = UNKNOWN
+    has_predicate: bool = False
 
     def describe(self) -> str:
         """A few lines for ``explain``."""
-        lines = [f"kernel {self.kernel.capabilities.name}"]
+        name = self.kernel.capabilities.name
+        lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
+        if self.has_predicate:
+            lines.append(f"  a predicate that is new to it: {_compiling(self.kernel)}")
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
             for can, why in self.passed_over
@@ -52,7 +61,9 @@ class Choice:
 
 
 def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
-    """The kernel a call named, or with ``auto`` the first that can do it.
+    """The kernel a call named, or with ``auto`` the fastest that can do it.
+
+    Without times of this GPU that is the first.
 
     Raises:
         UnsupportedError: None can; every reason is named.
@@ -62,21 +73,69 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
+    cases, has_predicate = timed(request.device), plan.mask.predicate is not None
     if config.name != "auto":
-        return Choice(_named(config, request, plan), ())
-    passed_over: list[tuple[Capabilities, tuple[str, ...]]] = []
+        kernel = _named(config, request, plan)
+        times = expected(cases, request, plan, [config.name], grad=request.grad)
+        return Choice(kernel, (), times, has_predicate)
+    able, refused = _sorted_out(config, request, plan, cases)
+    if not able:
+        why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
+        raise UnsupportedError(f"no kernel can do this call. {why}")
+    names = [kernel.capabilities.name for kernel in able]
+    times = expected(cases, request, plan, names, grad=request.grad)
+    chosen = able[names.index(times.fastest(names, grad=request.grad))]
+    slower = [kernel.capabilities for kernel in able if kernel is not chosen]
+    passed_over = (*((can, (times.time(can.name),)) for can in slower), *refused)
+    return Choice(chosen, passed_over, times, has_predicate)
+
+
+def _sorted_out(
+    config: KernelConfig, request: Request, plan: Plan, cases: Sequence[Case]
+) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
+    """The kernels that can do a call, in the fixed order, and why others cannot.
+
+    Behind the first that can, those that were never timed are not asked: they would not be taken.
+    """
+    measured = {name for case in cases for name, _ in case.kernels}
+    able: list[Kernel] = []
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in in_order(request.device):
+        if able and kernel.capabilities.name not in measured:
+            continue
         reasons = refusals(kernel.capabilities, request, plan) or _absence(kernel, request)
         reasons = reasons or _misfits(kernel, config, request, plan)
-        if not reasons:
-            return Choice(kernel, tuple(passed_over))
-        passed_over.append((kernel.capabilities, reasons))
-    why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in passed_over)
-    raise UnsupportedError(f"no kernel can do this call. {why}")
+        if reasons:
+            refused.append((kernel.capabilities, reasons))
+        else:
+            able.append(kernel)
+    return able, tuple(refused)
+
+
+def timed(device: str) -> tuple[Case, ...]:
+    """The cases of the table in use for GPUs like the current one, or for the host."""
+    return default().of("torch", capability_number(device))
+
+
+def capability_number(device: str) -> int | None:
+    """As in a table of rates; ``None`` for devices it does not tell apart (ROCm's, and others)."""
+    if device == "cpu":
+        return 0
+    if device != "cuda" or torch.version.hip:
+        return None
+    major, minor = capability()
+    return 10 * major + minor
+
+
+def _compiling(kernel: Kernel) -> str:
+    seconds = kernel.predicate_compile_seconds if isinstance(kernel, FlashKernel) else 0
+    return (
+        f"about {seconds} s to compile, forward and backward" if seconds else "nothing to compile"
+    )
 
 
 def in_order(device: str) -> tuple[Kernel, ...]:
-    """The kernels, fastest first on this machine: before Hopper ``fa2`` leads."""
+    """The kernels in the order that counts without times: before Hopper ``fa2`` leads."""
     if device != "cuda" or capability()[0] >= 9:
         return KERNELS
     return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))

@@ -57,6 +57,7 @@ class FlashKernel:
             that are right or faster there, to which zeros are added; ``None`` if there are none.
         limits: What it cannot do together, or not on this GPU.
         adds_sinks: As for every kernel.
+        predicate_compile_seconds: About how long the first call with a predicate compiles.
     """
 
     flash: Flash
@@ -66,6 +67,7 @@ class FlashKernel:
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, Plan], tuple[str, ...]] = no_limits
     adds_sinks: bool = False
+    predicate_compile_seconds: int = 0
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""

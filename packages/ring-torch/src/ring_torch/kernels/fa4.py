@@ -192,4 +192,5 @@ FA4 = FlashKernel(
     head_dims=_head_dims,
     limits=_limits,
     adds_sinks=True,
+    predicate_compile_seconds=10,
 )  # fmt: skip

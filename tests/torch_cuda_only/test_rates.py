@@ -1,0 +1,15 @@
+"""Every case of the table of times can be timed on a GPU, by the kernels that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ring_torch import _rates
+
+
+def test_every_case_has_times(tmp_path: Path) -> None:
+    table = _rates.renew(tmp_path / "rates.json", 2048)
+    found = [case for case in table.cases if case.tokens == 2048]
+    sizes = [_rates.Sizes(case.option, case.dims, case.heads) for case in found]
+    assert sizes == list(_rates.CASES)
+    assert all("triton" in dict(case.kernels) for case in found)
