@@ -65,5 +65,17 @@ def test_a_rule_that_says_another_thing_of_arrays() -> None:
     assert expression_of(Mask(predicate=rule), Q, K) is None
 
 
+def test_a_rule_that_uses_what_it_has_again_and_again() -> None:
+    """Spelled out it would be 2^60 operators."""
+
+    def rule(i: Any, j: Any) -> Any:
+        far = i - j
+        for n in range(60):
+            far = abs(far - n)
+        return far < 5
+
+    assert expression_of(Mask(predicate=rule), Q, K) is None
+
+
 def test_documents_have_none() -> None:
     assert expression_of(Mask(cu_seqlens=(0, 5, 1000), predicate=prefix), Q, K) is None

@@ -31,6 +31,7 @@ OPERATORS: Operators = {
 }  # fmt: skip
 
 _LIMIT = 1 << 31
+_LARGEST = 256  # operators: what is used again counts again, as a kernel would spell it out
 _TRIED = 64  # positions on each side at which an expression is compared with its mask
 
 
@@ -39,8 +40,8 @@ def expression_of(
 ) -> Expression | None:
     """The rule for positions ``start <= q < stop`` and ``start <= k < stop``, in 32-bit integers.
 
-    ``None`` if it is not made of operators on integers alone, has documents, or has numbers in it
-    that do not fit.
+    ``None`` if it is not made of operators on integers alone, is long, has documents, or has
+    numbers in it that do not fit.
     """
     return _expression_of(mask, q_span, k_span)
 
@@ -87,6 +88,7 @@ class _Traced:
     low: int
     high: int
     is_bool: bool = False
+    size: int = 1
 
     __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None
@@ -94,6 +96,8 @@ class _Traced:
     def __post_init__(self) -> None:
         if not -_LIMIT <= self.low <= self.high < _LIMIT:
             raise OverflowError("does not fit in 32 bits")
+        if self.size > _LARGEST:
+            raise OverflowError("is too long")
 
     def __bool__(self) -> bool:
         raise TypeError("is not known yet")
@@ -102,12 +106,12 @@ class _Traced:
         raise TypeError("is no array")
 
     def __add__(self, other: object) -> _Traced:
-        a, b = self, _number(other)
-        return _Traced(("add", _number(a).node, b.node), a.low + b.low, a.high + b.high)
+        a, b = _number(self), _number(other)
+        return _made("add", (a, b), a.low + b.low, a.high + b.high)
 
     def __sub__(self, other: object) -> _Traced:
-        a, b = self, _number(other)
-        return _Traced(("sub", _number(a).node, b.node), a.low - b.high, a.high - b.low)
+        a, b = _number(self), _number(other)
+        return _made("sub", (a, b), a.low - b.high, a.high - b.low)
 
     def __rsub__(self, other: object) -> _Traced:
         return _number(other) - self
@@ -118,26 +122,26 @@ class _Traced:
     def __mul__(self, other: object) -> _Traced:
         a, b = _number(self), _number(other)
         ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-        return _Traced(("mul", a.node, b.node), min(ends), max(ends))
+        return _made("mul", (a, b), min(ends), max(ends))
 
     def __abs__(self) -> _Traced:
         back = -self
         high = max(self.high, back.high)
-        return _Traced(("max", self.node, back.node), max(self.low, back.low, 0), high)
+        return _made("max", (self, back), max(self.low, back.low, 0), high)
 
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
         up, times = self._raised(by)
         power = by & (by - 1) == 0
-        node = ("shift", up.node, by.bit_length() - 1) if power else ("floordiv", up.node, by)
-        found = _Traced(node, up.low // by, up.high // by)
+        name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
+        found = _made(name, (up, _number(number)), up.low // by, up.high // by)
         return found - times if times else found
 
     def __mod__(self, other: object) -> _Traced:
         by = _divisor(other)
         up, _ = self._raised(by)
-        node = ("bits", up.node, by - 1) if by & (by - 1) == 0 else ("mod", up.node, by)
-        return _Traced(node, 0, by - 1)
+        name, number = ("bits", by - 1) if by & (by - 1) == 0 else ("mod", by)
+        return _made(name, (up, _number(number)), 0, by - 1)
 
     def _raised(self, by: int) -> tuple[_Traced, int]:
         """This and so many times a number that it is no less than 0, and how many."""
@@ -178,6 +182,14 @@ class _Traced:
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
 
+def _made(
+    name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
+) -> _Traced:
+    """What an operator makes of two."""
+    a, b = parts
+    return _Traced((name, a.node, b.node), low, high, is_bool, 1 + a.size + b.size)
+
+
 def _number(x: object) -> _Traced:
     """An integer; what numpy makes of truth values in sums differs from what others do."""
     if isinstance(x, _Traced) and not x.is_bool:
@@ -195,7 +207,7 @@ def _divisor(x: object) -> int:
 
 
 def _compared(name: str, a: object, b: object) -> _Traced:
-    return _Traced((name, _number(a).node, _number(b).node), 0, 1, is_bool=True)
+    return _made(name, (_number(a), _number(b)), 0, 1, is_bool=True)
 
 
 def _joined(name: str, a: _Traced, b: object) -> _Traced:
@@ -205,7 +217,7 @@ def _joined(name: str, a: _Traced, b: object) -> _Traced:
     ):
         raise TypeError("is no truth value")
     if isinstance(b, _Traced):
-        return _Traced((name, a.node, b.node), 0, 1, is_bool=True)
+        return _made(name, (a, b), 0, 1, is_bool=True)
     if (name, bool(b)) in (("and", True), ("or", False), ("ne", False)):
         return a
-    return _Traced((name, a.node, int(b)), 0, 1, is_bool=True)
+    return _made(name, (a, _number(int(b))), 0, 1, is_bool=True)

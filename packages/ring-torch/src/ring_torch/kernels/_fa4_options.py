@@ -20,7 +20,8 @@ from ring_torch.kernels._visits import FAR, Grid, kinds_on, tile_numbers
 _BLOCK_Q = 128  # queries of a block in lists, in both passes
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
-_FEW_KEYS_COST = 1.15  # of a cell in such small blocks, measured on an H200
+# From what a predicate took in blocks of 128 and of 64 keys (docs/performance.md).
+_FEW_KEYS_COST = 1.15  # of a cell in such small blocks
 _PARTIAL_COST = 1.3  # of a cell that is shown if a rule says so
 
 
