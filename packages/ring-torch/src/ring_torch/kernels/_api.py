@@ -242,7 +242,7 @@ class Kernel(Protocol):
 
     @property
     def adds_sinks(self) -> bool:
-        """Whether a launch that is all of a call can add its sinks (:attr:`Params.sinks`)."""
+        """Whether a launch that is all of a call can add its sinks (``Params.sinks``)."""
         ...
 
     def missing(self) -> str | None:
