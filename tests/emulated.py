@@ -11,7 +11,7 @@ import torch
 from cases import Case
 from torch import Tensor
 
-from ring_core import WorkItem
+from ring_core import WorkItem, gather_program
 from ring_torch._autograd import _add_sinks, _sink_grads
 from ring_torch.kernels._api import (
     ColumnGrads,
@@ -114,7 +114,7 @@ class Emulation:
 
     def _items(self, rank: int) -> Iterator[tuple[Ints, Columns, WorkItem]]:
         if self.gathered:
-            gather = self.plan.gather(rank)
+            gather = gather_program(self.plan, rank)
             gathered = self._columns(gather.positions)
             yield from ((gather.positions, gathered, item) for item in gather.items)
             own = self.plan.k_positions(rank)

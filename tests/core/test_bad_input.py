@@ -31,7 +31,9 @@ from ring_core import (
     deal,
     divisor_of,
     finalize,
+    gather_program,
     layout_of,
+    longest_gather,
     make_plan,
     merge,
     reference,
@@ -166,9 +168,10 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.Plan.helped": Subject(
         plan.helped, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
     ),
-    "ring_core.Plan.gather": Subject(
-        plan.gather, {"rank": 0}, {"rank": RANK, "own": FLAG}
+    "ring_core.gather_program": Subject(
+        gather_program, {"plan": plan, "rank": 0}, {"plan": PLAN, "rank": RANK, "own": FLAG}
     ),
+    "ring_core.longest_gather": Subject(longest_gather, {"plan": plan}, {"plan": PLAN}),
     "ring_core.Plan.table": Subject(plan.table, {"step": 0}, {"step": RANK}),
     "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),

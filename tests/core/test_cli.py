@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ring_core import SCHEDULES, Mask, __version__, deal, doctor, make_plan, reference
+from ring_core import SCHEDULES, Mask, __version__, deal, doctor, make_plan, reference, viz
 from ring_core.__main__ import main
 
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
@@ -34,27 +34,27 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_plan_is_zigzag_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
-    assert printed(capsys, *SMALL) == plan.describe()
+    assert printed(capsys, *SMALL) == viz.describe(plan)
 
 
 def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--schedule", "zigzag")
     mask = Mask(window=(9, None), chunk_size=20)
     plan = make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag", kv_seq_len=96)
-    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == plan.describe()
+    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(plan)
 
 
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
-    assert text == make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag").describe()
+    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag"))
 
 
 def test_dealt_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--schedule", "dealt")
     dealt = deal(mask, seq_len=64, cp_size=4)
-    assert text == make_plan(mask, seq_len=64, cp_size=4, schedule=dealt).describe()
+    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, schedule=dealt))
     assert f"schedule={dealt} " in text
 
 
@@ -237,7 +237,7 @@ def test_as_a_module() -> None:
         check=True,
     )
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced")
-    assert run.stdout == plan.describe() + "\n"
+    assert run.stdout == viz.describe(plan) + "\n"
     wrong = subprocess.run(
         [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"],
         capture_output=True,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans, shown
 
-from ring_core import Mask, Plan, WorkItem, gather_refusals, make_plan
+from ring_core import Mask, Plan, WorkItem, gather_program, gather_refusals, make_plan
 
 Cells = npt.NDArray[np.bool_]
 
@@ -22,7 +22,7 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
     rank = draw(st.integers(0, plan.cp_size - 1))
     found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
     if not gather_refusals(plan):
-        gather = plan.gather(rank, own=draw(st.booleans()))
+        gather = gather_program(plan, rank, own=draw(st.booleans()))
         found += [*gather.items, *gather.in_place]
     return plan, [item for item in found if item.tiles is None]
 
@@ -74,7 +74,7 @@ def test_documents_that_end_alike_share_a_window() -> None:
     mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 14, 30, 32))
     (item,) = make_plan(mask, seq_len=32, cp_size=1).items(0, 0)
     assert item.documents_window == (5, 0)
-    (second,) = make_plan(mask, seq_len=32, cp_size=2).gather(1).items
+    (second,) = gather_program(make_plan(mask, seq_len=32, cp_size=2), 1).items
     assert second.documents_window == (5, 0)
 
 

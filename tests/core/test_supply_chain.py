@@ -89,5 +89,5 @@ from ring_core import reference
 x = np.ones((1, 8, 2, 4))
 plan = ring_core.make_plan(ring_core.Mask(causal=True), seq_len=8, cp_size=2)
 reference.simulate(plan, x, x, x, dout=x)
-plan.describe()
+ring_core.viz.describe(plan)
 """)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_core import SCHEDULES, Dealt, Mask, make_plan, reference
+from ring_core import SCHEDULES, Dealt, Mask, make_plan, reference, viz
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -254,7 +254,9 @@ def test_explain_says_what_would_run() -> None:
     q, k, v = qkv()
     text = cp.explain(q, k, v, causal=True)
     plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, schedule="zigzag")
-    assert text == f"kernel xla (any device)\ntransport ppermute\n{plan.describe(pictures=False)}"
+    assert (
+        text == f"kernel xla (any device)\ntransport ppermute\n{viz.describe(plan, pictures=False)}"
+    )
     assert "transport gather" in cp.explain(q, k, v, causal=True, transport="gather")
     told = []
     jax.eval_shape(lambda q: told.append(cp.explain(q, k, v, causal=True)), q)

@@ -26,6 +26,7 @@ from ring_core import (
     Mask,
     Request,
     WorkItem,
+    gather_program,
     gather_refusals,
     make_plan,
 )
@@ -193,7 +194,7 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     rank = draw(st.integers(0, plan.cp_size - 1))
     found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
     if not gather_refusals(plan):
-        found += [*plan.gather(rank).items, *plan.gather(rank).in_place]
+        found += [*gather_program(plan, rank).items, *gather_program(plan, rank).in_place]
     return [(item, shown(plan, item)) for item in found if item.tiles is None]
 
 

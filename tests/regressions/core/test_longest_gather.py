@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from ring_core import Mask, deal, gather_memory, make_plan
+from ring_core import Mask, deal, gather_memory, gather_program, longest_gather, make_plan
 
 MASKS = {
     "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(40, 0)),
@@ -22,9 +22,9 @@ def test_it_is_that_of_the_gathers(name: str, schedule: str, cp_size: int) -> No
     mask = MASKS[name]
     how = deal(mask, seq_len=512, cp_size=cp_size) if schedule == "dealt" else schedule
     plan = make_plan(mask, seq_len=512, cp_size=cp_size, schedule=how)  # type: ignore[arg-type]
-    gathers = [plan.gather(rank) for rank in range(cp_size)]
-    assert plan.longest_gather.length == max(gather.length for gather in gathers)
-    assert plan.longest_gather.in_place == any(gather.in_place for gather in gathers)
+    gathers = [gather_program(plan, rank) for rank in range(cp_size)]
+    assert longest_gather(plan).length == max(gather.length for gather in gathers)
+    assert longest_gather(plan).in_place == any(gather.in_place for gather in gathers)
 
 
 def test_it_takes_little_memory() -> None:
@@ -37,4 +37,3 @@ def test_it_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < tokens
     finally:
         tracemalloc.stop()
-    assert not plan._gathers

@@ -9,21 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from ring_core._errors import UnsupportedError
 from ring_core._plan import Plan
 from ring_core.checks import check_flag
 
 Band = Literal["full", "causal", "any"]
-
-
-class UnsupportedError(ValueError):
-    """The call is valid but cannot be done this way; nothing was sent or computed.
-
-    The message names every reason at once and what would work instead.
-    """
-
-
-class RankMismatchError(RuntimeError):
-    """Ranks of one group made different calls; nothing of the peer's data was used."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core._arguments import check_record, check_size
-from ring_core._capabilities import UnsupportedError
+from ring_core._errors import UnsupportedError
 from ring_core._geometry import BandGeometry
 from ring_core._layout import Dealt, Layout
 from ring_core._mask import Mask, check_documents

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ring_core._arguments import check_index, check_record
 from ring_core._band import UNBOUNDED
 from ring_core._geometry import BandGeometry
 from ring_core._in_place import some_in_place
 from ring_core._item import WorkItem
 from ring_core._layout import Layout, Run
+from ring_core._plan import Plan
 from ring_core._span import Span, union
 
-if TYPE_CHECKING:
-    from ring_core._plan import Plan
-
 Ints = npt.NDArray[np.int64]
+
+_KEPT = 1024  # programs
 
 
 class Fetch(NamedTuple):
@@ -68,12 +68,6 @@ class Gather:
     def positions(self) -> Ints:
         """Global index of each key of the buffer, ``[length]``, ascending."""
         return np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
-
-    @property
-    def is_disjoint(self) -> bool:
-        """Whether no two items share a query row, so that nothing has to be merged."""
-        rows = sorted((item.q_start, item.q_stop) for item in (*self.items, *self.in_place))
-        return all(a[1] <= b[0] for a, b in pairwise(rows))
 
     def is_early(self, fetch: Fetch) -> bool:
         """Whether a backward, which runs the items in reverse, is done with these keys early.
@@ -128,16 +122,25 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
         itemsize: Bytes of a number of the inputs.
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
-    longest = plan.longest_gather.length
+    longest = longest_gather(plan).length
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
     return (longest + keys) * kv_width * (itemsize + 4) / ring
 
 
-def make_gather(plan: Plan, rank: int, *, own: bool) -> Gather:
+def gather_program(plan: Plan, rank: int, *, own: bool = True) -> Gather:
     """What a rank does with the keys of all ranks, or (``own=False``) of all others.
 
-    The latter is the remote part of its work; step 0 of the plan is the rest.
+    The latter is the remote part of its work; step 0 of the plan is the rest. Equal arguments
+    return the same object, from a bounded cache.
     """
+    check_record("plan", plan, Plan)
+    check_index("rank", rank, plan.cp_size)
+    check_record("own", own, bool)
+    return _gather_program(plan, rank, own)
+
+
+@lru_cache(maxsize=_KEPT)
+def _gather_program(plan: Plan, rank: int, own: bool) -> Gather:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _joined([_moved(item, spans) for item in by_position])
@@ -170,7 +173,14 @@ class Longest(NamedTuple):
 
 
 def longest_gather(plan: Plan) -> Longest:
-    """Of all ranks; without the fetches, of which there are as many as pairs of ranks."""
+    """What all ranks have to know of each other's gathers; from a bounded cache."""
+    check_record("plan", plan, Plan)
+    return _longest_gather(plan)
+
+
+@lru_cache(maxsize=_KEPT)
+def _longest_gather(plan: Plan) -> Longest:
+    """Without the fetches, of which there are as many as pairs of ranks."""
     needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
     lengths = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
     return Longest(max(lengths), any(in_place for _, in_place, _ in needed))

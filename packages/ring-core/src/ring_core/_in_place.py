@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ring_core._blocks import TILE
 from ring_core._item import WorkItem
+from ring_core._plan import Plan
 from ring_core._span import Span, union
-
-if TYPE_CHECKING:
-    from ring_core._plan import Plan
 
 
 class Stretch(NamedTuple):

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy.typing as npt
 from ring_core._arguments import check_index, check_record, check_size
 from ring_core._band import UNBOUNDED
 from ring_core._blocks import TILE, BlockGeometry
-from ring_core._gather import Gather, Longest, longest_gather, make_gather
 from ring_core._geometry import BandGeometry, Rows
 from ring_core._item import WorkItem
 from ring_core._layout import Dealt, Layout, Run
@@ -68,7 +66,6 @@ class Plan:
     _work: Ints = field(repr=False)
     _items: dict[int, tuple[tuple[WorkItem, ...], ...]] = field(repr=False, default_factory=dict)
     _helped: dict[tuple[int, int], tuple[WorkItem, ...]] = field(repr=False, default_factory=dict)
-    _gathers: dict[tuple[int, bool], Gather] = field(repr=False, default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -133,19 +130,6 @@ class Plan:
             assert rows is not None
             self._helped[rank, step] = self._work_items(rows, 0, rank, int(helper[0]))
         return self._helped[rank, step]
-
-    def gather(self, rank: int, *, own: bool = True) -> Gather:
-        """What a rank does if it fetches all keys it needs, its own among them or not."""
-        check_index("rank", rank, self.cp_size)
-        check_record("own", own, bool)
-        if (rank, own) not in self._gathers:
-            self._gathers[rank, own] = make_gather(self, rank, own=own)
-        return self._gathers[rank, own]
-
-    @cached_property
-    def longest_gather(self) -> Longest:
-        """What all ranks have to know of each other's gathers."""
-        return longest_gather(self)
 
     @cached_property
     def k_runs(self) -> list[tuple[Run, int]]:
@@ -224,18 +208,6 @@ class Plan:
         if self.blocks is not None:
             parts.append(self.blocks.digest())
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
-
-    def describe(self, *, color: bool = False, pictures: bool = True) -> str:
-        """The plan in words and characters, for a terminal; or its figures alone."""
-        from ring_core import viz
-
-        return viz.describe(self, color=color, pictures=pictures)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the plan to a picture file (needs ``ring-core[viz]``)."""
-        from ring_core import viz
-
-        viz.plot(self, path)
 
     def _rank_items(self, rank: int) -> tuple[tuple[WorkItem, ...], ...]:
         """The items of one rank in every step, from one pass over all steps that help alike."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of
+from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of, viz
 from ring_jax._attention import Array, Window
 from ring_jax._autodiff import attend
 from ring_jax._call import Whole, check_call, prepared
@@ -218,7 +218,7 @@ class ContextParallel:
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
-        return f"{choice.describe()}\ntransport {static.transport}\n{static.plan.describe(pictures=False)}"
+        return f"{choice.describe()}\ntransport {static.transport}\n{viz.describe(static.plan, pictures=False)}"
 
     def _whole(self, q: Array, k: Array) -> Whole:
         """What tells what a device holds of a call."""

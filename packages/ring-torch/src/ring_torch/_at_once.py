@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Fetch, Gather, Plan
+from ring_core import Fetch, Gather, Plan, gather_program, longest_gather
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import Ring, flat
 from ring_torch._gather import Arriving, Returning, Where, asked_of
@@ -48,7 +48,7 @@ def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
 
     Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
     """
-    longest = plan.longest_gather
+    longest = longest_gather(plan)
     size = keys.size(longest.length)
     fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
     plain = keys.dtype != torch.float64 and not keys.segments
@@ -232,7 +232,7 @@ class AtOnce:
             theirs = []
             for peer, one in asked:
                 if one.source.start <= span.start and span.stop <= one.source.stop:
-                    theirs_length = self.call.plan.gather(peer).length
+                    theirs_length = gather_program(self.call.plan, peer).length
                     first = one.target.start + span.start - one.source.start
                     flat = self._grads_of(peer, sums, theirs_length)
                     theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))

@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import KernelConfig, Mask, Schedule, UnsupportedError
 from ring_torch._autograd import RingAttention
 from ring_torch._call import Options, check_call
-from ring_torch._comm import ring_of
+from ring_torch._comm import Group, ring_of
 from ring_torch._compiled import attend_in_graph
 from ring_torch._dense import with_dense_mask
 
-Group = dist.ProcessGroup | DeviceMesh | None
 Window = tuple[int | None, int | None]
 
 

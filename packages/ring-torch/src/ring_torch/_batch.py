@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,7 @@ from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch._comm import Ring, collective
 from ring_torch._labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
 from ring_torch._models import ModelReport
-
-if TYPE_CHECKING:
-    from ring_torch._context import ContextParallel
+from ring_torch._sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
 _SPLIT = {
@@ -57,7 +55,7 @@ class ShardedMask(Sealed):
     """In place of ``attention_mask``: who sees whom in a batch whose sequences are split.
 
     Attributes:
-        cp: Who holds the sequences.
+        sharding: Which rank holds which of their tokens.
         shape: ``(B, T_local)``.
         seq_len: ``T``, padding included.
         single: Each row is one document from its first token on, and padding after it, which
@@ -68,7 +66,7 @@ class ShardedMask(Sealed):
         dropout_seed: Of the batch; layers derive theirs.
     """
 
-    cp: ContextParallel
+    sharding: Sharding
     shape: tuple[int, int]
     seq_len: int
     single: bool
@@ -110,8 +108,7 @@ class ShardedMask(Sealed):
 
 
 def shard_batch(
-    cp: ContextParallel,
-    ring: Ring,
+    sharding: Sharding,
     batch: Mapping[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
@@ -137,30 +134,32 @@ def shard_batch(
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
-    _check_same(ring, given, segments, dropout_seed)
+    _check_same(sharding.ring, given, segments, dropout_seed)
 
-    more = -length % divisor_of(cp.schedule, cp.cp_size)
+    more = -length % divisor_of(sharding.schedule, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
             continue
         x = pad(given[name], (*(0, 0) * (given[name].ndim - 2), 0, more), value=_SPLIT[name])
-        given[name] = cp.shard(x, dim=1)
+        given[name] = sharding.shard(x, dim=1)
     if not report.shifts_labels and "labels" in given:
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
         int(_numpy(positions)[:, at[at < length]].max(initial=0))
-        for at in (cp.layout(length + more).positions(rank) for rank in range(cp.cp_size))
+        for at in (
+            sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
+        )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
     ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if is_uneven else None
     given["attention_mask"] = ShardedMask(
-        cp,
-        (size, (length + more) // cp.cp_size),
+        sharding,
+        (size, (length + more) // sharding.ring.size),
         length + more,
         single,
         cu_seqlens,
-        None if ids is None else cp.shard(ids, dim=1),
+        None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
     )

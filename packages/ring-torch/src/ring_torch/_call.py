@@ -120,19 +120,19 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> P
 class Options(NamedTuple):
     """A call's options beside tensors, as given."""
 
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    chunk_size: int | None
-    cu_seqlens: Sequence[int] | None
-    mask: Mask | Tensor | None  # no tensor once the bias says it
-    softmax_scale: float | None
-    softcap: float | None
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    return_lse: bool
-    kernel: str | KernelConfig
-    transport: str
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    cu_seqlens: Sequence[int] | None = None
+    mask: Mask | Tensor | None = None  # no tensor once the bias says it
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    kernel: str | KernelConfig = "auto"
+    transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
 
 

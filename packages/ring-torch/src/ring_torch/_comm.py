@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ring_torch._store import StoreAgreement
+
+Group = dist.ProcessGroup | DeviceMesh | None
 
 _ALIGNMENT = 16
 

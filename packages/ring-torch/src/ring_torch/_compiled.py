@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ring_core import Dealt, KernelConfig, Mask, Schedule
+from ring_core import Dealt, KernelConfig, Mask, Schedule, gather_program
 from ring_torch._autograd import backward_pass, forward_pass
 from ring_torch._call import Call, Inputs, Options, check_call, keys_of, packing_of
 from ring_torch._comm import Ring, ring_of
@@ -279,7 +279,7 @@ def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
     keys = Keys.of(inputs, groups)
     if numbers.shape_the_plan or not keeps_gathered(call, keys):
         return []
-    length = call.plan.gather(call.ring.rank).length
+    length = gather_program(call.plan, call.ring.rank).length
     both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]
     ids = [] if inputs.k_ids is None else [inputs.k_ids.new_empty(keys.batch, length)]
     return [*both, *ids]

@@ -7,18 +7,17 @@ from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ring_core import KernelConfig, Layout, Mask, Schedule, divisor_of, layout_of
-from ring_torch._attention import Group, Window, attend
+from ring_core import KernelConfig, Layout, Mask, Schedule, viz
+from ring_torch._attention import Window, attend
 from ring_torch._batch import shard_batch
 from ring_torch._call import Options, check_call
-from ring_torch._comm import Ring, collective, ring_of
+from ring_torch._comm import Group
 from ring_torch._dense import with_dense_mask
 from ring_torch._gradients import reduce_gradients
 from ring_torch._models import ModelReport, check_model
+from ring_torch._sharding import Sharding, check_group
 from ring_torch._transport import describe_transport
 
 
@@ -44,42 +43,28 @@ class ContextParallel:
     """
 
     def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
-        self.group = group
-        self.schedule: Schedule = schedule
-        layout_of(schedule)  # refuses what is none
-        self._bound: Ring | None = None
-        if group is not None or (dist.is_available() and dist.is_initialized()):
-            self._ring  # noqa: B018 - refuses what these ranks cannot run
+        self._sharding = Sharding(group, schedule)
         self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
 
     @property
-    def _ring(self) -> Ring:
-        """The ranks, which are those of the first use.
+    def group(self) -> Group:
+        """The process group, as given."""
+        return self._sharding.group
 
-        Raises:
-            ValueError: The group was destroyed, or the default one is another by now.
-        """
-        ring = ring_of(self.group)
-        if self._bound is None:
-            divisor_of(self.schedule, ring.size)
-            self._bound = ring
-        if ring != self._bound:
-            raise ValueError(
-                f"this ContextParallel is of another process group: at first it had "
-                f"{self._bound.size} ranks, now the default group has {ring.size} (it was made or "
-                f"destroyed in between). Make a new ContextParallel, and shard with that one"
-            )
-        return ring
+    @property
+    def schedule(self) -> Schedule:
+        """As given."""
+        return self._sharding.schedule
 
     @property
     def cp_size(self) -> int:
         """Ranks that hold a sequence."""
-        return self._ring.size
+        return self._sharding.ring.size
 
     @property
     def cp_rank(self) -> int:
         """This rank's place among them."""
-        return self._ring.rank
+        return self._sharding.ring.rank
 
     def layout(self, seq_len: int) -> Layout:
         """Which rank holds which of ``seq_len`` tokens.
@@ -88,7 +73,7 @@ class ContextParallel:
             ValueError: The schedule cannot divide this length; the message names the length to pad
                 to.
         """
-        return Layout(layout_of(self.schedule), seq_len, self.cp_size)
+        return self._sharding.layout(seq_len)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """This rank's slice, contiguous, of a whole tensor that every rank holds.
@@ -96,14 +81,7 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
         """
-        _check_dim(x, dim)
-        pieces = [
-            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
-                _every(x.ndim, dim, run.stride)
-            ]
-            for run in self.layout(x.shape[dim]).runs(self.cp_rank)
-        ]
-        return torch.cat(pieces, dim=dim).contiguous()
+        return self._sharding.shard(x, dim=dim)
 
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank, from every rank's slice.
@@ -114,19 +92,11 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that is no rank's slice.
         """
-        _check_dim(x, dim)
-        dim %= x.ndim
-        layout = self.layout(x.shape[dim] * self.cp_size)
-        whole: Tensor = _Unshard.apply(x, dim, layout, self._ring)
-        return whole
+        return self._sharding.unshard(x, dim=dim)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
-        positions = self.layout(seq_len).positions(self.cp_rank)
-        try:
-            return torch.as_tensor(positions, device=device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device {device!r} cannot be used: {error}") from error
+        return self._sharding.positions(seq_len, device=device)
 
     def shard_batch(
         self, batch: Mapping[str, Any], *, model: nn.Module, dropout_seed: int | None = None
@@ -171,7 +141,7 @@ class ContextParallel:
         report = self._reports.get(model) if isinstance(model, nn.Module) else None
         if report is None:
             report = self._reports[model] = check_model(model)
-        return shard_batch(self, self._ring, batch, report, dropout_seed)
+        return shard_batch(self._sharding, batch, report, dropout_seed)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
@@ -182,7 +152,7 @@ class ContextParallel:
         Raises:
             UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
         """
-        reduce_gradients(self._ring, model)
+        reduce_gradients(self._sharding.ring, model)
 
     @overload
     def attention(
@@ -229,7 +199,7 @@ class ContextParallel:
         transport: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
-        _check_group(self)
+        check_group(self._sharding)
         return attend(
             self.group, self.schedule, q, k, v,
             Options(
@@ -266,7 +236,7 @@ class ContextParallel:
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
 
         The kernel it would choose, why not the faster ones, how keys travel, and the plan in
-        figures; :meth:`ring_core.Plan.describe` draws it.
+        figures; :func:`ring_core.viz.describe` draws it.
         """
         options = Options(
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
@@ -275,66 +245,13 @@ class ContextParallel:
         if isinstance(mask, Tensor):
             options, bias = with_dense_mask(options, bias, q, k, self.cp_size)
         call, _ = check_call(
-            self._ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+            self._sharding.ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
             bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
         widths = (
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip
-        way = describe_transport(call.transport, self._ring, call.plan, call.device, widths)
-        return f"{call.choice.describe()}\n{way}\n{call.plan.describe(pictures=False)}"
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _check_group(cp: ContextParallel) -> None:
-    """Refuse another group than at the first use; in a graph, when it is traced."""
-    cp._ring  # noqa: B018, SLF001 - the property checks
-
-
-class _Unshard(torch.autograd.Function):
-    """Gather every rank's slice; the gradient's own slice comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ring) -> Tensor:
-        """All-gather, then put the runs where they belong."""
-        ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
-        x = x.contiguous()
-        parts = [x]
-        if ring.size > 1:
-            parts = [torch.empty_like(x) for _ in range(ring.size)]
-            with collective(ring, "unshard"):
-                dist.all_gather(parts, x, group=ring.group)
-        whole = x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim + 1 :]])
-        for rank, part in enumerate(parts):
-            whole.index_copy_(dim, _index(layout, rank, x.device), part)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's slice of the gradient."""
-        return (
-            grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)),
-            None,
-            None,
-            None,
+        way = describe_transport(
+            call.transport, self._sharding.ring, call.plan, call.device, widths
         )
-
-
-def _check_dim(x: object, dim: object) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-        )
-
-
-def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(layout.positions(rank), device=device)
-
-
-def _every(ndim: int, dim: int, stride: int) -> tuple[slice, ...]:
-    """An index that takes every ``stride``-th entry along ``dim``."""
-    at = dim % ndim
-    return tuple(slice(None, None, stride) if n == at else slice(None) for n in range(ndim))
+        return f"{call.choice.describe()}\n{way}\n{viz.describe(call.plan, pictures=False)}"

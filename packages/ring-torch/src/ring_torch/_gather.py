@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, Gather, Plan
+from ring_core import Fetch, Gather, Plan, gather_program
 from ring_torch._call import Call, Inputs
 from ring_torch._keys import Keys, Sums
 from ring_torch.kernels._api import has_triton
@@ -177,7 +177,7 @@ def _asked_of(
         (peer, one)
         for peer in range(plan.cp_size)
         if peer != rank
-        for one in some_fetches(plan.gather(peer, own=own), early)
+        for one in some_fetches(gather_program(plan, peer, own=own), early)
         if one.rank == rank
     )
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, Gather, WorkItem
+from ring_core import Fetch, Gather, WorkItem, gather_program, longest_gather
 from ring_core.triton.blocks import come_in_eights
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
@@ -44,7 +44,7 @@ def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Resu
     another's.
     """
     in_one = call.kernel.capabilities.bands == "any"
-    gather = call.plan.gather(call.ring.rank, own=in_one)
+    gather = gather_program(call.plan, call.ring.rank, own=in_one)
     if not in_one:
         (arriving,) = carrier.fetch(gather, inputs)
         columns = _columns(call, gather, carrier.keys, arriving.tensors)
@@ -70,7 +70,7 @@ def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Resu
 
 def keeps_gathered(call: Call, keys: Keys) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
-    longest = call.plan.longest_gather.length
+    longest = longest_gather(call.plan).length
     in_one = call.kernel.capabilities.bands == "any"
     return in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= KEPT_BYTES
 
@@ -139,7 +139,11 @@ def _back_in_one_launch(
     come after, and add up gradients of their own.
     """
     rank, groups = call.ring.rank, carrier.groups
-    gather, rows, sums = call.plan.gather(rank), call.rows(inputs), _sums(call, inputs, carrier)
+    gather, rows, sums = (
+        gather_program(call.plan, rank),
+        call.rows(inputs),
+        _sums(call, inputs, carrier),
+    )
     items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
     # A kernel's parts add, where launches by themselves write what comes first.
     room = carrier.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
@@ -317,7 +321,11 @@ def _put_columns(
 def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:
     """The others' keys, and then the own ones while the others' gradients travel home."""
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
-    gather, rows, sums = plan.gather(rank, own=False), call.rows(inputs), Sums(keys, by_head=False)
+    gather, rows, sums = (
+        gather_program(plan, rank, own=False),
+        call.rows(inputs),
+        Sums(keys, by_head=False),
+    )
     row_grads = zero_row_grads(call, rows)
     (others,) = carrier.accumulators(gather, sums, zero=True)
     (arriving,) = carrier.fetch(gather, inputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ring_core import Plan
+from ring_core import Plan, longest_gather
 from ring_core.checks import Sizes
 
 #: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
@@ -46,7 +46,7 @@ def groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> Groups:
     dims = sizes.head_dim + sizes.v_head_dim
     pairs = int(plan.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
-    longest = plan.longest_gather.length
+    longest = longest_gather(plan).length
     size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
     fetched = size if size <= KEPT_BYTES else 2 * size
     groups = 1

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ring_core import Plan
+from ring_core import Plan, gather_program
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import Run, runs_of
 
@@ -26,7 +26,7 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
 @cached_tensors(maxsize=16)  # of a long sequence each takes megabytes
 def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
     """Of the keys that a rank gathers, int64."""
-    return torch.as_tensor(plan.gather(rank, own=own).positions, device=device)
+    return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
 
 
 @lru_cache(maxsize=256)
@@ -44,4 +44,4 @@ def key_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
 @lru_cache(maxsize=64)
 def gathered_runs(plan: Plan, rank: int, own: bool) -> tuple[Run, ...]:
     """Of the keys that a rank gathers."""
-    return runs_of(plan.gather(rank, own=own).positions)
+    return runs_of(gather_program(plan, rank, own=own).positions)

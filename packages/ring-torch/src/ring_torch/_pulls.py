@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ring_core import Gather, Plan
+from ring_core import Gather, Plan, gather_program, longest_gather
 from ring_torch._at_once import AtOnce, is_short
 from ring_torch._call import Call, Inputs
 from ring_torch._comm import flat
@@ -132,7 +132,7 @@ class Pulls:
         asked = asked_of(self.call, own=gather.own, early=early)
         theirs = []
         for peer, one in asked:
-            length = plan.gather(peer, own=gather.own).length
+            length = gather_program(plan, peer, own=gather.own).length
             flat = self._grads_of(peer, group, sums, length)
             theirs.append(sums.parts(flat, length, one.target))
         copied = beside or not has_triton()
@@ -200,7 +200,7 @@ def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carr
 @lru_cache(maxsize=256)
 def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
-    longest = plan.longest_gather.length
+    longest = longest_gather(plan).length
     return flat(Sums(keys, by_head=False).numel(longest), dtype).size
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_torch._attention import Group
+from ring_torch._comm import Group
 from ring_torch.compat._call import Options, attend_batch, unpacked
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Schedule, checks
-from ring_torch._attention import Group, Window
+from ring_torch._attention import Window
 from ring_torch._autograd import RingAttention
 from ring_torch._call import Call, Inputs, check_call
 from ring_torch._call import Options as CallOptions
-from ring_torch._comm import Ring, ring_of
+from ring_torch._comm import Group, Ring, ring_of
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, UnsupportedError
-from ring_torch._attention import Group
 from ring_torch._call import Call, Inputs
-from ring_torch._comm import Ring, ring_of
+from ring_torch._comm import Group, Ring, ring_of
 from ring_torch._forward import header_device
 from ring_torch._handshake import CallSignature, agree, with_peer_errors
 from ring_torch.compat._call import LayoutName, Options, checked, returned, run

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError
-from ring_torch._attention import Group, ring_attention
-from ring_torch._comm import ring_of
+from ring_torch._attention import ring_attention
+from ring_torch._comm import Group, ring_of
 from ring_torch.compat._call import seed_of
 from ring_torch.compat._documents import offsets_of
 from ring_torch.compat._llama3 import check_stride

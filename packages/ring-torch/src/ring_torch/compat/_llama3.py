@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError, checks
-from ring_torch._attention import Group
-from ring_torch._comm import Ring, ring_of
+from ring_torch._comm import Group, Ring, ring_of
 from ring_torch.compat._call import Options, checked, returned, run, unpacked
 from ring_torch.compat._documents import check_longest, check_shards, check_slopes, offsets_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_torch._attention import Group
+from ring_torch._comm import Group
 from ring_torch.compat._call import Options, unpacked
 from ring_torch.compat._documents import attend_documents
 

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from ring_core import KernelConfig, UnsupportedError, checks
+from ring_torch._attention import attend
 from ring_torch._batch import ShardedMask
+from ring_torch._call import Options
 from ring_torch._labels import Sealed
 from ring_torch._models import SERVED_LAYERS
+from ring_torch._sharding import check_group
 from ring_torch._transport import TRANSPORTS
 from ring_torch.kernels import KERNEL_NAMES
 
@@ -243,17 +246,23 @@ class _RingAttention:
                 f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "
                 f"attention"
             )
-        heads = [_narrowed(x).transpose(1, 2) for x in (query, key, value)]
+        q, k, v = (_narrowed(x).transpose(1, 2) for x in (query, key, value))
         is_told = mask.causal and batch.single
         ids = batch.segment_ids
-        out = batch.cp.attention(
-            *heads, causal=mask.causal, window=mask.window,
-            cu_seqlens=None if is_told else batch.cu_seqlens,
-            segment_ids=None if is_told or ids is None else ids.to(query.device),
-            softmax_scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout,
-            dropout_seed=_layer_seed(module, batch) if dropout else None,
-            deterministic=self.deterministic, kernel=self.kernel, transport=self.transport,
+        check_group(batch.sharding)
+        out = attend(
+            batch.sharding.group, batch.sharding.schedule, q, k, v,
+            Options(
+                causal=mask.causal, window=mask.window,
+                cu_seqlens=None if is_told else batch.cu_seqlens,
+                softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
+                dropout_seed=_layer_seed(module, batch) if dropout else None,
+                deterministic=self.deterministic, kernel=self.kernel, transport=self.transport,
+            ),
+            segment_ids=None if is_told or ids is None else ids.to(query.device), sinks=s_aux,
+            bias=None, alibi_slopes=None,
         )  # fmt: skip
+        assert isinstance(out, Tensor)
         return out, None
 
 
@@ -304,7 +313,7 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
 
 def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
     """Refuse what models compute from positions of a rank's tokens, where ranks would differ."""
-    if batch.cp.cp_size == 1:
+    if batch.sharding.ring.size == 1:
         return
     config = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or {}

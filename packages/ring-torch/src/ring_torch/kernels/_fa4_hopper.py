@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import Plan, WorkItem
+from ring_core import Plan, WorkItem, gather_program
 from ring_torch.kernels._api import Columns, Params, Rows, Upstream
 from ring_torch.kernels._flash import aligned, capability
 from ring_torch.kernels._flash_library import Window
@@ -90,7 +90,7 @@ def _is_hopper(device: torch.device) -> bool:
 @lru_cache(maxsize=64)
 def _is_tiled(plan: Plan) -> bool:
     """Whether all items begin and end at tiles of keys, and all that is fetched, on all ranks."""
-    gathers = [plan.gather(rank) for rank in range(plan.cp_size)]
+    gathers = [gather_program(plan, rank) for rank in range(plan.cp_size)]
     items = [item for gather in gathers for item in (*gather.items, *gather.in_place)]
     fetches = [one for gather in gathers for one in gather.fetches]
     spans = [item.k_slice for item in items]
