@@ -179,11 +179,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def types(session: nox.Session) -> None:
-    """Check types, strictly, in sources, tests, examples, benchmarks and this file."""
+    """Check types, strictly, in sources, tests, examples, benchmarks and this file; and imports."""
     packages = ["ring-core[viz]", "ring-torch[hf]", "ring-jax", "ring-jax-gpu", "ring-jax-tpu"]
     groups = ["test", "test-jax", "types", "examples", "docs", "nox"]
     install(session, packages, groups, *CONSTRAINED)
     session.run("mypy", *session.posargs)
+    session.run("lint-imports", "--no-cache")
 
 
 @nox.session(python="3.12", default=False)

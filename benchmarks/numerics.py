@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import Mask, ScheduleName, make_plan, reference
-from ring_core._block import Precision, round_to
+from ring_core.reference.item_kernel import Precision, round_to
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 RING_SIZES = (1, 2, 4, 8, 16, 32, 64)

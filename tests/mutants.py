@@ -11,7 +11,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ring_core import _band, _block, _gather, _geometry, _plan, _simulator, finalize
+from ring_core import finalize
+from ring_core.masks import band as _band
+from ring_core.plan import geometry as _geometry
+from ring_core.plan import plan as _plan
+from ring_core.programs import gather as _gather
+from ring_core.reference import item_kernel, simulator
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -87,7 +92,7 @@ def _ring_reversed() -> Patches:
     def rotate(held: Any, hop: int | None) -> Any:
         return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
 
-    patches: Patches = [(_simulator, "_rotate", rotate)]
+    patches: Patches = [(simulator, "_rotate", rotate)]
     if comm := _torch("_comm"):
 
         def start(ring: Any, sends: Any, receives: Any) -> Any:
@@ -113,7 +118,7 @@ def _merge_without_rescale() -> Patches:
         seen = ~np.isneginf(lse_b)[..., None]
         return out_a + np.where(seen, out_b, 0), np.logaddexp(lse_a, lse_b)
 
-    patches: Patches = [(_simulator, "merge", merge)]
+    patches: Patches = [(simulator, "merge", merge)]
     if sdpa := _torch("kernels.sdpa"):
 
         def merge_into(into: Any, out: Any, lse: Any) -> None:
@@ -137,7 +142,7 @@ def _sink_per_step() -> Patches:
     def wrong(out: Any, lse: Any, sinks: Any = None) -> Any:
         return right(*right(out, lse, sinks), sinks)
 
-    patches: Patches = [(_simulator, "finalize", wrong)]
+    patches: Patches = [(simulator, "finalize", wrong)]
     if autograd := _torch("_autograd"):
         add = autograd._add_sinks
         patches.append(
@@ -152,7 +157,7 @@ def _sink_per_step() -> Patches:
 
 
 def _grads_not_sent_home() -> Patches:
-    backward = _simulator._backward
+    backward = simulator._backward
 
     def wrong(plan: Any, ranks: Any, params: Any, held: Any) -> Any:
         home = backward(plan, ranks, params, held)
@@ -160,15 +165,15 @@ def _grads_not_sent_home() -> Patches:
             rank = ranks[n]
             grad.dk[:], grad.dv[:] = 0, 0
             for item in plan.items(n, 0):
-                fresh = _simulator._zero_grad(rank.own)
+                fresh = simulator._zero_grad(rank.own)
                 rank.dq, dq = np.zeros_like(rank.q), rank.dq
-                _simulator._item_backward(rank, rank.own, fresh, item, params)
+                simulator._item_backward(rank, rank.own, fresh, item, params)
                 rank.dq = dq
                 grad.dk[:] += fresh.dk
                 grad.dv[:] += fresh.dv
         return home
 
-    patches: Patches = [(_simulator, "_backward", wrong)]
+    patches: Patches = [(simulator, "_backward", wrong)]
     if loop := _torch("_backward"):
         hop = loop.Moving.hop
 
@@ -202,13 +207,13 @@ def _local_positions() -> Patches:
 
 
 def _lse_in_base_2() -> Patches:
-    right = _block.forward
+    right = item_kernel.forward
 
     def wrong(*args: Any) -> Any:
         out, lse = right(*args)
         return out, lse / math.log(2)
 
-    patches: Patches = [(_block, "forward", wrong)]
+    patches: Patches = [(item_kernel, "forward", wrong)]
     if sdpa := _torch("kernels.sdpa"):
         merge = sdpa.merge_into
         patches.append(
@@ -229,7 +234,7 @@ def _wrong_kv_head() -> Patches:
     def heads(x: Any, count: int) -> Any:
         return np.tile(x.swapaxes(1, 2), (1, count // x.shape[2], 1, 1))
 
-    patches: Patches = [(_block, "_heads", heads)]
+    patches: Patches = [(item_kernel, "_heads", heads)]
     if sdpa := _torch("kernels.sdpa"):
 
         def groups(q: Any, columns: Any) -> Any:
@@ -251,13 +256,13 @@ def _wrong_kv_head() -> Patches:
 
 
 def _lse_gradient_dropped() -> Patches:
-    start = _simulator._start_backward
+    start = simulator._start_backward
 
     def wrong(*args: Any) -> None:
         plan, ranks, dout, _, precision = args
         start(plan, ranks, dout, None, precision)
 
-    patches: Patches = [(_simulator, "_start_backward", wrong)]
+    patches: Patches = [(simulator, "_start_backward", wrong)]
     if autograd := _torch("_autograd"):
         backward = autograd.RingAttention.backward
 

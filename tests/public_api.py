@@ -18,7 +18,7 @@ from typing import Any, get_origin
 FOLDER = Path(__file__).parent / "api"
 MODULES = {
     "core": (
-        "ring_core", "ring_core.bench", "ring_core.checks", "ring_core.cost", "ring_core.doctor",
+        "ring_core", "ring_core.tools.bench", "ring_core.checks", "ring_core.cost", "ring_core.tools.doctor",
         "ring_core.philox", "ring_core.reference", "ring_core.viz",
     ),
     "torch": ("ring_torch", "ring_torch.compat", "ring_torch.hf", "ring_torch.local"),

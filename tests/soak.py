@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import ring_core._plan
+import ring_core.plan.plan
 import ring_torch._call
 import ring_torch._comm
 from ring_core import SCHEDULES, reference
@@ -60,7 +60,7 @@ class Held:
             memory=pages * os.sysconf("SC_PAGE_SIZE"),
             files=len(list(Path("/proc/self/fd").iterdir())),
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
-            plans=ring_core._plan._make_plan.cache_info().currsize,
+            plans=ring_core.plan.plan._make_plan.cache_info().currsize,
             calls=ring_torch._call._prepare.cache_info().currsize,
             agreed=max(
                 (len(state.agreed) for state in ring_torch._comm._states.values()), default=0
@@ -134,7 +134,7 @@ def growth(warm: Held, end: Held) -> list[str]:
     if end.threads > warm.threads:
         wrong.append(f"threads grew from {warm.threads} to {end.threads}")
     limits = {
-        "plans": ring_core._plan._make_plan.cache_info().maxsize,
+        "plans": ring_core.plan.plan._make_plan.cache_info().maxsize,
         "calls": ring_torch._call._prepare.cache_info().maxsize,
         "agreed": ring_torch._handshake._MOST_AGREED,
     }

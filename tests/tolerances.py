@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cases import Case, round_to
 
 from ring_core import philox
-from ring_core._seen import seen_matmul
+from ring_core.reference.item_kernel import seen_matmul
 
 Arrays = dict[str, npt.NDArray[Any]]
 

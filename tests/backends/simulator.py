@@ -9,7 +9,7 @@ from cases import Case
 from mutants import applied
 
 from ring_core import reference
-from ring_core._block import Precision
+from ring_core.reference.item_kernel import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_core._band import UNBOUNDED, Rectangles, clip, count, local_band, trim
+from ring_core.masks.band import UNBOUNDED, Rectangles, clip, count, local_band, trim
 
 SIZE = 5
 SIDES = st.integers(-SIZE, SIZE)

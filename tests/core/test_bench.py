@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from ring_core import bench
+from ring_core.tools import bench
 
 DEFAULTS = bench.Setting(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from ring_core import SCHEDULES, Mask, __version__, deal, doctor, make_plan, reference, viz
-from ring_core.__main__ import main
+from ring_core import SCHEDULES, Mask, __version__, deal, make_plan, reference, viz
+from ring_core.tools import doctor
+from ring_core.tools.cli import main
 
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
 

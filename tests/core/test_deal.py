@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring_core import Dealt, Mask, UnsupportedError, deal, layout_of, make_plan, viz
-from ring_core._deal import EVEN, _deal, _evened, _hands, schedule_for
+from ring_core.choose.balance import EVEN, _deal, _evened, _hands, schedule_for
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import pytest
 from cases import Lattice, crossed, diagonals, prefix
 
 from ring_core import Mask
-from ring_core.expression import evaluated, expression_of
+from ring_core.masks.expression import evaluated, expression_of
 
 Q, K = (-7, 900), (0, 1000)
 TABLE = np.arange(4096) % 3 == 0

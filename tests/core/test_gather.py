@@ -24,8 +24,8 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core._gather import Fetch, _without
-from ring_core._span import Span
+from ring_core.programs.gather import Fetch, _without
+from ring_core.programs.intervals import Span
 
 
 def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:

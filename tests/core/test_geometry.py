@@ -18,8 +18,8 @@ from ring_core import (
     Plan,
     make_plan,
 )
-from ring_core._band import UNBOUNDED
-from ring_core._geometry import Rows
+from ring_core.masks.band import UNBOUNDED
+from ring_core.plan.geometry import Rows
 
 
 @given(plans(), st.data())

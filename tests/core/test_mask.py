@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from cases import prefix
 
-from ring_core import Layout, Mask, _blocks
-from ring_core._blocks import BlockGeometry
+from ring_core import Layout, Mask
+from ring_core.plan import tile_mask
+from ring_core.plan.tile_mask import BlockGeometry
 
 
 def test_every_part_by_hand() -> None:
@@ -121,7 +122,7 @@ def test_parts_are_kept_as_plain_values() -> None:
 
 def test_as_many_pairs_as_are_classified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit itself is allowed; one token more is refused in words that say what to do."""
-    monkeypatch.setattr(_blocks, "MAX_PAIRS", 48 * 50)
+    monkeypatch.setattr(tile_mask, "MAX_PAIRS", 48 * 50)
     mask, queries = Mask(predicate=lambda q, k: q >= k), Layout("contiguous", 48, 1)
     at_most = BlockGeometry(mask, queries, Layout("contiguous", 50, 1), 2)
     assert at_most.count(0, 0) == 48 * 49 // 2 + 48 * 2

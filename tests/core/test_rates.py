@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from ring_core import Mask, Plan, Request, make_plan, rates
-from ring_core.rates import UNKNOWN, Case, Expected, Option, Rates, Times, expected
+from ring_core import Mask, Plan, Request, make_plan
+from ring_core.choose import rates
+from ring_core.choose.rates import UNKNOWN, Case, Expected, Option, Rates, Times, expected
 
 LENGTH = 1024
 CAUSAL = Mask(causal=True)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cases import CASES
 
-from ring_core import Mask, Plan, _block, make_plan, reference
+from ring_core import Mask, Plan, make_plan, reference
+from ring_core.reference import item_kernel
 
 SINGLE: Any = ("float32", "bfloat16", "float16")
 
@@ -27,14 +28,14 @@ def test_rounded_to_the_nearest(precision: Any, unit: float) -> None:
     """``unit`` is the distance of numbers from 1 on; in the middle the even one is taken."""
     steps = [0, 0.25, 0.5, 0.5 + 2**-8, 1, 1.25, 1.5, 1.5 + 2**-8, 2.5, 3.5, 4.5]
     nearest = [0, 0, 0, 1, 1, 1, 2, 2, 2, 4, 4]
-    x = _block.round_to(1 + unit * np.array([steps, nearest]), precision)
+    x = item_kernel.round_to(1 + unit * np.array([steps, nearest]), precision)
     assert x.dtype == np.float32
     np.testing.assert_array_equal(x[0], x[1])
     np.testing.assert_array_equal(x[1], 1 + unit * np.array(nearest))
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, -3.0])
-    np.testing.assert_array_equal(_block.round_to(odd, precision), odd)
+    np.testing.assert_array_equal(item_kernel.round_to(odd, precision), odd)
     filled = np.array([0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32).view(np.float32)
-    assert np.isnan(_block.round_to(filled, precision)).all(), "NaN, with whichever bits"
+    assert np.isnan(item_kernel.round_to(filled, precision)).all(), "NaN, with whichever bits"
 
 
 @pytest.mark.parametrize("precision", SINGLE)
@@ -51,7 +52,7 @@ def test_items_are_computed_in_single_precision(
         return results
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(_block, name, partial(watched, getattr(_block, name)))
+        monkeypatch.setattr(item_kernel, name, partial(watched, getattr(item_kernel, name)))
     x = case.inputs
     result = reference.run(
         case.plan, x["q"], x["k"], x["v"], dout=x["dout"], dlse=x.get("dlse"),

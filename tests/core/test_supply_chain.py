@@ -84,7 +84,7 @@ def test_the_search_finds(text: str) -> None:
 def test_core_stays_offline() -> None:
     run_offline("""
 import numpy as np
-import ring_core, ring_core.cost, ring_core.viz, ring_core.doctor
+import ring_core, ring_core.cost, ring_core.viz, ring_core.tools.doctor
 from ring_core import reference
 x = np.ones((1, 8, 2, 4))
 plan = ring_core.make_plan(ring_core.Mask(causal=True), seq_len=8, cp_size=2)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ring_core import KernelConfig
-from ring_core.triton import table
-from ring_core.triton.blocks import choose_blocks
-from ring_core.triton.table import Blocks, Row
+from ring_core.triton import tile_configs as table
+from ring_core.triton.tile_configs import Blocks, Row
+from ring_core.triton.tile_sizes import choose_blocks
 
 OURS = table.default()
 

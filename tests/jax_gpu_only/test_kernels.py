@@ -20,8 +20,8 @@ from tolerances import assert_close
 
 import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
-from ring_core._blocks import BlockGeometry
-from ring_core.triton.blocks import FLAGS_TOGETHER
+from ring_core.plan.tile_mask import BlockGeometry
+from ring_core.triton.tile_sizes import FLAGS_TOGETHER
 from ring_jax_gpu import ContextParallel, _roles, ring_attention
 from ring_jax_gpu._call import Kernel, Launch, arguments_of, stages_of
 from ring_jax_gpu._compiled import Taken

@@ -11,8 +11,8 @@ from typing import Any
 import backends.triton_interpreter  # noqa: F401  # runs the kernels
 import pytest
 
-from ring_core.triton import table
-from ring_core.triton.table import Row
+from ring_core.triton import tile_configs as table
+from ring_core.triton.tile_configs import Row
 from ring_jax_gpu import _tune
 from ring_jax_gpu.__main__ import main
 

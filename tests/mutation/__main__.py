@@ -30,8 +30,7 @@ SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
 MODULES = (
-    "_band", "_block", "_blocks", "_deal", "_gather", "_geometry", "_in_place", "_item", "_layout", "_mask",
-    "_merge", "_program", "_schedule", "_seen", "_simulator", "philox",
+    "base/merge", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/items", "plan/tile_mask", "programs/gather", "programs/own_key_rows", "programs/ring", "reference/item_kernel", "reference/simulator",
 )  # fmt: skip
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
@@ -66,12 +65,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("modules", nargs="*", default=MODULES, help="of ring_core, without .py")
+    parser.add_argument(
+        "modules", nargs="*", default=MODULES, help="of ring_core: paths without .py"
+    )
     parser.add_argument("--children", type=int, default=1, help="mutants tested at once (1)")
     parser.add_argument("--report", action="store_true", help="run nothing, count what has run")
     parser.add_argument("--json", type=Path, help="put the counts into this file, too")
     options = parser.parse_args(argv)
-    unknown = set(options.modules) - {path.stem for path in SOURCES.glob("*.py")}
+    unknown = set(options.modules) - {
+        path.relative_to(SOURCES).with_suffix("").as_posix() for path in SOURCES.rglob("*.py")
+    }
     if unknown:
         parser.error(f"no modules of ring_core: {sorted(unknown)}")
     if not options.report:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from cases import CASES
 
-from ring_core import _plan
+from ring_core.plan import plan
 
 
 def pytest_sessionstart() -> None:
     """Forget them."""
-    _plan._make_plan.cache_clear()
+    plan._make_plan.cache_clear()
     for case in CASES.values():
         case.__dict__.pop("expected", None)

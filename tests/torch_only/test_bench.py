@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_core import rates
+from ring_core.choose import rates
 from ring_torch import _rates, ring_attention
 from ring_torch.__main__ import main
 from ring_torch.local import LocalRanks

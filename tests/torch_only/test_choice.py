@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
-from ring_core.rates import Case, Rates, Times, written
+from ring_core.choose.rates import Case, Rates, Times, written
 from ring_torch import ContextParallel, _call, _window, kernels, ring_attention
 from ring_torch._call import _prepare
 from ring_torch._comm import Ring

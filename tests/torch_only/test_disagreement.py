@@ -21,7 +21,8 @@ import torch
 from cases import RANDOM
 from torch import Tensor
 
-from ring_core import Dealt, Mask, rates
+from ring_core import Dealt, Mask
+from ring_core.choose import rates
 from ring_torch import _store, ring_attention
 from ring_torch._call import _prepare
 from ring_torch.local import LocalRanks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_core.doctor import RESULTS
+from ring_core.tools.doctor import RESULTS
 from ring_torch import _doctor
 from ring_torch.__main__ import main
 from ring_torch.kernels import KERNELS

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_core import Mask, Plan, WorkItem, _in_place
+from ring_core import Mask, Plan, WorkItem
+from ring_core.programs import own_key_rows
 from ring_torch import ContextParallel, _call
 from ring_torch._groups import ONE_GROUP, Groups
 from ring_torch.kernels import Choice, _fa4_hopper
@@ -83,7 +84,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[lis
         patch.object(_call, "choose", lambda *_: Choice(kernel, ())),
         patch.object(_call, "groups_of", lambda *_: groups),
         patch.object(_fa4_hopper, "KEYS", KEYS),
-        patch.object(_in_place, "TILE", KEYS),
+        patch.object(own_key_rows, "TILE", KEYS),
     ):
         out = cp.attention(*mine, mask=mask, transport="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ring_core import Mask, bench, make_plan, viz
-from ring_core.__main__ import main
+from ring_core import Mask, make_plan, viz
+from ring_core.tools import bench
+from ring_core.tools.cli import main
 
 
 def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

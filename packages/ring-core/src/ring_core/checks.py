@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ring_core._arguments import is_finite
-from ring_core._mask import Mask, Window
-from ring_core._mask_of import mask_of
+from ring_core.base.arguments import check_choice as check_choice
+from ring_core.base.arguments import check_flag as check_flag
+from ring_core.base.arguments import is_finite
+from ring_core.masks.mask import Mask, Window
+from ring_core.masks.options import mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -264,18 +266,6 @@ def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
             f"segment_ids must be a pair (queries', keys') where {sizes.q_len} queries meet {sizes.k_len} keys a rank"
         )
     return segment_ids, segment_ids
-
-
-def check_flag(name: str, value: object) -> None:
-    """Options that switch something are booleans."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Options that name something are one of the known names."""
-    if not any(type(value) is type(name) and value == name for name in known):
-        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
 
 def _check_float(name: str, x: Tensor, device: str) -> None:

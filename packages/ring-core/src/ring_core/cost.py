@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core._arguments import check_rate, check_record, check_size, check_text
-from ring_core._deal import COMPARED, schedule_for
-from ring_core._layout import Layout
-from ring_core._mask import Mask, check_documents
-from ring_core._plan import Plan, make_plan
-from ring_core._program import HELP_PIECES, Stage
-from ring_core._schedule import layout_of
+from ring_core.base.arguments import check_rate, check_record, check_size, check_text
+from ring_core.choose.balance import COMPARED, schedule_for
+from ring_core.layouts.layout import Layout, layout_of
+from ring_core.masks.mask import Mask, check_documents
+from ring_core.plan.plan import Plan, make_plan
+from ring_core.programs.ring import HELP_PIECES, Stage
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta

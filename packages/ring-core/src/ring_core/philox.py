@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ring_core._arguments import as_positions
+from ring_core.base.arguments import as_positions
 
 Words = npt.NDArray[np.uint32]
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ring_core.triton.table import PASSES, default, read, written
+from ring_core.triton.tile_configs import PASSES, default, read, written
 from ring_jax_gpu import _tune
 
 _USUAL = ("attend", "add_to_queries", "add_to_keys")

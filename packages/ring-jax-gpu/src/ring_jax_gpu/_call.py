@@ -17,8 +17,8 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ring_core.triton.blocks import HOPPER, stages_that_fit
-from ring_core.triton.table import Blocks
+from ring_core.triton.tile_configs import Blocks
+from ring_core.triton.tile_sizes import HOPPER, stages_that_fit
 from ring_jax._ring import axes_of, vary_alike
 from ring_jax._types import Array, Rectangle
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ring_core.triton.blocks import padded
+from ring_core.triton.tile_sizes import padded
 from ring_jax._types import Array, Columns, Grads, Result, Rows, Static, Upstream
 
 _LEAST = 32  # below there is little to gain

@@ -12,8 +12,8 @@ from jax import lax
 
 from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
-from ring_core.triton.blocks import choose_blocks, come_in_eights, heads_together, padded
-from ring_core.triton.table import Blocks, Pass, Table
+from ring_core.triton.tile_configs import Blocks, Pass, Table
+from ring_core.triton.tile_sizes import choose_blocks, come_in_eights, heads_together, padded
 from ring_jax._types import Array, Columns, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._call import ONLY_HOPPER, Kernel, Launch, run
 from ring_jax_gpu._visits import (

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_core.triton.blocks import FLAGS_TOGETHER
+from ring_core.triton.tile_sizes import FLAGS_TOGETHER
 from ring_jax_gpu._call import ONLY_HOPPER, Arrays, Launch, arguments_of, kernel_of
 from ring_jax_gpu._compiled import HEADS_BEHIND, Made, Parameter, Taken, Tiles, call
 from ring_jax_gpu._shares import (

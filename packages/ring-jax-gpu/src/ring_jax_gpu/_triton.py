@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from ring_core import Capabilities, Stage
-from ring_core.triton.table import Table
+from ring_core.triton.tile_configs import Table
 from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
 from ring_jax_gpu._head_dims import (
     HeadDims,

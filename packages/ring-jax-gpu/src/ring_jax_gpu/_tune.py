@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core import KernelConfig
-from ring_core.triton.table import Row, Table
+from ring_core.triton.tile_configs import Row, Table
 from ring_jax._attention import RingAttention
 from ring_jax._types import Array
 from ring_jax_gpu._triton import TritonKernel

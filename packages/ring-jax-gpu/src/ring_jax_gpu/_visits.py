@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import TABLE_COLUMNS, TILE
-from ring_core.triton.blocks import parts_of_tiles
+from ring_core.triton.tile_sizes import parts_of_tiles
 from ring_jax._dense import shown_in_blocks
 from ring_jax._types import Array, Columns, Rows, Work
 

@@ -27,17 +27,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ring_jax
-from ring_core import (
-    Capabilities,
-    Mask,
-    Request,
-    bench,
-    doctor,
-    make_plan,
-    refusals,
-    support_matrix,
-)
-from ring_core.doctor import Check
+from ring_core import Capabilities, Mask, Request, make_plan, refusals, support_matrix
+from ring_core.tools import bench, doctor
+from ring_core.tools.doctor import Check
 from ring_jax import _bench as _bench_jax
 from ring_jax._attention import RingAttention
 from ring_jax._bench import judged, out_and_grads

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from ring_core import Mask, doctor
-from ring_core.bench import Run, Setting, Timing, timings
+from ring_core import Mask
+from ring_core.tools import doctor
+from ring_core.tools.bench import Run, Setting, Timing, timings
 from ring_jax._context import ContextParallel
 
 Array = jax.Array

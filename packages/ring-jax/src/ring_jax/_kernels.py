@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
-from ring_core.rates import UNKNOWN, Case, Expected, default, expected
+from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
 from ring_jax._types import Kernel, LocalShape
 
 _HOPPER = 90

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ring_core import bench, doctor
-from ring_core.rates import VARIABLE
+from ring_core.choose.rates import VARIABLE
+from ring_core.tools import bench, doctor
 from ring_torch import _bench as _bench_torch
 from ring_torch import _rates
 from ring_torch._doctor import diagnose, shown, versions

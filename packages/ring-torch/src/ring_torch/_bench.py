@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core.bench import Run, Setting, Timing, timings
-from ring_core.doctor import Check
+from ring_core.tools.bench import Run, Setting, Timing, timings
+from ring_core.tools.doctor import Check
 from ring_torch._context import ContextParallel
 from ring_torch._doctor import ring_checks
 from ring_torch.local import LocalRanks

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import Dealt, Mask, Plan, Request, Schedule, UnsupportedError, checks, make_plan
 from ring_core import KernelConfig as KernelConfig
-from ring_core.rates import default as rates_in_use
-from ring_core.triton.blocks import come_in_eights
+from ring_core.choose.rates import default as rates_in_use
+from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch._comm import Packing, Ring
 from ring_torch._groups import ONE_GROUP, Groups, groups_of
 from ring_torch._handshake import CallSignature

@@ -19,9 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ring_core
 import ring_torch
-from ring_core import Mask, doctor
-from ring_core.bench import Setting
-from ring_core.doctor import Check
+from ring_core import Mask
+from ring_core.tools import doctor
+from ring_core.tools.bench import Setting
+from ring_core.tools.doctor import Check
 from ring_torch.kernels import in_order
 from ring_torch.kernels._api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Fetch, Gather, WorkItem, gather_program, longest_gather
-from ring_core.triton.blocks import come_in_eights
+from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch._backward import Grads, zero_row_grads
 from ring_torch._call import Call, Inputs, keys_of
 from ring_torch._gather import Arriving, Carrier, Returning, add_landed

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError, make_plan
-from ring_core.bench import progress
-from ring_core.rates import Case, Option, Rates, Times, default, read, written
+from ring_core.choose.rates import Case, Option, Rates, Times, default, read, written
+from ring_core.tools.bench import progress
 from ring_torch._attention import ring_attention
 from ring_torch._doctor import versions
 from ring_torch.kernels import capability_number, in_order

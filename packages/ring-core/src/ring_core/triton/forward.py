@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_core.triton.blocks import FLAGS_TOGETHER as _FLAGS_TOGETHER
 from ring_core.triton.scores import (
     EXACT,
     LN2,
@@ -34,6 +33,7 @@ from ring_core.triton.scores import (
     turn_and_head,
     visible_cells,
 )
+from ring_core.triton.tile_sizes import FLAGS_TOGETHER as _FLAGS_TOGETHER
 
 FLAGS_TOGETHER = tl.constexpr(_FLAGS_TOGETHER)
 

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ring_core._arguments import check_record, check_text
-from ring_core._plan import Plan
+from ring_core.base.arguments import check_record, check_text
 from ring_core.cost import Cost
-from ring_core.viz._cells import NOBODY as NOBODY
-from ring_core.viz._cells import WRONG as WRONG
-from ring_core.viz._cells import computing_ranks as computing_ranks
-from ring_core.viz._cells import kv_messages as kv_messages
-from ring_core.viz._text import describe as describe
+from ring_core.plan.plan import Plan
+from ring_core.viz.cells import NOBODY as NOBODY
+from ring_core.viz.cells import WRONG as WRONG
+from ring_core.viz.cells import computing_ranks as computing_ranks
+from ring_core.viz.cells import kv_messages as kv_messages
+from ring_core.viz.text import describe as describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def plot(plan: Plan, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
     """
     check_record("plan", plan, Plan)
-    from ring_core.viz._draw import draw_plan
+    from ring_core.viz.figure import draw_plan
 
     _save(partial(draw_plan, plan), (11, 6), path)
 
@@ -54,7 +54,7 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
         raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
     for name, found in costs.items():
         check_record(f"costs[{name!r}]", found, Mapping)
-    from ring_core.viz._charts import draw_costs
+    from ring_core.viz.costs import draw_costs
 
     _save(partial(draw_costs, costs, title), (9, 4.5), path)
 

@@ -17,7 +17,7 @@ from ring_core import (
     require,
     support_matrix,
 )
-from ring_core.rates import UNKNOWN, Case, Expected, default, expected
+from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
 from ring_torch.kernels._api import Kernel
 from ring_torch.kernels._flash import FlashKernel, capability
 from ring_torch.kernels.cudnn import CUDNN

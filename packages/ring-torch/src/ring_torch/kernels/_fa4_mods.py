@@ -29,7 +29,7 @@ from cutlass._mlir.dialects import llvm  # type: ignore[import-not-found]
 from cutlass.cutlass_dsl import dsl_user_op  # type: ignore[import-not-found]
 from flash_attn.cute.utils import scalar_to_ssa
 
-from ring_core.expression import OPERATORS, Expression, evaluated
+from ring_core.masks.expression import OPERATORS, Expression, evaluated
 
 #: How ALiBi finds out how far a key is: from numbers of rows and columns, as no key is ahead, or in
 #: any direction, or from positions that are read.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
-from ring_core.expression import Expression, expression_of
+from ring_core.masks.expression import Expression, expression_of
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._flash_library import Mods, Options, Pass
 from ring_torch.kernels._visits import FAR, Grid, kinds_on, tile_numbers

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ring_core import BlockGeometry, KernelConfig, WorkItem
 from ring_core.philox import dropout_threshold
-from ring_core.triton.blocks import choose_blocks, heads_together, padded, stages_that_fit
-from ring_core.triton.table import Blocks, Pass
+from ring_core.triton.tile_configs import Blocks, Pass
+from ring_core.triton.tile_sizes import choose_blocks, heads_together, padded, stages_that_fit
 from ring_torch._held import cached_tensors
 from ring_torch.kernels._api import Columns, Params, Result, Rows, Upstream
 from ring_torch.kernels._visits import FAR, Grid, tile_numbers, visits

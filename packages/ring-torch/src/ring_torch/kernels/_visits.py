@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
-from ring_core.triton.blocks import Flags, parts_of_tiles
+from ring_core.triton.tile_sizes import Flags, parts_of_tiles
 from ring_torch._held import cached_tensors
 
 Kinds = npt.NDArray[np.int8]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, WorkItem
-from ring_core.triton.blocks import choose_blocks, stages_that_fit
-from ring_core.triton.table import Pass
+from ring_core.triton.tile_configs import Pass
+from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
 from ring_torch.kernels._api import (
     ColumnGrads,
     Columns,

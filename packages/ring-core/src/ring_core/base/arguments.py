@@ -1,0 +1,163 @@
+"""Checks of plain arguments: numbers, numpy arrays, records. Wrong ones are named.
+
+Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int64]
+
+TOO_LARGE = 1 << 40  # no length, window or position reaches this
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is a whole number, Python's or numpy's, and no flag."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_size(name: str, value: Any, *, low: int = 1, high: int = TOO_LARGE) -> int:
+    """A whole number in ``[low, high)``, as Python's.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not is_integer(value) or value < low:
+        raise ValueError(f"{name} must be at least {low}, and an integer, got {value!r}")
+    if value >= high:
+        raise ValueError(f"{name} must be an integer below {high}, got {value!r}")
+    return int(value)
+
+
+def check_index(name: str, value: Any, size: int) -> None:
+    """A whole number in ``[0, size)``.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if type(value) is int and 0 <= value < size:  # quick, for loops that ask for items
+        return
+    if not is_integer(value) or not 0 <= value < size:
+        raise ValueError(f"{name} must be in 0..{size - 1}, got {value!r}")
+
+
+def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
+    """A finite number above zero, or at least zero.
+
+    Raises:
+        ValueError: It is not.
+    """
+    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not real or not (value > 0 or (zero and value == 0)) or not is_finite(value):
+        words = "not be negative" if zero else "be positive"
+        raise ValueError(f"{name} must {words}, and a finite number, got {value!r}")
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False
+
+
+def check_record(name: str, value: object, kind: type) -> None:
+    """A value of a type.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, kind):
+        got = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name} must be a {kind.__name__}, got {got}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Words.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {value!r}")
+
+
+def as_reals(name: str, value: Any, shape: Sequence[int] | None = None) -> Floats:
+    """An array of real numbers as float64, of a shape if one is given.
+
+    Raises:
+        ValueError: It is not.
+    """
+    array = _as_array(name, value)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise ValueError(f"{name} must be an array of real numbers, got one of {array.dtype}")
+    _check_shape(name, array, shape)
+    return array.astype(np.float64, copy=False)
+
+
+def as_integers(name: str, value: Any, shape: Sequence[int] | None = None) -> Ints:
+    """An array of whole numbers as int64, of a shape if one is given.
+
+    Raises:
+        ValueError: It is not.
+    """
+    array = _as_array(name, value)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be an array of integers, got one of {array.dtype}")
+    _check_shape(name, array, shape)
+    return array.astype(np.int64, copy=False)
+
+
+def as_positions(name: str, value: Any) -> Ints:
+    """A row of whole numbers.
+
+    Raises:
+        ValueError: It is not.
+    """
+    array = as_integers(name, value)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one row of integers, got shape {array.shape}")
+    return array
+
+
+def check_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> None:
+    """A numpy array of floats, of a shape if one is given.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(f"{name} must be a numpy array of floats, got {got}")
+    _check_shape(name, value, shape)
+
+
+def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an array: {error}") from error
+
+
+def _check_shape(name: str, array: npt.NDArray[Any], shape: Sequence[int] | None) -> None:
+    if shape is not None and array.shape != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {array.shape}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Options that switch something are booleans."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Options that name something are one of the known names."""
+    if not any(type(value) is type(name) and value == name for name in known):
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")

@@ -1,0 +1,133 @@
+"""What a kernel can do, and what a call asks for: records.
+
+The same records drive refusals, their tests, the doctor and the support matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ring_core.base.arguments import check_flag
+
+Band = Literal["full", "causal", "any"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel supports.
+
+    Attributes:
+        name: The kernel's name, as in ``kernel=``.
+        devices: Device types, e.g. ``("cpu", "cuda")``; empty means any.
+        dtypes: Names of input dtypes, e.g. ``("float32", "bfloat16")``.
+        max_head_dim: Largest head dim of Q, K or V; ``None`` is unlimited.
+        head_dim_multiple: Head dims must be a multiple of this.
+        mixed_head_dims: The head dim of V may differ from that of Q and K.
+        bands: Bands of a work item: ``full`` only, also square ``causal`` ones, or ``any``.
+        documents: One launch may span several documents (``cu_seqlens``, ``chunk_size``).
+        segment_ids, predicate, softcap, bias, alibi, dropout, deterministic: The options of the
+            same names.
+        deterministic_head_dim: Largest head dim with ``deterministic``; ``None`` is unlimited.
+        any_scale: ``softmax_scale`` may be 0 or less; a kernel that scales what it has masked, or
+            the maximum of a row, cannot do that.
+        lse_grad: The gradient of ``lse`` reaches Q and K.
+        backward: Whether there is a backward at all.
+        exact_nan: A NaN or infinity reaches only rows that see it; without, also others of its
+            tile, up to 255 positions away.
+        block_sizes: ``KernelConfig.block_q`` and ``block_k`` may be chosen.
+        fused_backward: ``KernelConfig.fused_backward`` may be chosen.
+    """
+
+    name: str
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    mixed_head_dims: bool = False
+    bands: Band = "full"
+    documents: bool = False
+    segment_ids: bool = False
+    predicate: bool = False
+    softcap: bool = False
+    bias: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    deterministic_head_dim: int | None = None
+    any_scale: bool = False
+    lse_grad: bool = False
+    backward: bool = True
+    exact_nan: bool = True
+    block_sizes: bool = False
+    fused_backward: bool = False
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """A kernel and its settings; ``None`` leaves a setting to the kernel.
+
+    Attributes:
+        name: As in ``kernel=``; ``auto`` lets the call choose among kernels that take the settings.
+        block_q, block_k: Query rows and key columns a block.
+        fused_backward: One backward kernel for dQ, dK and dV rather than two.
+    """
+
+    name: str = "auto"
+    block_q: int | None = None
+    block_k: int | None = None
+    fused_backward: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be that of a kernel, or 'auto', got {self.name!r}")
+        for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
+            if size is not None and (
+                not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31
+            ):
+                raise ValueError(
+                    f"{name} must be an integer >= 1 and < 2**31, or None, got {size!r}"
+                )
+        if self.fused_backward is not None:
+            check_flag("fused_backward", self.fused_backward)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call asks of a kernel: static facts only, equal on every rank.
+
+    ``batch``, ``q_heads`` and ``kv_heads`` say how large it is, on one device.
+    """
+
+    device: str
+    dtype: str
+    head_dim: int
+    v_head_dim: int
+    segment_ids: bool = False
+    softcap: bool = False
+    bias: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    any_scale: bool = False
+    grad: bool = False
+    lse_grad: bool = False
+    block_sizes: bool = False
+    fused_backward: bool = False
+    batch: int = 1
+    q_heads: int = 1
+    kv_heads: int = 1
+
+
+OPTION_WORDS = {
+    "segment_ids": "segment_ids",
+    "softcap": "softcap",
+    "bias": "bias",
+    "alibi": "alibi_slopes",
+    "dropout": "dropout_p",
+    "deterministic": "deterministic=True",
+    "any_scale": "softmax_scale <= 0",
+    "lse_grad": "gradient through lse",
+    "block_sizes": "choice of block_q and block_k",
+    "fused_backward": "choice of fused_backward",
+}

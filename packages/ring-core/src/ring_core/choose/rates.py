@@ -1,0 +1,317 @@
+"""How long kernels took: data, ``rates.json``, by which ``auto`` chooses among those that can.
+
+``RING_RATES`` names another file in its place, such as ``python -m ring_torch bench --rates FILE``
+writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ring_core.base.capabilities import Request
+from ring_core.plan.plan import Plan
+
+Framework = Literal["torch", "jax"]
+Option = Literal[
+    "causal", "window", "documents", "segment_ids", "predicate", "softcap", "alibi", "bias", "dropout",
+]  # fmt: skip
+
+FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
+OPTIONS: tuple[Option, ...] = get_args(Option)
+VARIABLE = "RING_RATES"
+SCHEMA = 1
+NEAR = 1.1  # times that differ by less are a tie, which the fixed order of kernels decides
+
+_NOT_TIMED = "was not timed for such calls"
+_OURS = Path(__file__).with_name("rates.json")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the forward, and of forward and backward; ``None`` was not timed."""
+
+    forward: float | None
+    both: float | None
+
+    def of(self, *, grad: bool) -> float | None:
+        """Of a call with a backward, or without."""
+        return self.both if grad else self.forward
+
+    def scaled(self, factor: float) -> Times:
+        """Of so many times the work."""
+        return Times(*(None if x is None else factor * x for x in (self.forward, self.both)))
+
+    def describe(self) -> str:
+        """In words."""
+        passes = ((self.forward, "forward"), (self.both, "with backward"))
+        return "about " + ", ".join(
+            f"{_digits(x)} ms {what}" for x, what in passes if x is not None
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What some kernels took for one call of one rank.
+
+    Attributes:
+        framework: Whose kernels they are.
+        capability: Of the GPU, ten times the major number and the minor one; 0 is the host.
+        gpu: Its name.
+        versions: Of libraries, by name.
+        tokens: As many queries as keys.
+        pairs: The (query, key) pairs that the plan shows; what segment ids hide is not known to it.
+        heads: Of queries and of keys.
+        dims: Head dims of Q and K, and of V.
+        option: What the call had beside a causal mask; ``causal`` is nothing.
+        kernels: Names and times.
+    """
+
+    framework: Framework
+    capability: int
+    gpu: str
+    versions: tuple[tuple[str, str], ...]
+    tokens: int
+    pairs: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    option: Option
+    kernels: tuple[tuple[str, Times], ...]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of calls that it tells something about; it was timed with the first."""
+        return ("bfloat16", "float16") if self.capability else ("float32",)
+
+    @property
+    def work(self) -> int:
+        """What times are in proportion to."""
+        return self.pairs * self.heads[0] * sum(self.dims)
+
+    def took(self, names: Iterable[str], *, grad: bool) -> dict[str, float]:
+        """Times of those of the kernels that have one."""
+        every = ((name, times.of(grad=grad)) for name, times in self.kernels)
+        return {name: time for name, time in every if time is not None and name in names}
+
+    def describe(self) -> str:
+        """In words."""
+        qk, v = self.dims
+        return f"{self.gpu}, {self.option}, head dim {qk if qk == v else f'{qk} and {v}'}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the kernels that can do a call should take, by the case nearest to it, if there is one.
+
+    A rank's computing alone, as if scores were as fast as in the case.
+    """
+
+    case: Case | None = None
+    factor: float = 0.0  # how much more work the call is
+
+    def fastest(self, names: Sequence[str], *, grad: bool) -> str:
+        """The kernel to take of some in their fixed order.
+
+        Of those that are nearly as fast as the fastest it is the first. Kernels without a time come
+        behind all that have one; where fewer than two have one, the order decides alone.
+        """
+        took = {} if self.case is None else self.case.took(names, grad=grad)
+        if len(took) < 2:
+            return names[0]
+        least = min(took.values())
+        return next(name for name in names if name in took and took[name] < NEAR * least)
+
+    def time(self, name: str) -> str:
+        """What a kernel should take, in words."""
+        times = None if self.case is None else dict(self.case.kernels).get(name)
+        return _NOT_TIMED if times is None else times.scaled(self.factor).describe()
+
+    def time_and_source(self, name: str) -> str:
+        """The same behind a colon, and by which case; empty if nothing is known."""
+        time = self.time(name)
+        if self.case is None or time == _NOT_TIMED:
+            return ""
+        return f": {time} (by {self.case.describe()})"
+
+
+UNKNOWN = Expected()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Cases of any GPU and framework."""
+
+    cases: tuple[Case, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Differs between tables that differ: what ranks compare."""
+        return hashlib.blake2s(written(self).encode(), digest_size=8).hexdigest()
+
+    def of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
+        """The cases of GPUs of this generation, by the major number of their capability."""
+        if capability is None:
+            return ()
+        major = capability // 10
+        every = (case for case in self.cases if case.framework == framework)
+        return tuple(case for case in every if case.capability // 10 == major)
+
+
+def expected(
+    cases: Sequence[Case], request: Request, plan: Plan, names: Sequence[str], *, grad: bool
+) -> Expected:
+    """What kernels should take for a call, if some case has a time of one.
+
+    Of several options that with the slowest case counts.
+
+    Args:
+        cases: Those of the framework and the GPU.
+        request: The call.
+        plan: Its plan.
+        names: The kernels that can do it.
+        grad: Whether it has a backward.
+    """
+    cases = [case for case in cases if request.dtype in case.dtypes]
+    size = request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
+    work = int(plan.work().sum(axis=0).max()) * size
+    for least in (2, 1):  # a case that compares kernels, else one that says what one takes
+        counted = [case for case in cases if len(case.took(names, grad=grad)) >= least]
+        near = [_nearest(counted, option, request) for option in options_of(request, plan)]
+        found = [
+            (work / case.work * min(case.took(names, grad=grad).values()), case)
+            for case in near if case is not None
+        ]  # fmt: skip
+        if found:
+            _, slowest = max(found, key=lambda each: each[0])
+            return Expected(slowest, work / slowest.work)
+    return UNKNOWN
+
+
+def options_of(request: Request, plan: Plan) -> tuple[Option, ...]:
+    """What a call has beside a causal mask, in the words of the table."""
+    mask = plan.mask
+    asked: dict[Option, bool] = {
+        "window": mask.window is not None,
+        "documents": mask.cu_seqlens is not None or mask.chunk_size is not None,
+        "segment_ids": request.segment_ids, "predicate": mask.predicate is not None,
+        "softcap": request.softcap, "alibi": request.alibi, "bias": request.bias,
+        "dropout": request.dropout,
+    }  # fmt: skip
+    return tuple(option for option, is_asked in asked.items() if is_asked) or ("causal",)
+
+
+def _nearest(cases: Sequence[Case], option: Option, request: Request) -> Case | None:
+    """The case of an option, or else a causal one, that is most like a call.
+
+    Kernels compute head dims that they lack at larger ones, so a case that is no narrower than the
+    call comes first, even a causal one; then the option, head dims, heads a key head.
+    """
+    dims, group = (request.head_dim, request.v_head_dim), request.q_heads / request.kv_heads
+
+    def distance(case: Case) -> tuple[bool, bool, int, float]:
+        apart = [a - b for a, b in zip(case.dims, dims, strict=True)]
+        ratio = math.log(case.heads[0] / case.heads[1] / group)
+        return min(apart) < 0, case.option != option, sum(map(abs, apart)), abs(ratio)
+
+    return min((x for x in cases if x.option in (option, "causal")), key=distance, default=None)
+
+
+def default() -> Rates:
+    """The table of the file that ``RING_RATES`` names, or of this package.
+
+    Raises:
+        ValueError: The file cannot be read, or is no such table.
+    """
+    return _read_once(os.environ.get(VARIABLE) or str(_OURS))
+
+
+def read(path: str) -> Rates:
+    """A table from a file.
+
+    Raises:
+        ValueError: It cannot be read, or is no such table.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise ValueError(f'it has no "schema": {SCHEMA}')  # noqa: TRY301 - said with the path
+        cases = tuple(_case(x) for x in found["rates"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no table of rates: {error}. Write one with 'python -m ring_torch bench "
+            f"--rates FILE', or unset {VARIABLE} for the package's own"
+        ) from None
+    return Rates(cases)
+
+
+_read_once = lru_cache(maxsize=8)(read)
+
+
+def written(rates: Rates) -> str:
+    """What a file holds, a case a line."""
+    lines = ",\n".join(f"  {json.dumps(_as_json(case))}" for case in rates.cases)
+    return f'{{\n "schema": {SCHEMA},\n "rates": [\n{lines}\n ]\n}}\n'
+
+
+def _as_json(case: Case) -> dict[str, Any]:
+    kernels = {name: [times.forward, times.both] for name, times in case.kernels}
+    return asdict(case) | {"versions": dict(case.versions), "kernels": kernels}
+
+
+def _case(given: Any) -> Case:
+    names = [field.name for field in fields(Case)]
+    if not isinstance(given, dict) or sorted(given) != sorted(names):
+        raise ValueError(f"a case has {', '.join(names)}, got {given!r}")
+    counts = [given["tokens"], given["pairs"], *_two(given, "heads"), *_two(given, "dims")]
+    if not all(type(x) is int and x >= 1 for x in counts):
+        raise ValueError(f"tokens, pairs, heads and dims are integers >= 1, got {given!r}")
+    if type(given["capability"]) is not int or given["capability"] < 0:
+        raise ValueError(f"capability is an integer, as 90, or 0 for the host, got {given!r}")
+    for name, choices in (("framework", FRAMEWORKS), ("option", OPTIONS)):
+        if given[name] not in choices:
+            raise ValueError(f"{name} is one of {', '.join(choices)}, got {given[name]!r}")
+    versions, kernels = given["versions"], given["kernels"]
+    if not isinstance(given["gpu"], str) or not isinstance(versions, dict):
+        raise ValueError(f"gpu is a name, versions are names and versions, got {given!r}")
+    if not isinstance(kernels, dict) or not kernels:
+        raise ValueError(f"kernels are names and times, got {kernels!r}")
+    return Case(
+        given["framework"], given["capability"], given["gpu"],
+        tuple((name, str(x)) for name, x in versions.items()), given["tokens"], given["pairs"],
+        _two(given, "heads"), _two(given, "dims"), given["option"],
+        tuple((name, _times(name, x)) for name, x in kernels.items()),
+    )  # fmt: skip
+
+
+def _two(given: dict[str, Any], name: str) -> tuple[int, int]:
+    found = given[name]
+    if not isinstance(found, list) or len(found) != 2:
+        raise ValueError(f"{name} are two numbers, got {found!r}")
+    return cast("tuple[int, int]", tuple(found))
+
+
+def _times(name: str, given: Any) -> Times:
+    right = isinstance(given, list) and len(given) == 2 and given != [None, None]
+    if not right or not all(x is None or _is_time(x) for x in given):
+        raise ValueError(
+            f"{name} has milliseconds of the forward and of both passes, one of which may be null, "
+            f"got {given!r}"
+        )
+    return Times(*given)
+
+
+def _is_time(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+
+
+def _digits(x: float) -> str:
+    if x < 0.01:  # less than it takes to start a kernel
+        return "< 0.01"
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"

@@ -1,0 +1,100 @@
+"""Whether a kernel can do a call: where what it can is compared with what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ring_core.base.capabilities import OPTION_WORDS, Capabilities, Request
+from ring_core.base.errors import UnsupportedError
+from ring_core.plan.plan import Plan
+
+
+def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[str, ...]:
+    """Every reason why a kernel cannot do a call; empty if it can."""
+    can, reasons = capabilities, []
+    if can.devices and request.device not in can.devices:
+        reasons.append(f"runs on {_either(can.devices)}, not on {request.device}")
+    if can.dtypes and request.dtype not in can.dtypes:
+        reasons.append(f"takes {_either(can.dtypes)}, not {request.dtype}")
+    largest = max(request.head_dim, request.v_head_dim)
+    if can.max_head_dim is not None and largest > can.max_head_dim:
+        reasons.append(f"takes head dims up to {can.max_head_dim}, not {largest}")
+    if request.head_dim % can.head_dim_multiple or request.v_head_dim % can.head_dim_multiple:
+        reasons.append(f"takes head dims that are multiples of {can.head_dim_multiple}")
+    if not can.mixed_head_dims and request.head_dim != request.v_head_dim:
+        reasons.append(f"needs V's head dim {request.v_head_dim} to equal Q's {request.head_dim}")
+    for option, words in OPTION_WORDS.items():
+        if getattr(request, option) and not getattr(can, option):
+            reasons.append(f"has no {words}")
+    most = can.deterministic_head_dim
+    if request.deterministic and can.deterministic and most is not None and largest > most:
+        reasons.append(f"is deterministic for head dims up to {most}, not {largest}")
+    if request.grad and not can.backward:
+        reasons.append("has no backward")
+    return (*reasons, *_mask_refusals(can, plan))
+
+
+def _mask_refusals(can: Capabilities, plan: Plan) -> list[str]:
+    if plan.mask.predicate is not None:
+        return [] if can.predicate else ["has no predicate masks"]
+    reasons = []
+    traits = plan.traits
+    if traits.several_documents and not can.documents:
+        reasons.append("has no blocks of several documents or chunks")
+    if can.bands == "full" and traits.causal + traits.banded:
+        reasons.append(
+            f"takes full blocks only, and this plan has {traits.causal + traits.banded} others"
+        )
+    if can.bands == "causal" and traits.banded:
+        reasons.append(
+            f"takes full and square causal blocks only, and this plan has {traits.banded} with windows"
+        )
+    return reasons
+
+
+def require(
+    capabilities: Capabilities, request: Request, plan: Plan, *, others: Sequence[Capabilities]
+) -> None:
+    """Raise unless a kernel can do a call.
+
+    Raises:
+        UnsupportedError: Naming every reason, and which of ``others`` could do it.
+    """
+    reasons = refusals(capabilities, request, plan)
+    if not reasons:
+        return
+    able = [other.name for other in others if not refusals(other, request, plan)]
+    instead = (
+        f"use kernel={_either([repr(name) for name in able])} or 'auto'"
+        if able
+        else "no kernel here can do this call"
+    )
+    raise UnsupportedError(
+        f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {instead}"
+    )
+
+
+def support_matrix(kernels: Sequence[Capabilities]) -> str:
+    """A Markdown table of what each kernel supports, one column a kernel."""
+    lines = ["| | " + " | ".join(f"`{kernel.name}`" for kernel in kernels) + " |"]
+    lines.append("|---|" + "---|" * len(kernels))
+    for row in fields(Capabilities):
+        if row.name != "name":
+            cells = [_cell(getattr(kernel, row.name)) for kernel in kernels]
+            lines.append(f"| {row.name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None or value == ():
+        return "any"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if value is True or value is False:
+        return "yes" if value else "no"
+    return str(value)
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

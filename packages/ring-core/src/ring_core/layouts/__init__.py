@@ -1,0 +1,4 @@
+"""Which rank holds which token.
+
+May import ``base``. A new layout is a name in ``layout`` and its runs.
+"""

@@ -1,0 +1,219 @@
+"""Which rank holds which token: token -> (rank, local index), as runs of evenly spaced tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.arguments import TOO_LARGE, check_choice, check_index, check_size, is_integer
+
+Ints = npt.NDArray[np.int64]
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+
+
+class Run(NamedTuple):
+    """Local indices ``local_start + n`` hold positions ``global_start + stride * n``."""
+
+    local_start: int
+    length: int
+    global_start: int
+    stride: int
+
+
+@dataclass(frozen=True, repr=False)
+class Dealt:
+    """A schedule, and the layout of its tokens: equal chunks of the sequence, dealt to ranks.
+
+    The ring is the classic one. :func:`ring_core.deal` makes one that is even for a mask; any other
+    is as exact. Frozen and hashable.
+
+    Args:
+        chunks: For each rank the chunks it holds, ascending, as many as every other rank; together
+            ``0, 1, ...``, each once.
+
+    Raises:
+        ValueError: They are not.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not _is_listed(self.chunks) or not all(map(_is_listed, self.chunks)):
+            raise ValueError(f"chunks must be a tuple of chunk numbers a rank, got {self.chunks!r}")
+        flat = list(chain.from_iterable(self.chunks))
+        if not flat or not all(map(is_integer, flat)):
+            raise ValueError(f"chunks must be integers, one a rank at least, got {self.chunks!r}")
+        if len(set(map(len, self.chunks))) > 1:
+            raise ValueError(
+                f"chunks must be as many on every rank, got {list(map(len, self.chunks))}"
+            )
+        if sorted(flat) != list(range(len(flat))):
+            raise ValueError(f"chunks must be 0..{len(flat) - 1}, each once, got {sorted(flat)}")
+        if any(a > b for chunks in self.chunks for a, b in pairwise(chunks)):
+            raise ValueError(f"chunks must ascend on every rank, got {self.chunks!r}")
+        plain = tuple(tuple(map(int, chunks)) for chunks in self.chunks)
+        object.__setattr__(self, "chunks", plain)  # the dataclass is frozen
+
+    def __repr__(self) -> str:
+        return f"dealt({self.cp_size}x{self.chunks_a_rank})"
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks."""
+        return len(self.chunks)
+
+    @property
+    def chunks_a_rank(self) -> int:
+        """Chunks that each rank holds."""
+        return len(self.chunks[0])
+
+    @cached_property
+    def table(self) -> Ints:
+        """The chunks as an array ``[cp_size, chunks_a_rank]``."""
+        return np.array(self.chunks, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ``seq_len`` tokens are dealt to ``cp_size`` ranks.
+
+    ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
+    ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
+    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on. A :class:`Dealt`:
+    it holds the chunks that this says.
+    """
+
+    name: LayoutName | Dealt
+    seq_len: int
+    cp_size: int
+
+    def __post_init__(self) -> None:
+        is_named = isinstance(self.name, str) and self.name in get_args(LayoutName)
+        if not is_named and not isinstance(self.name, Dealt):
+            raise ValueError(
+                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}, or a Dealt"
+            )
+        check_size("cp_size", self.cp_size)
+        if isinstance(self.name, Dealt) and self.name.cp_size != self.cp_size:
+            raise ValueError(
+                f"schedule {self.name} has chunks for {self.name.cp_size} ranks, and there are "
+                f"{self.cp_size}; deal for cp_size={self.cp_size}"
+            )
+        if not is_integer(self.seq_len) or self.seq_len >= TOO_LARGE:
+            raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
+        if self.seq_len < 1 or self.seq_len % self.divisor:
+            padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
+            text = (
+                f"sequence length {self.seq_len} is not a positive multiple of {self.divisor}, as "
+                f"the {self.name} layout over {self.cp_size} ranks needs; pad to {padded}"
+            )
+            if self.seq_len > 0:
+                text = (
+                    f"{text} with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, "
+                    f"{padded}), by which no token sees them"
+                )
+            raise ValueError(text)
+
+    @property
+    def divisor(self) -> int:
+        """Sequence lengths must be a multiple of this."""
+        return self.cp_size * self.num_runs
+
+    @property
+    def local_len(self) -> int:
+        """Tokens a rank."""
+        return self.seq_len // self.cp_size
+
+    @property
+    def stride(self) -> int:
+        """Distance of neighbouring tokens of a run."""
+        return self.cp_size if self.name == "striped" else 1
+
+    @property
+    def num_runs(self) -> int:
+        """Runs a rank."""
+        if isinstance(self.name, Dealt):
+            return self.name.chunks_a_rank
+        return 2 if self.name == "zigzag" else 1
+
+    @property
+    def run_starts(self) -> tuple[int, ...]:
+        """Local index at which each run starts; the same on every rank."""
+        return tuple(range(0, self.local_len, self.run_length))
+
+    @property
+    def run_length(self) -> int:
+        """Tokens a run; the same for all."""
+        return self.local_len // self.num_runs
+
+    def run_positions(self, rank: npt.ArrayLike) -> Ints:
+        """Position of the first token of each run: ``[..., runs]`` for ranks ``[...]``."""
+        r = np.asarray(rank, dtype=np.int64)
+        if isinstance(self.name, Dealt):
+            return self.name.table[r] * self.run_length
+        if self.name == "striped":
+            return r[..., None]
+        if self.name == "contiguous":
+            return r[..., None] * self.local_len
+        return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The runs of one rank, in local order."""
+        check_index("rank", rank, self.cp_size)
+        starts = self.run_positions(rank).tolist()
+        return tuple(
+            Run(local, self.run_length, position, self.stride)
+            for local, position in zip(self.run_starts, starts, strict=True)
+        )
+
+    def positions(self, rank: int) -> Ints:
+        """Global position of each local index of a rank, ``[local_len]``."""
+        check_index("rank", rank, self.cp_size)
+        steps = np.arange(self.run_length, dtype=np.int64) * self.stride
+        return (self.run_positions(rank)[:, None] + steps).reshape(-1)
+
+
+def _is_listed(value: object) -> bool:
+    return isinstance(value, tuple | list)
+
+
+ScheduleName = Literal["plain", "zigzag", "striped", "balanced"]
+Schedule = ScheduleName | Dealt
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+def layout_of(schedule: Schedule) -> LayoutName | Dealt:
+    """The layout the tokens of a schedule are in, the first argument of a :class:`Layout`.
+
+    Raises:
+        ValueError: No such schedule.
+    """
+    if isinstance(schedule, Dealt):
+        return schedule
+    try:
+        check_choice("schedule", schedule, SCHEDULES)
+    except ValueError as error:
+        raise ValueError(f"{error}, or what ring_core.deal returns") from None
+    layouts: dict[ScheduleName, LayoutName] = {
+        "plain": "contiguous",
+        "zigzag": "zigzag",
+        "striped": "striped",
+        "balanced": "contiguous",
+    }
+    return layouts[schedule]
+
+
+def divisor_of(schedule: Schedule, cp_size: int) -> int:
+    """Sequence lengths must be a multiple of this under a schedule.
+
+    Raises:
+        ValueError: No such schedule, or it is dealt to another number of ranks.
+    """
+    layout, ranks = layout_of(schedule), check_size("cp_size", cp_size)
+    runs = layout.chunks_a_rank if isinstance(layout, Dealt) else 2  # at most
+    return Layout(layout, ranks * runs, ranks).divisor

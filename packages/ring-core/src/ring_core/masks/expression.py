@@ -1,0 +1,223 @@
+"""A mask's rule as an expression over positions, for kernels that are compiled for one.
+
+The rule is called once with objects that note what is done to them. What they cannot note, such as
+a table that is looked up, or an ``if``, leaves the mask without an expression.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.masks.mask import Mask
+
+#: ``"q"``, ``"k"``, a number, or an operator's name and its arguments.
+Expression = str | int | tuple[Any, ...]
+Operators = Mapping[str, Callable[..., Any]]
+
+#: Operators of expressions. Of ``floordiv`` and ``mod`` the first is no less than 0, the second is
+#: a number above 0, so that rounding down and towards 0 are one.
+OPERATORS: Operators = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.maximum,
+    "floordiv": operator.floordiv, "mod": operator.mod, "shift": operator.rshift,
+    "bits": operator.and_, "lt": operator.lt, "le": operator.le, "eq": operator.eq,
+    "ne": operator.ne, "and": operator.and_, "or": operator.or_,
+}  # fmt: skip
+
+_LIMIT = 1 << 31
+_LARGEST = 256  # operators: what is used again counts again, as a kernel would spell it out
+_TRIED = 64  # positions on each side at which an expression is compared with its mask
+
+
+def expression_of(
+    mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
+) -> Expression | None:
+    """The rule for positions ``start <= q < stop`` and ``start <= k < stop``, in 32-bit integers.
+
+    ``None`` if it is not made of operators on integers alone, is long, has documents, or has
+    numbers in it that do not fit.
+    """
+    return _expression_of(mask, q_span, k_span)
+
+
+def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
+    """What an expression says of positions, by somebody's operators; numpy's by default."""
+    if isinstance(expression, tuple):
+        name, *arguments = expression
+        return operators[name](*(evaluated(x, q, k, operators) for x in arguments))
+    return {"q": q, "k": k}[expression] if isinstance(expression, str) else expression
+
+
+@lru_cache(maxsize=64)
+def _expression_of(
+    mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
+) -> Expression | None:
+    if mask.cu_seqlens is not None:
+        return None
+    q, k = (_Traced(name, span[0], span[1] - 1) for name, span in (("q", q_span), ("k", k_span)))
+    try:
+        rule = mask.rule(q, k)
+    except Exception:  # noqa: BLE001 - a rule may fail in any way on what is no array
+        return None
+    if not isinstance(rule, _Traced) or not rule.is_bool:
+        return None
+    rows, columns = _some(q_span)[:, None], _some(k_span)
+    with np.errstate(all="ignore"):
+        alike = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
+    return rule.node if np.all(alike) else None
+
+
+def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Positions of a span: its ends, and others at random."""
+    found = np.random.default_rng(0).integers(*span, _TRIED)
+    found[:2], found[-2:] = span[0], span[1] - 1
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A number between two others, or a truth value, and where it comes from."""
+
+    node: Expression
+    low: int
+    high: int
+    is_bool: bool = False
+    size: int = 1
+
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None
+
+    def __post_init__(self) -> None:
+        if not -_LIMIT <= self.low <= self.high < _LIMIT:
+            raise OverflowError("does not fit in 32 bits")
+        if self.size > _LARGEST:
+            raise OverflowError("is too long")
+
+    def __bool__(self) -> bool:
+        raise TypeError("is not known yet")
+
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise TypeError("is no array")
+
+    def __add__(self, other: object) -> _Traced:
+        a, b = _number(self), _number(other)
+        return _made("add", (a, b), a.low + b.low, a.high + b.high)
+
+    def __sub__(self, other: object) -> _Traced:
+        a, b = _number(self), _number(other)
+        return _made("sub", (a, b), a.low - b.high, a.high - b.low)
+
+    def __rsub__(self, other: object) -> _Traced:
+        return _number(other) - self
+
+    def __neg__(self) -> _Traced:
+        return 0 - self
+
+    def __mul__(self, other: object) -> _Traced:
+        a, b = _number(self), _number(other)
+        ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+        return _made("mul", (a, b), min(ends), max(ends))
+
+    def __abs__(self) -> _Traced:
+        back = -self
+        high = max(self.high, back.high)
+        return _made("max", (self, back), max(self.low, back.low, 0), high)
+
+    def __floordiv__(self, other: object) -> _Traced:
+        by = _divisor(other)
+        up, times = self._raised(by)
+        power = by & (by - 1) == 0
+        name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
+        found = _made(name, (up, _number(number)), up.low // by, up.high // by)
+        return found - times if times else found
+
+    def __mod__(self, other: object) -> _Traced:
+        by = _divisor(other)
+        up, _ = self._raised(by)
+        name, number = ("bits", by - 1) if by & (by - 1) == 0 else ("mod", by)
+        return _made(name, (up, _number(number)), 0, by - 1)
+
+    def _raised(self, by: int) -> tuple[_Traced, int]:
+        """This and so many times a number that it is no less than 0, and how many."""
+        number = _number(self)
+        times = max(0, -(number.low // by))
+        return (number + times * by if times else number), times
+
+    def __and__(self, other: object) -> _Traced:
+        return _joined("and", self, other)
+
+    def __or__(self, other: object) -> _Traced:
+        return _joined("or", self, other)
+
+    def __xor__(self, other: object) -> _Traced:
+        return _joined("ne", self, other)
+
+    def __invert__(self) -> _Traced:
+        return _joined("ne", self, True)
+
+    def __lt__(self, other: object) -> _Traced:
+        return _compared("lt", self, other)
+
+    def __le__(self, other: object) -> _Traced:
+        return _compared("le", self, other)
+
+    def __gt__(self, other: object) -> _Traced:
+        return _compared("lt", other, self)
+
+    def __ge__(self, other: object) -> _Traced:
+        return _compared("le", other, self)
+
+    def __eq__(self, other: object) -> _Traced:  # type: ignore[override]
+        return _compared("eq", self, other)
+
+    def __ne__(self, other: object) -> _Traced:  # type: ignore[override]
+        return _compared("ne", self, other)
+
+    __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
+
+
+def _made(
+    name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
+) -> _Traced:
+    """What an operator makes of two."""
+    a, b = parts
+    return _Traced((name, a.node, b.node), low, high, is_bool, 1 + a.size + b.size)
+
+
+def _number(x: object) -> _Traced:
+    """An integer; what numpy makes of truth values in sums differs from what others do."""
+    if isinstance(x, _Traced) and not x.is_bool:
+        return x
+    if isinstance(x, int | np.integer) and not isinstance(x, bool):
+        return _Traced(int(x), int(x), int(x))
+    raise TypeError("is no integer")
+
+
+def _divisor(x: object) -> int:
+    """A number above 0 that is known."""
+    if isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0:
+        return int(x)
+    raise TypeError("is no number above 0")
+
+
+def _compared(name: str, a: object, b: object) -> _Traced:
+    return _made(name, (_number(a), _number(b)), 0, 1, is_bool=True)
+
+
+def _joined(name: str, a: _Traced, b: object) -> _Traced:
+    """Of two truth values, one of which may be known."""
+    if not a.is_bool or not (
+        isinstance(b, bool | np.bool_) or (isinstance(b, _Traced) and b.is_bool)
+    ):
+        raise TypeError("is no truth value")
+    if isinstance(b, _Traced):
+        return _made(name, (a, b), 0, 1, is_bool=True)
+    if (name, bool(b)) in (("and", True), ("or", False), ("ne", False)):
+        return a
+    return _made(name, (a, _number(int(b))), 0, 1, is_bool=True)

@@ -1,0 +1,222 @@
+"""Which query sees which key: one rule over global positions.
+
+A query at position ``i`` sees a key at position ``j`` when every part of the rule that was given
+says so::
+
+    causal        j <= i
+    window        i - left <= j <= i + right
+    chunk_size    i // c == j // c
+    cu_seqlens    both lie in the same document
+    predicate     predicate(i, j)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.arguments import TOO_LARGE, as_positions, is_integer
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A visibility rule over global positions; frozen and hashable.
+
+    Args:
+        causal: A query sees keys at its own position and before.
+        window: ``(left, right)``, how many keys besides itself a query sees on each side; ``None``
+            leaves a side unbounded.
+        chunk_size: A query sees keys of its own chunk of this many positions only.
+        cu_seqlens: ``(0, ..., T)``, offsets of packed documents; documents see themselves only.
+        predicate: ``predicate(q_pos, k_pos)``, any further rule, written with operators that work
+            on numpy, torch and jax integer arrays alike; it returns booleans of the broadcast
+            shape and must be a pure function.
+
+    Raises:
+        ValueError: A part is malformed.
+    """
+
+    causal: bool = False
+    window: Window | None = None
+    chunk_size: int | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    predicate: Callable[[Any, Any], Any] | None = None
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool | np.bool_):
+            raise ValueError(f"causal must be a bool, got {self.causal!r}")
+        if self.predicate is not None and not callable(self.predicate):
+            raise ValueError(
+                f"predicate must be callable as (q_pos, k_pos), got {self.predicate!r}"
+            )
+        store = object.__setattr__  # the dataclass is frozen
+        store(self, "causal", bool(self.causal))
+        store(self, "window", _checked_window(self.window))
+        store(self, "chunk_size", _checked_chunk_size(self.chunk_size))
+        store(self, "cu_seqlens", _checked_cu_seqlens(self.cu_seqlens))
+        parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
+        try:
+            store(self, "_hash", hash(parts))
+        except TypeError as error:
+            raise ValueError(
+                f"predicate must be hashable, for plans are kept by their masks: {error}"
+            ) from error
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def band(self) -> Window:
+        """``(left, right)`` of the rule ``-right <= q - k <= left``; ``None`` is unbounded."""
+        left, right = self.window or (None, None)
+        return (left, 0) if self.causal else (left, right)
+
+    @cached_property
+    def document_offsets(self) -> Ints | None:
+        """``cu_seqlens`` as an array without empty documents."""
+        if self.cu_seqlens is None:
+            return None
+        return np.unique(np.asarray(self.cu_seqlens, dtype=np.int64))
+
+    def boundaries(self, start: int, stop: int) -> Ints | None:
+        """Ascending positions that cut ``[start, stop)`` into cells no query sees beyond.
+
+        Chunks and documents are both partitions into ranges, so tokens see each other under both
+        exactly when they share a cell of the common refinement. ``None`` when there is neither.
+        """
+        cuts = []
+        if self.chunk_size is not None:
+            first = start // self.chunk_size * self.chunk_size
+            cuts.append(np.arange(first, stop + self.chunk_size, self.chunk_size, dtype=np.int64))
+        if self.document_offsets is not None:
+            cuts.append(self.document_offsets)
+        return np.unique(np.concatenate(cuts)) if cuts else None
+
+    def rule(self, q_pos: Any, k_pos: Any) -> Any:
+        """The rule without ``cu_seqlens``, by operators alone: any framework's integer arrays.
+
+        The arrays must broadcast against each other; the result is boolean, or ``True`` when
+        nothing but ``cu_seqlens`` was given.
+        """
+        left, right = self.band
+        parts = []
+        if left is not None:
+            parts.append(q_pos - k_pos <= left)
+        if right is not None:
+            parts.append(k_pos - q_pos <= right)
+        if self.chunk_size is not None:
+            parts.append(q_pos // self.chunk_size == k_pos // self.chunk_size)
+        if self.predicate is not None:
+            parts.append(self.predicate(q_pos, k_pos))
+        visible: Any = True
+        for part in parts:
+            visible = part if visible is True else visible & part
+        return visible
+
+    def dense(self, q_pos: npt.ArrayLike, k_pos: npt.ArrayLike) -> Bools:
+        """Boolean ``[len(q_pos), len(k_pos)]``: which query sees which key."""
+        q, k = as_positions("q_pos", q_pos), as_positions("k_pos", k_pos)
+        visible = np.ones((q.size, k.size), dtype=bool)
+        visible &= np.asarray(self.rule(q[:, None], k[None, :]), dtype=bool)
+        if self.document_offsets is not None:
+            offsets = self.document_offsets
+            q_doc, k_doc = (np.searchsorted(offsets, x, side="right") for x in (q, k))
+            visible &= q_doc[:, None] == k_doc[None, :]
+        return visible
+
+    def describe(self) -> str:
+        """A few words for messages and headings, e.g. ``causal, window=(4096, 0)``."""
+        words = ["causal"] if self.causal else []
+        words += [f"window={self.window}"] if self.window is not None else []
+        words += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
+        words += [f"{len(self.cu_seqlens) - 1} documents"] if self.cu_seqlens is not None else []
+        if self.predicate is not None:
+            words.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
+        return ", ".join(words) or "full"
+
+
+def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
+    """Check that documents, if there are any, are of sequences of these lengths.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if mask.cu_seqlens is None:
+        return
+    if q_len != k_len:
+        raise ValueError(
+            f"cu_seqlens need as many keys as queries, got {q_len} queries and {k_len} keys; use "
+            f"segment_ids as a pair (queries', keys')"
+        )
+    if mask.cu_seqlens[-1] != q_len:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {q_len}, got {mask.cu_seqlens[-1]}"
+        )
+
+
+def _checked_window(window: Any) -> Window | None:
+    if window is None:
+        return None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"window must be a pair (left, right), each a number of keys besides the query's own or "
+            f"None for unbounded; got {window!r}. For the last W tokens, itself included, pass "
+            f"window=(W - 1, 0)"
+        )
+    for side in window:
+        if side is not None and (not is_integer(side) or not 0 <= side < TOO_LARGE):
+            raise ValueError(
+                f"window={window!r}: each side must be an integer >= 0 and < 2**40, or None for "
+                f"unbounded (never -1)"
+            )
+    left, right = (None if side is None else int(side) for side in window)
+    return left, right
+
+
+def _checked_chunk_size(chunk_size: Any) -> int | None:
+    if chunk_size is None:
+        return None
+    if not is_integer(chunk_size) or not 1 <= chunk_size < TOO_LARGE:
+        raise ValueError(
+            f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
+        )
+    return int(chunk_size)
+
+
+def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    try:
+        offsets = np.asarray(cu_seqlens)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            "cu_seqlens must be known on the host: pass a tuple of ints, or use segment_ids for "
+            "documents known on the device only"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"cu_seqlens must be one row of integers (0, ..., T): {error}") from error
+    if offsets.ndim != 1 or offsets.size < 2 or offsets.dtype.kind not in "iu":
+        raise ValueError(
+            f"cu_seqlens must be one row of at least two integers (0, ..., T), got shape "
+            f"{offsets.shape} of {offsets.dtype}"
+        )
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {int(offsets[0])}")
+    falls = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(
+            f"cu_seqlens must be ascending; entry {at + 1} is {int(offsets[at + 1])} after "
+            f"{int(offsets[at])}"
+        )
+    return tuple(offsets.tolist())

@@ -1,0 +1,288 @@
+"""What one rank's queries see of another rank's keys, for many pairs of ranks at once.
+
+Between two runs of tokens the mask is a band over a rectangle (see ``_band``); chunk and document
+borders clip the rectangle first. All functions take arrays of ranks and work on all pairs together,
+so that a plan for a thousand ranks costs a thousand numpy calls, not a million.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.layouts.layout import Layout
+from ring_core.masks import band
+from ring_core.masks.band import UNBOUNDED, Rectangles
+from ring_core.masks.mask import Mask
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+_CELLS_AT_ONCE = 1 << 15  # arrays that stay in cache
+
+
+class Rows(NamedTuple):
+    """Rectangles ``[..., n]`` of each pair of ranks; the empty ones are all zeros.
+
+    ``doc_start:doc_stop`` are the cells of ``boundaries`` that the rectangle spans; both are zero
+    where it lies inside a single cell, so that the band alone is the rule.
+    """
+
+    rect: Rectangles
+    doc_start: Ints
+    doc_stop: Ints
+
+
+class Geometry(Protocol):
+    """Rectangles and counts of visible pairs; ``half`` 0 or 1 asks for half of the query rows."""
+
+    @property
+    def boundaries(self) -> Ints | None:
+        """Ascending positions of chunk and document borders, if there are any."""
+        ...
+
+    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+        """What queries of one rank meet of keys of another, for each pair of ranks."""
+        ...
+
+    def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
+        """How many (query, key) pairs that shows."""
+        ...
+
+
+@dataclass(frozen=True)
+class BandGeometry:
+    """The geometry of every mask but a predicate."""
+
+    mask: Mask
+    q_layout: Layout
+    k_layout: Layout
+    q_offset: int  # query i stands at position i + q_offset: T_kv - T_q
+    boundaries: Ints | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        first, last = min(0, self.q_offset), self.k_layout.seq_len
+        object.__setattr__(self, "boundaries", self.mask.boundaries(first, last))
+
+    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+        """The rectangles a pair of ranks computes, in as few as possible."""
+        rows = self._pieces(q_rank, kv_rank)
+        if half is not None:
+            rows = self._half(q_rank, kv_rank, rows, half)
+        if self.boundaries is not None:
+            rows = self._without_dead(q_rank, kv_rank, rows)
+        return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
+
+    def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> Rows:
+        """One rectangle for each run of a rank's queries against neighbouring keys.
+
+        For a layout of keys whose local indices are their positions.
+        """
+        assert self.k_layout.cp_size == 1
+        q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
+        rect = self._untrimmed(q_local, k_local, q_pos, k_pos)
+        rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
+        if self.boundaries is None:
+            return Rows(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
+        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return self._without_dead(q_rank, 0, rows)
+
+    def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
+        """Visible (query, key) pairs of each pair of ranks."""
+        if self.boundaries is None and half is None:  # the closed form needs no trimming
+            rect = self._untrimmed(*self._runs(q_rank, kv_rank))
+            return _count(rect).sum(axis=-1)
+        rows = self._pieces(q_rank, kv_rank)
+        if half is not None:
+            rows = self._half(q_rank, kv_rank, rows, half)
+        return self._count(q_rank, kv_rank, rows).sum(axis=-1)
+
+    def _runs(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> tuple[Ints, Ints, Ints, Ints]:
+        """Local start and position of both runs of every pair of runs, ``[..., n]``."""
+        q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
+        q_pos = self.q_layout.run_positions(q_rank) + self.q_offset
+        k_pos = self.k_layout.run_positions(kv_rank)
+        q_pos, k_pos = np.broadcast_arrays(q_pos[..., :, None], k_pos[..., None, :])
+        flat = (*q_pos.shape[:-2], -1)
+        q_local, k_local = np.meshgrid(
+            self.q_layout.run_starts, self.k_layout.run_starts, indexing="ij"
+        )
+        return q_local.reshape(-1), k_local.reshape(-1), q_pos.reshape(flat), k_pos.reshape(flat)
+
+    def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> Rows:
+        """One trimmed rectangle for every pair of runs."""
+        q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
+        rect = band.trim(self._untrimmed(q_local, k_local, q_pos, k_pos))
+        if self.boundaries is None:
+            zero = np.zeros_like(rect.lo)
+            return Rows(rect, zero, zero)
+        return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+
+    def _untrimmed(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
+        lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
+        q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
+        return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
+
+    def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> Rows:
+        """Clip rectangles to the chunks and documents that both sides touch.
+
+        ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
+        """
+        assert self.boundaries is not None
+        cells = self.boundaries
+        if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
+            stop = np.where(rect.live, cells.size - 1, 0)
+            return Rows(rect, np.zeros_like(stop), stop)
+        for _ in range(2):  # the band may cut further, and then fewer cells are touched
+            first, last = self._touched(rect, q_zero, k_zero)
+            inside = rect.live & (first <= last)
+            first, last = np.where(inside, first, 0), np.where(inside, last, 0)
+            start, stop = cells[first], np.where(inside, cells[last + 1], cells[first])
+            rect = band.clip(rect, start - q_zero, stop - q_zero, start - k_zero, stop - k_zero)
+        first, last = self._touched(rect, q_zero, k_zero)
+        several = rect.live & (last > first)
+        return Rows(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
+
+    def _touched(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
+        """First and last cell that hold both a query and a key of each rectangle."""
+        q_first, q_last = self._cell(rect.q_start + q_zero), self._cell(rect.q_stop + q_zero - 1)
+        k_first, k_last = self._cell(rect.k_start + k_zero), self._cell(rect.k_stop + k_zero - 1)
+        return np.maximum(q_first, k_first), np.minimum(q_last, k_last)
+
+    def _cell(self, position: Ints) -> Ints:
+        assert self.boundaries is not None
+        cell = np.searchsorted(self.boundaries, position, side="right") - 1
+        return np.clip(cell, 0, self.boundaries.size - 2)
+
+    def _without_dead(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Rows:
+        """Drop rectangles whose band never meets a cell they span."""
+        dead = self._count(q_rank, kv_rank, rows) == 0
+        rect = Rectangles(*(np.where(dead, 0, x) for x in rows.rect))
+        return Rows(rect, np.where(dead, 0, rows.doc_start), np.where(dead, 0, rows.doc_stop))
+
+    def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Ints:
+        shown = _count(rows.rect)
+        if not rows.doc_stop.any():
+            return shown
+        q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
+        in_cells = self._count_in_cells(rows, q_pos - q_local, k_pos - k_local)
+        return np.where(rows.doc_stop > 0, in_cells, shown)
+
+    def _count_in_cells(self, rows: Rows, q_zero: Ints, k_zero: Ints) -> Ints:
+        """Visible pairs of rectangles that span several cells (zero for the others)."""
+        if self.q_layout.stride > 1:
+            return self._count_strided(rows, q_zero, k_zero)
+        several = rows.doc_stop > 0
+        first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
+        # Between the first and the last, cells lie whole inside the rectangle.
+        whole = self._whole_before[last] - self._whole_before[np.minimum(first + 1, last)]
+        ends = self._count_cell(rows.rect, first, q_zero, k_zero) + np.where(
+            last > first, self._count_cell(rows.rect, last, q_zero, k_zero), 0
+        )
+        return np.where(several, whole + ends, 0)
+
+    def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
+        """Visible pairs of each rectangle inside one cell each."""
+        assert self.boundaries is not None
+        stride = self.q_layout.stride
+        start, stop = self.boundaries[cell], self.boundaries[cell + 1]
+        # Local index n of a run stands at position zero + stride * n: round up to the next one.
+        q_start, q_stop = -((q_zero - start) // stride), -((q_zero - stop) // stride)
+        k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
+        return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
+
+    def _count_strided(self, rows: Rows, q_zero: Ints, k_zero: Ints) -> Ints:
+        """Striped layouts cut every cell differently on every rank: count cell by cell."""
+        assert self.boundaries is not None
+        cells = self.boundaries.size - 1
+        flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
+        q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
+        total = np.zeros(flat.lo.shape[0], dtype=np.int64)
+        for begin in range(0, total.size, max(1, _CELLS_AT_ONCE // cells)):
+            part = slice(begin, begin + max(1, _CELLS_AT_ONCE // cells))
+            rect = Rectangles(*(x[part] for x in flat))
+            total[part] = self._count_cell(rect, np.arange(cells), q_flat[part], k_flat[part]).sum(
+                axis=1
+            )
+        return total.reshape(rows.doc_stop.shape)
+
+    @cached_property
+    def _whole_before(self) -> Ints:
+        """Visible pairs of all whole cells before each boundary."""
+        assert self.boundaries is not None
+        length = np.diff(self.boundaries)
+        lo, hi = band.local_band(0, 0, 1, self.mask.band)
+        return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
+
+    def _half(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, half: int) -> Rows:
+        """Half of the query rows by visible pairs: cut at the row that halves the count."""
+        below, above = rows.rect.q_start, rows.rect.q_stop
+        total = self._count(q_rank, kv_rank, rows)
+        q_start, q_stop = below, above
+        for _ in range(int((above - below).max()).bit_length()):
+            middle = (below + above) // 2
+            upper = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
+            enough = 2 * upper >= total
+            below, above = np.where(enough, below, middle), np.where(enough, middle, above)
+        bounds = (q_start, above) if half == 0 else (above, q_stop)
+        return self._cut(q_rank, kv_rank, rows, *bounds)
+
+    def _cut(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, start: Ints, stop: Ints
+    ) -> Rows:
+        rect = band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
+        if self.boundaries is None:
+            return Rows(rect, rows.doc_start, rows.doc_stop)
+        q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
+        return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+
+    def _coalesced(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Rows:
+        """Replace the rectangles of a pair by their bounding box where one band shows the same.
+
+        That band is the one of all pieces together, in the local coordinates of the box: sides that
+        bind in none are open (local positions ascend, so the self step of a causal zigzag is one
+        causal block, and adjacent full rectangles are one).
+        """
+        rect = rows.rect
+        live = rect.live
+        far = np.iinfo(np.int64).max
+        q0 = np.where(live, rect.q_start, far).min(axis=-1, keepdims=True)
+        k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
+        q1, k1 = rect.q_stop.max(axis=-1, keepdims=True), rect.k_stop.max(axis=-1, keepdims=True)
+        moved = (rect.k_start - k0) - (rect.q_start - q0)
+        binds = live & (rect.lo > -UNBOUNDED), live & (rect.hi < UNBOUNDED)
+        lo = np.where(binds[0], rect.lo - moved, -UNBOUNDED).max(axis=-1, keepdims=True)
+        hi = np.where(binds[1], rect.hi - moved, UNBOUNDED).min(axis=-1, keepdims=True)
+        box = band.trim(Rectangles(q0, q1, k0, k1, lo, hi))
+        q_local, k_local, _, _ = self._runs(q_rank, kv_rank)
+        runs = (
+            q_local,
+            q_local + self.q_layout.run_length,
+            k_local,
+            k_local + self.k_layout.run_length,
+        )
+        same = [a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)]
+        take = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(
+            axis=-1, keepdims=True
+        )
+        take = take & np.logical_and.reduce(same).all(axis=-1, keepdims=True)
+        first = np.arange(live.shape[-1]) == 0
+        out = Rectangles(
+            *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
+        )
+        return self._packed(Rows(out, rows.doc_start, rows.doc_stop))
+
+    @staticmethod
+    def _packed(rows: Rows) -> Rows:
+        """Live rectangles first; columns no pair uses are dropped."""
+        order = np.argsort(~rows.rect.live, axis=-1, kind="stable")
+        width = max(1, int(rows.rect.live.sum(axis=-1).max(initial=0)))
+        take = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*rows.rect, *rows[1:])]
+        return Rows(Rectangles(*take[:6]), take[6], take[7])
+
+
+def _count(rect: Rectangles) -> Ints:
+    return band.count(rect.q_stop - rect.q_start, rect.k_stop - rect.k_start, rect.lo, rect.hi)

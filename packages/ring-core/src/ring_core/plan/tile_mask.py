@@ -1,0 +1,176 @@
+"""Predicate masks: every block of the mask classified once, when the plan is made.
+
+A predicate may be any rule, so it is evaluated on all pairs, tile by tile, and each tile kept as
+empty, partial or full. Kernels skip the empty ones, mask nothing in the full ones, and evaluate the
+rule, or read the tile from a deduplicated store, in the partial ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.tiles import EMPTY, FULL, PARTIAL, TILE
+from ring_core.layouts.layout import Layout
+from ring_core.masks.band import UNBOUNDED, Rectangles
+from ring_core.masks.mask import Mask
+from ring_core.plan.geometry import Rows
+
+Ints = npt.NDArray[np.int64]
+MAX_PAIRS = 1 << 34
+MAX_TILE_BYTES = 64 << 20
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGeometry:
+    """The geometry of a mask with a predicate.
+
+    ``kinds[q_rank, kv_rank, a, b]`` is the kind of the tile of local query rows ``TILE * a`` and
+    local key columns ``TILE * b``; ``pairs`` of the same shape counts its visible pairs.
+    """
+
+    mask: Mask
+    q_layout: Layout
+    k_layout: Layout
+    q_offset: int
+    boundaries: Ints | None = field(init=False)
+    kinds: npt.NDArray[np.uint8] = field(init=False)
+    pairs: npt.NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = self.q_layout.seq_len * self.k_layout.seq_len
+        if total > MAX_PAIRS:
+            raise ValueError(
+                f"a predicate mask over {self.q_layout.seq_len} x {self.k_layout.seq_len} tokens has "
+                f"{total} pairs to classify, more than {MAX_PAIRS}; use causal, window, chunk_size "
+                f"or cu_seqlens, which need no classification, or a shorter sequence"
+            )
+        store = object.__setattr__  # the dataclass is frozen
+        store(
+            self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
+        )
+        self._check_predicate()
+        kinds, pairs = self._classified()
+        store(self, "kinds", kinds)
+        store(self, "pairs", pairs)
+
+    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+        """The bounding box of the tiles that hold anything, one a pair of ranks."""
+        pairs = self._tiles(q_rank, kv_rank, half)
+        rows, columns = pairs.any(axis=-1), pairs.any(axis=-2)
+        live = rows.any(axis=-1, keepdims=True)
+        q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
+        q_start, k_start = _first(rows) * TILE, _first(columns) * TILE
+        q_stop = np.minimum((_last(rows) + 1) * TILE, q_len)
+        k_stop = np.minimum((_last(columns) + 1) * TILE, k_len)
+        zero = np.zeros_like(q_stop)
+        box = (q_start, q_stop, k_start, k_stop, zero - UNBOUNDED, zero + UNBOUNDED)
+        rect = Rectangles(*(np.where(live, x, 0) for x in box))
+        return Rows(rect, zero, zero)
+
+    def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
+        """Visible pairs of each pair of ranks."""
+        return self._tiles(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
+
+    def digest(self) -> bytes:
+        """What ranks compare in place of the function."""
+        table = hashlib.blake2b(self.kinds.tobytes(), digest_size=16)
+        table.update(self.pairs.tobytes())
+        return table.digest()
+
+    @cached_property
+    def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
+        """Partial tiles without repeats, and which tile is which.
+
+        ``(bits, index)``: ``bits[n]`` is a tile ``[TILE, TILE // 8]`` packed along its columns,
+        first column in the lowest bit; ``index`` has the shape of ``kinds`` and holds ``n`` for
+        partial tiles, -1 for others. ``None`` when they take more than ``MAX_TILE_BYTES``.
+        """
+        seen: dict[bytes, int] = {}
+        index = np.full(self.kinds.shape, -1, dtype=np.int32)
+        for at in np.argwhere(self.kinds == PARTIAL).tolist():
+            q_rank, kv_rank, a, b = at
+            q = self._q_positions(q_rank)[a * TILE : (a + 1) * TILE]
+            k = self.k_layout.positions(kv_rank)[b * TILE : (b + 1) * TILE]
+            tile = np.zeros((TILE, TILE), dtype=bool)
+            tile[: q.size, : k.size] = self.mask.dense(q, k)
+            bits = np.packbits(tile, axis=1, bitorder="little").tobytes()
+            index[tuple(at)] = seen.setdefault(bits, len(seen))
+            if len(seen) * len(bits) > MAX_TILE_BYTES:
+                return None
+        store = np.frombuffer(b"".join(seen), dtype=np.uint8)
+        return store.reshape(len(seen), TILE, TILE // 8), index
+
+    def _tiles(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
+    ) -> npt.NDArray[np.int32]:
+        """Visible pairs of each tile, ``[..., a, b]``; zero outside the half that was asked for."""
+        q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
+        pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
+        if half is None:
+            return pairs
+        upto = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
+        first_half = (2 * upto <= upto[..., -1:])[..., None]
+        return np.where(first_half if half == 0 else ~first_half, pairs, 0)
+
+    def _q_positions(self, rank: int) -> Ints:
+        return self.q_layout.positions(rank) + self.q_offset
+
+    def _check_predicate(self) -> None:
+        """Try it at a few positions.
+
+        Raises:
+            ValueError: It fails, or does not return booleans.
+        """
+        assert self.mask.predicate is not None
+        q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
+        k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
+        try:
+            seen = np.asarray(self.mask.predicate(q_pos, k_pos))
+            np.broadcast_to(seen, (q_pos.size, k_pos.size))
+        except Exception as error:
+            raise ValueError(
+                f"mask: predicate(q_pos, k_pos) must take integer arrays [n, 1] and [1, m] and return "
+                f"booleans [n, m]; it failed: {error}"
+            ) from error
+        if seen.dtype != np.bool_:
+            raise ValueError(
+                f"mask: predicate(q_pos, k_pos) must return booleans, got {seen.dtype}; compare, as "
+                f"in (q_pos - k_pos) % 2 == 0"
+            )
+
+    def _classified(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
+        size = self.q_layout.cp_size
+        shape = (size, size, -(-q_len // TILE), -(-k_len // TILE))
+        pairs = np.zeros(shape, dtype=np.int32)
+        k_edges = np.arange(0, k_len, TILE)
+        for q_rank in range(size):
+            for start in range(0, q_len, _ROWS_AT_ONCE):
+                q = self._q_positions(q_rank)[start : start + _ROWS_AT_ONCE]
+                q_edges = np.arange(0, q.size, TILE)
+                for kv_rank in range(size):
+                    seen = self.mask.dense(q, self.k_layout.positions(kv_rank))
+                    seen_columns = np.add.reduceat(seen, k_edges, axis=1, dtype=np.int32)
+                    a = start // TILE
+                    pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(
+                        seen_columns, q_edges, axis=0
+                    )
+        q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
+        k_sizes = np.diff(np.append(k_edges, k_len))
+        full = pairs == q_sizes[:, None] * k_sizes
+        return np.where(full, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.uint8), pairs
+
+
+def _first(flags: npt.NDArray[np.bool_]) -> Ints:
+    return flags.argmax(axis=-1)[..., None]
+
+
+def _last(flags: npt.NDArray[np.bool_]) -> Ints:
+    last: Ints = flags.shape[-1] - 1 - flags[..., ::-1].argmax(axis=-1)[..., None]
+    return last

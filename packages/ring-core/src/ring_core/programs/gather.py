@@ -1,0 +1,296 @@
+"""The other way to run a plan: fetch all keys a rank needs into one buffer, in natural order.
+
+A ring passes K/V on in steps, and the parts of a row have to be merged. Where the keys of several
+ranks may lie in memory at once, one launch sees all of them: fewer, larger kernels and no merge.
+Each rank fetches just the keys its queries see, in the order in which they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.arguments import check_index, check_record
+from ring_core.layouts.layout import Layout, Run
+from ring_core.masks.band import UNBOUNDED
+from ring_core.plan.geometry import BandGeometry
+from ring_core.plan.items import WorkItem
+from ring_core.plan.plan import Plan
+from ring_core.programs.intervals import Span, union
+from ring_core.programs.own_key_rows import some_in_place
+
+Ints = npt.NDArray[np.int64]
+
+_KEPT = 1024  # programs
+
+
+class Fetch(NamedTuple):
+    """Keys that travel together: a slice of a rank's own, and where it lies in the buffer."""
+
+    rank: int
+    source: slice
+    target: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """What one rank fetches and computes.
+
+    Attributes:
+        own: Whether the rank's own keys are among those in the buffer.
+        fetches: In the order in which the items need them.
+        items: Work over the buffer: ``k_start`` and ``k_stop`` count its columns; ``kv_rank`` is
+            the rank itself.
+        needs: For each item, how many of the fetches it waits for.
+        spans: The positions of the keys in the buffer, ascending.
+        in_place: Work over the rank's own keys where they lie, which waits for nothing:
+            ``k_start`` and ``k_stop`` count local indices.
+    """
+
+    own: bool
+    fetches: tuple[Fetch, ...]
+    items: tuple[WorkItem, ...]
+    needs: tuple[int, ...]
+    spans: tuple[Span, ...] = field(repr=False)
+    in_place: tuple[WorkItem, ...] = ()
+
+    @cached_property
+    def length(self) -> int:
+        """Keys the buffer holds."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    @property
+    def positions(self) -> Ints:
+        """Global index of each key of the buffer, ``[length]``, ascending."""
+        return np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
+
+    def is_early(self, fetch: Fetch) -> bool:
+        """Whether a backward, which runs the items in reverse, is done with these keys early.
+
+        That is before its last item: their gradients travel home beside it.
+        """
+        last = self.items[0]
+        return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
+
+    @cached_property
+    def fresh(self) -> tuple[tuple[slice, ...], ...]:
+        """For each item the columns that no item after it sees.
+
+        A backward, which runs the items in reverse, writes their gradients, and adds all others.
+        """
+        done: list[Span] = []
+        fresh = []
+        for item in reversed(self.items):
+            columns = Span(item.k_start, item.k_stop)
+            fresh.append(tuple(slice(*span) for span in _without(columns, done)))
+            done = union([*done, columns])
+        return tuple(reversed(fresh))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Query rows of all items."""
+        return sum(item.q_stop - item.q_start for item in (*self.items, *self.in_place))
+
+
+def gather_refusals(plan: Plan) -> tuple[str, ...]:
+    """Why a plan cannot run over gathered keys; empty if it can."""
+    reasons = []
+    if plan.q_layout.stride > 1:
+        reasons.append(f"schedule {plan.schedule!r} deals tokens out one by one")
+    if plan.schedule == "balanced":
+        reasons.append("schedule 'balanced' moves queries to where the keys are")
+    if plan.blocks is not None:
+        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
+    return tuple(reasons)
+
+
+def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
+    """What gathering takes in forward and backward, over what a ring does.
+
+    A ring holds two slots of K/V, dQ and three dK/dV; gathering holds the keys of all ranks and the
+    sums of their gradients, and twice the own ones. Sums take 4 bytes a number.
+
+    Args:
+        plan: The plan; it must be one that can gather.
+        q_width: Numbers a query token, ``H * D``.
+        kv_width: Numbers a key token, ``K * (D + Dv)``.
+        itemsize: Bytes of a number of the inputs.
+    """
+    queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
+    longest = longest_gather(plan).length
+    ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
+    return (longest + keys) * kv_width * (itemsize + 4) / ring
+
+
+def gather_program(plan: Plan, rank: int, *, own: bool = True) -> Gather:
+    """What a rank does with the keys of all ranks, or (``own=False``) of all others.
+
+    The latter is the remote part of its work; step 0 of the plan is the rest. Equal arguments
+    return the same object, from a bounded cache.
+    """
+    check_record("plan", plan, Plan)
+    check_index("rank", rank, plan.cp_size)
+    check_record("own", own, bool)
+    return _gather_program(plan, rank, own)
+
+
+@lru_cache(maxsize=_KEPT)
+def _gather_program(plan: Plan, rank: int, own: bool) -> Gather:
+    assert not gather_refusals(plan)
+    by_position, in_place, spans = _needed(plan, rank, own=own)
+    items = _joined([_moved(item, spans) for item in by_position])
+    runs = plan.k_runs
+    fetches: list[Fetch] = []
+    needs: list[int] = []
+    done: list[Span] = []
+    for item in items:
+        columns = Span(item.k_start, item.k_stop)
+        needed = [
+            one for missing in _without(columns, done) for one in _fetches(runs, spans, missing)
+        ]
+        # From the rank before this one on: if all began with the same, they would share its links.
+        fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
+        done = union([*done, columns])
+        needs.append(len(fetches))
+    return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place))
+
+
+class Longest(NamedTuple):
+    """What all ranks have to know of each other's gathers, their own keys among them.
+
+    Attributes:
+        length: Keys of the longest buffer.
+        in_place: Whether some rank has work over own keys where they lie.
+    """
+
+    length: int
+    in_place: bool
+
+
+def longest_gather(plan: Plan) -> Longest:
+    """What all ranks have to know of each other's gathers; from a bounded cache."""
+    check_record("plan", plan, Plan)
+    return _longest_gather(plan)
+
+
+@lru_cache(maxsize=_KEPT)
+def _longest_gather(plan: Plan) -> Longest:
+    """Without the fetches, of which there are as many as pairs of ranks."""
+    needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
+    lengths = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
+    return Longest(max(lengths), any(in_place for _, in_place, _ in needed))
+
+
+def _needed(
+    plan: Plan, rank: int, *, own: bool
+) -> tuple[list[WorkItem], list[WorkItem], list[Span]]:
+    """A rank's items over positions, those in place, and the positions of the keys it gathers."""
+    everything = Span(0, plan.kv_seq_len)
+    mine = [] if own else [Span(*_ends(run)) for run in plan.k_layout.runs(rank)]
+    items = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
+    in_place: list[WorkItem] = []
+    if own:
+        items, in_place = some_in_place(plan, rank, items)
+    return items, in_place, union(Span(item.k_start, item.k_stop) for item in items)
+
+
+def _items(plan: Plan, rank: int, span: Span) -> Iterator[WorkItem]:
+    """A rank's queries against some neighbouring keys; columns are positions."""
+    layout = Layout("contiguous", plan.kv_seq_len, 1)
+    geometry = BandGeometry(plan.mask, plan.q_layout, layout, plan.q_offset)
+    rows = geometry.rows_between(rank, *span)
+    for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
+        q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
+        cu_q = cu_k = None
+        if doc_stop > doc_start:
+            assert geometry.boundaries is not None
+            cuts = geometry.boundaries[doc_start : doc_stop + 1]
+            cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
+            cu_k = np.clip(cuts, k_start, k_stop) - k_start
+        band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi
+        if q_stop > q_start:
+            yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
+
+
+def _moved(item: WorkItem, spans: Sequence[Span]) -> WorkItem:
+    """An item over positions as one over the columns of a buffer that holds these spans."""
+    before = sum(
+        span.within(Span(0, item.k_start)).stop - span.start
+        for span in spans
+        if span.start < item.k_start
+    )
+    return replace(item, k_start=before, k_stop=before + item.k_stop - item.k_start)
+
+
+def _joined(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Full items with a side in common as one; those that need the fewest columns come first."""
+    rows: list[WorkItem] = []
+    for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
+        left = rows[-1] if rows else None
+        if (
+            left
+            and _full(left, item)
+            and left.q_slice == item.q_slice
+            and left.k_stop == item.k_start
+        ):
+            rows[-1] = replace(left, k_stop=item.k_stop)
+        else:
+            rows.append(item)
+    joined: list[WorkItem] = []
+    for item in rows:
+        above = joined[-1] if joined else None
+        if (
+            above
+            and _full(above, item)
+            and above.k_slice == item.k_slice
+            and above.q_stop == item.q_start
+        ):
+            joined[-1] = replace(above, q_stop=item.q_stop)
+        else:
+            joined.append(item)
+    return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
+
+
+def _full(*items: WorkItem) -> bool:
+    return all(item.is_full for item in items)
+
+
+def _fetches(
+    runs: Sequence[tuple[Run, int]], spans: Sequence[Span], columns: Span
+) -> Iterator[Fetch]:
+    """Columns of the buffer as slices of the ranks that hold them, in order.
+
+    ``runs`` are all, by position, with their ranks: equal pieces of the sequence.
+    """
+    length = runs[0][0].length
+    at = 0
+    for span in spans:
+        inside = Span(at, at + span.stop - span.start).within(columns)
+        wanted = Span(span.start + inside.start - at, span.start + inside.stop - at)
+        for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
+            part = wanted.within(Span(*_ends(run)))
+            if part.start < part.stop:
+                local, column = run.local_start - run.global_start, at - span.start
+                yield Fetch(
+                    rank, *(slice(part.start + by, part.stop + by) for by in (local, column))
+                )
+        at += span.stop - span.start
+
+
+def _ends(run: Run) -> tuple[int, int]:
+    return run.global_start, run.global_start + run.length
+
+
+def _without(span: Span, others: Sequence[Span]) -> list[Span]:
+    """The parts of a span outside others, which are sorted and apart."""
+    inside = [
+        part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
+    ]
+    edges = [span.start, *(edge for part in inside for edge in part), span.stop]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [Span(a, b) for a, b in pairs if a < b]

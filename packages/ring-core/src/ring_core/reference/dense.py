@@ -1,0 +1,244 @@
+"""The oracle: dense attention in float64, slow and obvious; and the plan run rank by rank.
+
+Every backend is compared with these. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K,
+D]``, ``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import checks
+from ring_core.masks.mask import Mask, Window
+from ring_core.philox import dropout_keep
+from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
+from ring_core.reference.item_kernel import seen_matmul
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+class Grads(NamedTuple):
+    """Gradients, each of its argument's shape; ``None`` for arguments that were not given."""
+
+    dq: Floats
+    dk: Floats
+    dv: Floats
+    dsinks: Floats | None
+    dbias: Floats | None
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: SegmentIds | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> tuple[Floats, Floats]:
+    """Dense attention in float64: ``softmax(softmax_scale * q @ k.T + ...) @ v``.
+
+    Returns:
+        ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]`` (natural log, sinks included; ``-inf`` where
+        a row sees nothing, whose ``out`` is 0).
+
+    Raises:
+        ValueError: An argument is malformed, as in the backends.
+    """
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
+    dense = _dense(
+        q,
+        k,
+        v,
+        rule,
+        segment_ids,
+        softmax_scale,
+        softcap,
+        sinks,
+        bias,
+        alibi_slopes,
+        dropout_p,
+        dropout_seed,
+    )
+    return dense.out, dense.lse
+
+
+def attention_grads(
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: SegmentIds | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> Grads:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64.
+
+    Raises:
+        ValueError: An argument is malformed, as in the backends.
+    """
+    rule = checks.check_mask(
+        mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
+    dense = _dense(
+        q,
+        k,
+        v,
+        rule,
+        segment_ids,
+        softmax_scale,
+        softcap,
+        sinks,
+        bias,
+        alibi_slopes,
+        dropout_p,
+        dropout_seed,
+    )
+    return _backward(dense, *dense.given.upstream(dout, dlse))
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """The forward pass with everything the backward needs; heads first: ``[B, H, T, D]``."""
+
+    q: Floats
+    k: Floats  # repeated to H heads
+    v: Floats
+    visible: npt.NDArray[np.bool_]  # [B, H, T_q, T_kv]
+    slope: Floats  # derivative of the soft cap
+    probs: Floats  # softmax, sinks included in its sum
+    keep: Floats  # dropout's factor: 0 or 1 / (1 - p)
+    lse: Floats
+    out: Floats  # [B, T_q, H, Dv]
+    scale: float
+    given: Inputs
+
+
+def _dense(
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask,
+    segment_ids: SegmentIds | None,
+    softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
+    bias: npt.ArrayLike | None,
+    alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
+) -> _Dense:  # fmt: skip
+    given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = given.sizes
+    if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {sizes.k_len}, got {mask.cu_seqlens[-1]}"
+        )
+    checks.check_dropout(dropout_p, dropout_seed)
+    checks.check_seed(dropout_seed)
+    scale = checks.check_scale(softmax_scale, sizes.head_dim)
+    softcap = checks.check_softcap(softcap)
+    group = sizes.q_heads // sizes.kv_heads
+    qh = given.q.transpose(0, 2, 1, 3)
+    kh, vh = (x.transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (given.k, given.v))
+
+    q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
+    k_pos = np.arange(sizes.k_len)
+    visible = np.broadcast_to(
+        mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
+    ).copy()
+    if given.q_ids is not None and given.k_ids is not None:
+        same = given.q_ids[:, :, None] == given.k_ids[:, None, :]
+        same &= (given.q_ids >= 0)[:, :, None]
+        visible &= same[:, None]
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        x = scale * (qh @ kh.swapaxes(-1, -2))
+        slope = np.ones_like(x)
+        if softcap is not None:
+            squashed = np.tanh(x / softcap)
+            x, slope = softcap * squashed, 1 - squashed**2
+        if given.bias is not None:
+            x = x + given.bias
+            visible &= ~np.isneginf(given.bias)
+        if given.slopes is not None:
+            x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
+    folded = None if given.sinks is None else given.sinks.reshape(sizes.q_heads, -1)
+    lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
+    probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
+    keep = np.ones_like(probs)
+    if dropout_p > 0 and dropout_seed is not None:
+        kept = dropout_keep(
+            dropout_p, dropout_seed, batch=np.arange(sizes.batch), heads=np.arange(sizes.q_heads),
+            queries=np.arange(sizes.q_len), keys=k_pos,
+        )  # fmt: skip
+        keep = kept / (1 - dropout_p)
+    out = seen_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
+    return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, given)
+
+
+def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
+    """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
+    top = logits.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks.max(axis=-1)[:, None])
+    safe = np.where(np.isneginf(top), 0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights = np.exp(logits - safe[..., None])
+        total = weights.sum(axis=-1)
+        if sinks is not None:
+            total = total + np.exp(sinks[None, :, None, :] - safe[..., None]).sum(axis=-1)
+        probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
+        return safe + np.log(total), probs
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+    do = dout.transpose(0, 2, 1, 3)
+    dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
+    weighted = np.where(dense.visible, dense.probs * dprobs, 0)
+    delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
+    dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
+    dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
+    seen_by = dense.visible.swapaxes(-1, -2)
+    dq = seen_matmul(dx, dense.visible, dense.k)
+    dk = seen_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
+    dv = seen_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
+    sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
+    group = dk.shape[1] // kv_heads
+    dk, dv = (x.reshape(x.shape[0], kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    dsinks = None
+    if sinks is not None:
+        safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
+        share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
+        dsinks = (share * -delta).sum(axis=(0, 2)).reshape(sinks.shape)
+    dbias = None if bias is None else _sum_to(dlogits, bias.shape)
+    dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
+    return Grads(dq, dk, dv, dsinks, dbias)
+
+
+def _sum_to(x: Floats, shape: tuple[int, ...]) -> Floats:
+    axes = tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x

@@ -1,0 +1,201 @@
+"""One work item in numpy: the simulator's kernel, and the plainest statement of a kernel's job.
+
+Shapes: ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` are an item's slices; ``out [B,
+n, H, Dv]``, ``lse [B, H, n]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.masks.mask import Mask
+from ring_core.philox import dropout_keep
+from ring_core.plan.items import WorkItem
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Precision = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Params:
+    """What all items of a call share."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    dropout_seed: int | None
+    precision: Precision
+
+
+class Side(NamedTuple):
+    """Where an item's rows or columns stand, and to which segments they belong."""
+
+    indices: Ints  # global index of each token
+    position: Ints  # where it stands in the mask's coordinates
+    segments: Ints | None  # [B, n]
+
+    def take(self, part: slice) -> Side:
+        """The same for a slice of the tokens."""
+        segments = None if self.segments is None else self.segments[:, part]
+        return Side(self.indices[part], self.position[part], segments)
+
+
+class Rows(NamedTuple):
+    """What belongs to query rows besides Q, and travels with them."""
+
+    side: Side
+    bias: Floats | None  # [B or 1, H or 1, n, T_kv]
+    slopes: Floats | None  # [B or 1, H]
+
+    def take(self, part: slice) -> Rows:
+        """The same for a slice of the rows."""
+        return Rows(
+            self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes
+        )
+
+
+class Logits(NamedTuple):
+    """Masked logits of an item, ``[B, H, n, m]``, ``-inf`` where nothing is seen."""
+
+    x: Floats
+    visible: Bools
+    slope: Floats | float  # derivative of the soft cap
+
+
+def round_to(x: Floats, precision: Precision) -> Floats:
+    """Round to the nearest number of a precision (ties to even), kept in numpy's dtype for it."""
+    if precision == "float64":
+        return x
+    single = np.ascontiguousarray(x, dtype=np.float32)
+    if precision == "float32":
+        return single
+    if precision == "float16":
+        return single.astype(np.float16).astype(np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(single), single, rounded.view(np.float32))
+
+
+def forward(
+    q: Floats, k: Floats, v: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+) -> tuple[Floats, Floats]:
+    """``(out, lse)`` of one item."""
+    logits = _logits(q, k, rows, columns, item, params)
+    top = logits.x.max(axis=-1)
+    safe = np.where(np.isneginf(top), 0, top)
+    weights = np.exp(logits.x - safe[..., None])
+    total = weights.sum(axis=-1)
+    lse = safe + np.log(total)
+    probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
+    kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
+    out = seen_matmul(kept, logits.visible, _heads(v, q.shape[2]))
+    return out.swapaxes(1, 2), lse
+
+
+def backward(
+    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: Rows,
+    columns: Side,
+    item: WorkItem, params: Params,
+) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
+    """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
+    logits = _logits(q, k, rows, columns, item, params)
+    visible = logits.visible
+    safe = np.where(np.isneginf(lse), 0, lse)
+    do, qh = dout.swapaxes(1, 2), q.swapaxes(1, 2)
+    kh, vh = _heads(k, q.shape[2]), _heads(v, q.shape[2])
+    keep = _keep(rows, columns, q, params)
+    probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0)
+    dprobs = (do @ vh.swapaxes(-1, -2)) * keep
+    dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
+    dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
+    kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
+    dq = seen_matmul(dx, visible, kh)
+    dk = _grouped(seen_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
+    dv = _grouped(seen_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
+    return dq.swapaxes(1, 2), dk, dv, dlogits
+
+
+def _logits(
+    q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+) -> Logits:
+    visible = _visible(rows.side, columns, item, params.mask)
+    x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
+    slope: Floats | float = 1.0
+    if params.softcap is not None:
+        squashed = np.tanh(x / params.softcap)
+        x, slope = params.softcap * squashed, 1 - squashed**2
+    if rows.bias is not None:
+        bias = rows.bias[..., columns.indices]
+        x, visible = x + bias, visible & ~np.isneginf(bias)
+    if rows.slopes is not None:
+        distance = np.abs(rows.side.position[:, None] - columns.position)
+        x = x - rows.slopes[:, :, None, None] * distance.astype(q.dtype)
+    visible = np.broadcast_to(visible, x.shape)
+    return Logits(np.where(visible, x, -np.inf), visible, slope)
+
+
+def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
+    """What the item shows, ``[B or 1, 1, n, m]``."""
+    n, m = rows.indices.size, columns.indices.size
+    distance = np.arange(n)[:, None] - np.arange(m)
+    visible = np.ones((n, m), dtype=bool)
+    if item.lo is not None:
+        visible &= distance >= item.lo
+    if item.hi is not None:
+        visible &= distance <= item.hi
+    if item.cu_q is not None and item.cu_k is not None:
+        q_doc = np.searchsorted(item.cu_q, np.arange(n), side="right")
+        k_doc = np.searchsorted(item.cu_k, np.arange(m), side="right")
+        visible &= q_doc[:, None] == k_doc
+    if item.tiles is not None:  # they have no band and no documents
+        visible = mask.dense(rows.position, columns.position)
+    if rows.segments is None or columns.segments is None:
+        return visible[None, None]
+    same = rows.segments[:, :, None] == columns.segments[:, None, :]
+    both: Bools = visible & same & (rows.segments >= 0)[:, :, None]
+    return both[:, None]
+
+
+def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats | float:
+    """Dropout's factor: 0 or ``1 / (1 - p)``."""
+    if params.dropout_seed is None:
+        return 1.0
+    kept = dropout_keep(
+        params.dropout_p, params.dropout_seed, batch=np.arange(q.shape[0]),
+        heads=np.arange(q.shape[2]),
+        queries=rows.side.indices, keys=columns.indices,
+    )  # fmt: skip
+    return kept.astype(q.dtype) / (1 - params.dropout_p)
+
+
+def _heads(x: Floats, heads: int) -> Floats:
+    """``[B, m, K, D]`` as ``[B, H, m, D]``: query head ``h`` uses K/V head ``h // (H / K)``."""
+    return x.swapaxes(1, 2).repeat(heads // x.shape[2], axis=1)
+
+
+def _grouped(x: Floats, kv_heads: int) -> Floats:
+    """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
+    grouped = x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+    return grouped.sum(axis=2).swapaxes(1, 2)
+
+
+def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
+    """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
+
+    Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.
+    """
+    odd = ~np.isfinite(x).all(axis=-1)
+    with np.errstate(invalid="ignore"):  # weights may be infinite themselves
+        result = weights @ np.where(odd[..., None], 0, x)
+    for j in np.flatnonzero(odd.any(axis=tuple(range(odd.ndim - 1)))):
+        with np.errstate(invalid="ignore"):
+            term = weights[..., :, j, None] * x[..., j, None, :]
+        result = result + np.where(visible[..., :, j, None] & odd[..., j, None, None], term, 0)
+    return result

@@ -1,0 +1,334 @@
+"""The ring in one process: the step program run rank by rank in numpy, messages and all.
+
+It holds what a real rank would hold and moves what would be sent, so it shows that a plan and its
+step program are right before any device runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import checks
+from ring_core.base.arguments import check_choice, check_record
+from ring_core.base.merge import finalize, merge
+from ring_core.plan.items import WorkItem
+from ring_core.plan.plan import Plan
+from ring_core.reference import item_kernel
+from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
+from ring_core.reference.item_kernel import Params, Precision, Rows, Side
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int64]
+
+
+class Message(NamedTuple):
+    """Keys and values on their way round the ring."""
+
+    owner: int
+    k: Floats
+    v: Floats
+    side: Side
+
+
+class Grad(NamedTuple):
+    """dK/dV travelling with (or after) the K/V they belong to."""
+
+    owner: int
+    dk: Floats
+    dv: Floats
+
+
+@dataclass
+class Rank:
+    """What one rank holds."""
+
+    q: Floats
+    rows: Rows
+    own: Message
+    out: Floats
+    lse: Floats
+    dout: Floats | None = None
+    delta: Floats | None = None
+    dq: Floats | None = None
+    dbias: Floats | None = None
+
+    def queries_of(self, item: WorkItem) -> tuple[Floats, Rows]:
+        """The item's query rows and what belongs to them."""
+        return self.q[:, item.q_slice], self.rows.take(item.q_slice)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Global results; gradients are ``None`` for what was not given or not asked for."""
+
+    out: Floats
+    lse: Floats
+    dq: Floats | None = None
+    dk: Floats | None = None
+    dv: Floats | None = None
+    dsinks: Floats | None = None
+    dbias: Floats | None = None
+
+
+def simulate(
+    plan: Plan,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dout: npt.ArrayLike | None = None,
+    dlse: npt.ArrayLike | None = None,
+    segment_ids: SegmentIds | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    precision: Precision = "float64",
+) -> tuple[Floats, ...]:
+    """Run a plan rank by rank on global arrays.
+
+    Args:
+        plan: The plan; its mask is the call's mask.
+        q, k, v: Global arrays ``[B, T, heads, head_dim]``.
+        dout: ``[B, T_q, H, Dv]``; given, the backward runs too.
+        dlse: ``[B, H, T_q]``, the gradient that reaches ``lse``.
+        segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed: As
+            in :func:`ring_core.reference.attention`.
+        precision: ``bfloat16`` and ``float16`` round inputs, probabilities and results, and
+            accumulate in float32.
+
+    Returns:
+        ``(out, lse)``, or ``(out, lse, dq, dk, dv)`` when ``dout`` is given. :func:`run` returns
+        the gradients of sinks and bias too.
+    """
+    result = run(
+        plan, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        precision=precision,
+    )  # fmt: skip
+    if dout is None:
+        return result.out, result.lse
+    assert result.dq is not None and result.dk is not None and result.dv is not None
+    return result.out, result.lse, result.dq, result.dk, result.dv
+
+
+def run(
+    plan: Plan,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dout: npt.ArrayLike | None = None,
+    dlse: npt.ArrayLike | None = None,
+    segment_ids: SegmentIds | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    precision: Precision = "float64",
+) -> Simulation:
+    """:func:`simulate` with every result by name."""
+    check_record("plan", plan, Plan)
+    given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = given.sizes
+    if (sizes.q_len, sizes.k_len) != (plan.seq_len, plan.kv_seq_len):
+        raise ValueError(
+            f"the plan is for {plan.seq_len} queries and {plan.kv_seq_len} keys, got q of {sizes.q_len} and k and v of "
+            f"{sizes.k_len}"
+        )
+    check_choice("precision", precision, get_args(Precision))
+    checks.check_dropout(dropout_p, dropout_seed)
+    checks.check_seed(dropout_seed)
+    upstream = None
+    if dlse is not None and dout is None:
+        raise ValueError("dlse was given without dout; pass zeros where out has no gradient")
+    if dout is not None:
+        upstream = given.upstream(dout, dlse)
+    scale = checks.check_scale(softmax_scale, sizes.head_dim)
+    cap = checks.check_softcap(softcap)
+    params = Params(plan.mask, scale, cap, float(dropout_p), dropout_seed, precision)
+    # What overflows or is not finite shows in the results, as in those of the oracle.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return _results(plan, given, params, upstream)
+
+
+def _results(
+    plan: Plan, given: Inputs, params: Params, upstream: tuple[Floats, Floats | None] | None
+) -> Simulation:
+    precision = params.precision
+    ranks = _deal(plan, given, precision)
+    folded = None if given.sinks is None else item_kernel.round_to(given.sinks, precision)
+
+    last = _forward(plan, ranks, params)
+    for rank in ranks:
+        rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
+    out = item_kernel.round_to(_gather(plan, [rank.out for rank in ranks], axis=1), precision)
+    lse = _gather(plan, [rank.lse for rank in ranks], axis=2)
+    if upstream is None:
+        return Simulation(out, lse)
+
+    _start_backward(plan, ranks, *upstream, precision)
+    home = _backward(plan, ranks, params, last)
+    dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
+    dk = _gather_keys(plan, [grad.dk for grad in home])
+    dv = _gather_keys(plan, [grad.dv for grad in home])
+    dbias = (
+        None
+        if given.bias is None
+        else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
+    )
+    dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
+    dsinks = None if folded is None else _sink_grads(ranks, folded)
+    return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
+
+
+def _forward(plan: Plan, ranks: list[Rank], params: Params) -> list[Message]:
+    """Run the forward program; returns the K/V each rank holds at the end."""
+    held = [rank.own for rank in ranks]
+    for stage in plan.forward:
+        arriving = _rotate(held, stage.kv_hop)
+        for r, rank in enumerate(ranks):
+            for item in plan.items(r, stage.step):
+                kv = rank.own if item.kv_rank == r else held[r]
+                assert kv.owner == item.kv_rank
+                q, rows = ranks[item.q_rank].queries_of(item)
+                columns = kv.side.take(item.k_slice)
+                part = item_kernel.forward(
+                    q, kv.k[:, item.k_slice], kv.v[:, item.k_slice], rows, columns, item, params
+                )
+                _merge_into(ranks[item.out_rank], item.q_slice, *part)
+        held = arriving
+    return held
+
+
+def _backward(plan: Plan, ranks: list[Rank], params: Params, held: list[Message]) -> list[Grad]:
+    """Run the backward program; returns each rank's own dK/dV."""
+    arrived: list[Grad] | None = None
+    home = [_zero_grad(rank.own) for rank in ranks]
+    for stage in plan.backward:
+        own_block = plan.steps[stage.step].shift == 0
+        arriving = _rotate(held, stage.kv_hop)
+        step_grads = home if own_block else [_zero_grad(message) for message in held]
+        for r, rank in enumerate(ranks):
+            for item in plan.items(r, stage.step):
+                kv, grad = (rank.own, home[r]) if item.kv_rank == r else (held[r], step_grads[r])
+                assert kv.owner == grad.owner == item.kv_rank
+                _item_backward(ranks[item.out_rank], kv, grad, item, params)
+        if arrived is not None:
+            for grad, earlier in zip(step_grads, arrived, strict=True):
+                assert grad.owner == earlier.owner
+                grad.dk[:] += earlier.dk
+                grad.dv[:] += earlier.dv
+        arrived = _rotate(step_grads, stage.grad_hop)
+        held = arriving
+    return home
+
+
+def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
+    q, rows = rank.queries_of(item)
+    dout, delta = _given(rank.dout)[:, item.q_slice], _given(rank.delta)[:, :, item.q_slice]
+    k, v, lse = kv.k[:, item.k_slice], kv.v[:, item.k_slice], rank.lse[:, :, item.q_slice]
+    columns = kv.side.take(item.k_slice)
+    dq, dk, dv, dlogits = item_kernel.backward(
+        dout, q, k, v, lse, delta, rows, columns, item, params
+    )
+    _given(rank.dq)[:, item.q_slice] += dq
+    grad.dk[:, item.k_slice] += dk
+    grad.dv[:, item.k_slice] += dv
+    if rank.dbias is not None:
+        axes = tuple(axis for axis in (0, 1) if rank.dbias.shape[axis] == 1)
+        rank.dbias[:, :, item.q_slice, columns.indices] += dlogits.sum(axis=axes, keepdims=True)
+
+
+def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
+    """Merge a partial result into the rows of the rank it belongs to."""
+    heads_first = rank.out[:, rows].swapaxes(1, 2)
+    merged, rank.lse[:, :, rows] = merge(heads_first, rank.lse[:, :, rows], out.swapaxes(1, 2), lse)
+    rank.out[:, rows] = merged.swapaxes(1, 2)
+
+
+def _rotate[T](held: list[T], hop: int | None) -> list[T]:
+    """Everybody sends to the rank ``hop`` ahead, and so receives from the rank ``hop`` behind."""
+    return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
+
+
+def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
+    """Give every rank its slices."""
+    qg, kg, vg = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
+    bias_rows, slopes = (
+        None if x is None else item_kernel.round_to(x, precision)
+        for x in (given.bias, given.slopes)
+    )
+    q_ids, k_ids = given.q_ids, given.k_ids
+    ranks = []
+    for r in range(plan.cp_size):
+        q_at, k_at = plan.positions(r), plan.k_positions(r)
+        q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
+        k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
+        rows = Rows(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
+        q_local = qg[:, q_at]
+        out = np.zeros((*q_local.shape[:3], vg.shape[3]), qg.dtype)
+        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, qg.dtype)
+        ranks.append(Rank(q_local, rows, Message(r, kg[:, k_at], vg[:, k_at], k_side), out, lse))
+    return ranks
+
+
+def _start_backward(
+    plan: Plan,
+    ranks: list[Rank],
+    dout: Floats,
+    dlse: Floats | None,
+    precision: Precision,
+) -> None:
+    """``delta = rowsum(dout * out) - dlse``, once, from the finished output."""
+    for r, rank in enumerate(ranks):
+        at = plan.positions(r)
+        rank.dout = item_kernel.round_to(dout[:, at], precision)
+        rank.delta = (rank.dout * rank.out).sum(axis=-1).swapaxes(1, 2)
+        if dlse is not None:
+            rank.delta = rank.delta - dlse.astype(rank.delta.dtype)[:, :, at]
+        rank.dq = np.zeros_like(rank.q)
+        rank.dbias = None if rank.rows.bias is None else np.zeros_like(rank.rows.bias)
+
+
+def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
+    """Each rank's part, summed: ``dsink = -sum(exp(sink - lse) * delta)``."""
+    total = np.zeros(sinks.shape, sinks.dtype)
+    for rank in ranks:
+        safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
+        share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
+        total -= (share * _given(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
+    return total
+
+
+def _zero_grad(message: Message) -> Grad:
+    return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
+
+
+def _gather(plan: Plan, parts: Iterable[Floats], axis: int) -> Floats:
+    """Local slices of queries back into one global array."""
+    order = np.concatenate([plan.positions(r) for r in range(plan.cp_size)])
+    return np.take(np.concatenate(list(parts), axis=axis), np.argsort(order), axis=axis)
+
+
+def _gather_keys(plan: Plan, parts: Iterable[Floats]) -> Floats:
+    order = np.concatenate([plan.k_positions(r) for r in range(plan.cp_size)])
+    return np.take(np.concatenate(list(parts), axis=1), np.argsort(order), axis=1)
+
+
+def _given(x: Floats | None) -> Floats:
+    assert x is not None
+    return x

@@ -1,0 +1,193 @@
+"""A short benchmark, shared by the backends: a ring against one device doing all of it.
+
+``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. What is timed
+alternates, so that a machine that slows down slows both, and each round has new random inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from ring_core.layouts.layout import SCHEDULES, ScheduleName
+from ring_core.masks.mask import Mask
+from ring_core.plan.plan import make_plan
+from ring_core.tools.sizes import size
+
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+
+#: Runs a round of its number; seconds of the forward, and of forward and backward.
+Run = Callable[[int], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is timed: a call of ``[1, seq_len, heads, head_dim]`` over ``ranks``.
+
+    ``dtype`` is a name both frameworks know; the mask is causal, with a window where one is given.
+    """
+
+    ranks: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None
+    schedule: ScheduleName
+    kernel: str
+
+    @property
+    def mask(self) -> Mask:
+        """Causal; ``window`` is how many keys before its own a query sees."""
+        return Mask(causal=True, window=None if self.window is None else (self.window, 0))
+
+    def describe(self) -> str:
+        """In a line."""
+        return (
+            f"{self.seq_len} tokens, {self.mask.describe()}, {self.heads} query and "
+            f"{self.kv_heads} key/value heads of {self.head_dim}, {self.dtype}, "
+            f"{self.schedule} over {self.ranks}"
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each round of a pass; ``share`` is what part of the work one rank's device has.
+
+    ``share`` is 1 / ranks, or 1 where the ranks' devices are the same cores as the one device's.
+    """
+
+    what: str
+    one: tuple[float, ...]
+    ring: tuple[float, ...]
+    share: float
+
+    @property
+    def etas(self) -> list[float]:
+        """For each round: the rate a device of the ring keeps, over that of one alone."""
+        pairs = zip(self.one, self.ring, strict=True)
+        return sorted(self.share * one / ring for one, ring in pairs)
+
+    @property
+    def eta(self) -> float:
+        """Their median."""
+        return statistics.median(self.etas)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a ``bench`` command; what is not given is the backend's choice."""
+    add = parser.add_argument
+    add("--seq-len", type=size, metavar="N", help="tokens, over all ranks")
+    add("--ranks", type=int, metavar="P", help="default: all devices, at least two processes")
+    add("--heads", type=int, metavar="H")
+    add("--kv-heads", type=int, metavar="K")
+    add("--head-dim", type=int, metavar="D")
+    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    add("--window", type=size, metavar="W", help="keys before its own that a query sees")
+    add("--schedule", choices=SCHEDULES, default="zigzag")
+    add("--kernel", default="auto")
+    add("--seconds", type=float, default=20.0, help="for all rounds together; default 20")
+    add("--json", action="store_true", help="for programs")
+
+
+def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
+    """What a command line asks for, and the rest from ``defaults``.
+
+    Raises:
+        ValueError: A size is not positive, or does not fit the others.
+    """
+    names = ("ranks", "seq_len", "heads", "kv_heads", "head_dim")
+    given = {name: getattr(args, name) for name in (*names, "dtype")}
+    values = {name: getattr(defaults, name) if x is None else x for name, x in given.items()}
+    for name in names:
+        if values[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
+    if values["heads"] % values["kv_heads"]:
+        raise ValueError(
+            f"--heads must be a multiple of --kv-heads, got {values['heads']} and "
+            f"{values['kv_heads']}"
+        )
+    setting = Setting(**values, window=args.window, schedule=args.schedule, kernel=args.kernel)
+    make_plan(  # refuses what cannot be planned
+        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, schedule=setting.schedule
+    )
+    return setting
+
+
+def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timing, Timing]:
+    """Time both in turns, forward and with the backward, showing how far it is on stderr.
+
+    With tqdm that is a progress bar, else a line a round.
+
+    The first round warms up and is not counted; then at least three, at most twenty, or as many as
+    ``seconds`` allow.
+    """
+    rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    with progress(MOST_ROUNDS, "round") as bar:
+        one(0), ring(0)
+        until = time.monotonic() + seconds
+        for n in range(1, MOST_ROUNDS + 1):
+            rounds.append((one(n), ring(n)))
+            bar.update()
+            if n >= LEAST_ROUNDS and time.monotonic() >= until:
+                bar.total = n
+                break
+    ones, rings = zip(*rounds, strict=True)
+    forward, both = (
+        Timing(what, tuple(x[n] for x in ones), tuple(x[n] for x in rings), share)
+        for n, what in enumerate(("forward", "forward and backward"))
+    )
+    return forward, both
+
+
+class Progress(Protocol):
+    """What of tqdm is used."""
+
+    total: float | None
+
+    def update(self) -> object:
+        """Another one is done."""
+        ...
+
+
+@dataclass
+class _Lines:
+    """A line for each that is done."""
+
+    total: float | None
+    unit: str
+    done: int = 0
+
+    def update(self) -> None:
+        """Another one is done."""
+        self.done += 1
+        sys.stderr.write(f"{self.unit} {self.done} of at most {self.total}\n")
+
+
+def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
+    """How far something is, on stderr: with tqdm a bar, else a line each."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext(_Lines(total, unit))
+    bar: AbstractContextManager[Progress] = tqdm(
+        total=total, desc=f"{unit}s", unit=unit, file=sys.stderr
+    )
+    return bar
+
+
+def shown(setting: Setting, where: str, found: Sequence[Timing]) -> str:
+    """Timings for people."""
+    lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}   eta"]
+    for timing in found:
+        one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
+        spread = f"{timing.etas[0]:.2f} to {timing.etas[-1]:.2f}, {len(timing.one)} rounds"
+        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.eta:.2f}  ({spread})")
+    return "\n".join(lines)

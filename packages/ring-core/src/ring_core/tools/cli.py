@@ -1,0 +1,238 @@
+"""``python -m ring_core``: look at a plan, compare schedules, estimate what they cost.
+
+``plan`` shows one plan or compares all; ``doctor`` shows versions and tests what is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ring_core import __version__, viz
+from ring_core.choose.balance import COMPARED, schedule_for
+from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
+from ring_core.masks.mask import Mask, Window
+from ring_core.plan.plan import Plan, make_plan
+from ring_core.tools import doctor
+from ring_core.tools.sizes import size, window
+
+MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+DEFAULT_HARDWARE = "h200-nvlink"
+DEFAULT_SCHEDULE = "zigzag"  # that of ``ContextParallel``
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for what the user got wrong.
+
+    It is 1 where the doctor finds something wrong.
+    """
+    args = _parser().parse_args(argv)
+    if args.command == "doctor":
+        return _doctor(as_json=args.json)
+    try:
+        print(_plan(args))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"ring_core: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ring_core", description="Look at ring plans.")
+    parser.add_argument("--version", action="version", version=f"ring-core {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    plan = commands.add_parser("plan", help="show who computes what, and when")
+    add = plan.add_argument
+    add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
+    add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
+    add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
+    add(
+        "--schedule", help=f"{', '.join(COMPARED)} (default {DEFAULT_SCHEDULE}), or all for a table"
+    )
+    add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
+    add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
+    add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
+    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents")
+    add("--png", metavar="FILE", help="draw the plan, or the costs, as well (also .svg, .pdf)")
+    add("--color", choices=("auto", "always", "never"), default="auto")
+    add("--advise", action="store_true", help="what every schedule would cost")
+    for option, default in MODEL_OPTIONS.items():
+        flag, words = f"--{option.replace('_', '-')}", f"to advise on; default {default}"
+        add(flag, type=int, metavar="N", help=words)
+    add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
+    look = commands.add_parser("doctor", help="show versions, and test what is installed")
+    look.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _doctor(*, as_json: bool) -> int:
+    """What the ``doctor`` command prints and returns."""
+    found = doctor.diagnose()
+    facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
+    print(json.dumps(facts, indent=2) if as_json else doctor.shown(found))
+    return 0 if found.healthy else 1
+
+
+def _plan(args: argparse.Namespace) -> str:
+    """What the ``plan`` command prints."""
+    named = args.schedule not in (None, "all")
+    ranks = [_integer("--cp", n) for n in args.cp.split(",")]
+    _check_options(args, named=named, several=len(ranks) > 1)
+    mask = Mask(
+        causal=args.causal,
+        window=_window(args.window),
+        chunk_size=args.chunk_size,
+        cu_seqlens=_offsets(args.cu_seqlens),
+    )
+    parts = []
+    if named or not (args.advise or args.schedule):
+        plan = _one_plan(args, mask, ranks[0], args.schedule or DEFAULT_SCHEDULE)
+        parts.append(viz.describe(plan, color=_colored(args.color)))
+        if args.png:
+            viz.plot(plan, args.png)
+    if args.schedule == "all":
+        parts += [_schedule_table(args, mask, n) for n in ranks]
+    if args.advise:
+        parts.append(_advice(args, mask, ranks, draw=not named))
+    return "\n\n".join(parts)
+
+
+def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> None:
+    """Refuse options that would be without effect."""
+    given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
+    if given and not args.advise:
+        raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
+    if args.png and args.schedule == "all" and not args.advise:
+        known = ", ".join(COMPARED)
+        raise ValueError(f"--png draws one plan, or costs; pass --schedule {known}, or --advise")
+    if several and (named or not (args.advise or args.schedule)):
+        raise ValueError(
+            f"one plan is of one number of ranks, got --cp {args.cp}; several are compared with "
+            f"--schedule all or --advise"
+        )
+
+
+def _one_plan(args: argparse.Namespace, mask: Mask, cp_size: int, schedule: str) -> Plan:
+    sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
+    return make_plan(mask, schedule=schedule_for(schedule, mask, **sizes), **sizes)
+
+
+def _schedule_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
+    header = ("schedule", "balance", "critical", "live steps", "helped", "K/V messages")
+    rows: list[tuple[str, ...]] = []
+    refused: list[ValueError] = []
+    for schedule in COMPARED:
+        try:
+            plan = _one_plan(args, mask, cp_size, schedule)
+        except ValueError as error:
+            refused.append(error)
+            rows.append((schedule, str(error)))
+            continue
+        live = f"{plan.num_steps} of {plan.cp_size}"
+        helped = sum(step.helps != "none" for step in plan.steps)
+        figures = (f"{plan.balance:.3f}", f"{plan.critical:.3f}", live, str(helped))
+        rows.append((schedule, *figures, str(viz.kv_messages(plan))))
+    if len(refused) == len(COMPARED):
+        raise refused[0]
+    return _table(header, rows)
+
+
+def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
+    """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
+    given = {name: getattr(args, name) for name in MODEL_OPTIONS}
+    heads, kv_heads, head_dim = (
+        MODEL_OPTIONS[name] if value is None else value for name, value in given.items()
+    )
+    device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
+    model = Model(heads, kv_heads, head_dim)
+    costs = {n: _costs(args, mask, n, model, device) for n in ranks}
+    if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
+        raise ValueError(next(iter(costs[ranks[0]].values())))
+    words = f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}"
+    words = f"{words}, bfloat16; forward and backward"
+    parts = [
+        f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_schedules)}"
+        for n, of_schedules in costs.items()
+    ]
+    if args.png and draw:
+        title = f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled"
+        viz.plot_costs(costs, title, args.png)
+    return "\n\n".join(parts) + f"\n{device.name}: {device.source}"
+
+
+def _cost_table(costs: Mapping[str, Cost | str]) -> str:
+    times = {schedule: cost.time_s for schedule, cost in costs.items() if isinstance(cost, Cost)}
+    least = min(times, key=times.__getitem__, default="none of them")
+    header = (
+        "schedule", "time ms", "compute ms", "exposed ms", "balance", "live steps", "messages",
+        "sent MiB", "memory MiB",
+    )  # fmt: skip
+    rows = [(schedule, *_cost_cells(cost)) for schedule, cost in costs.items()]
+    return f"{_table(header, rows)}\nleast time: {least}"
+
+
+def _costs(
+    args: argparse.Namespace, mask: Mask, cp_size: int, model: Model, device: Hardware
+) -> dict[str, Cost | str]:
+    return compare(
+        mask,
+        seq_len=args.seq_len,
+        cp_size=cp_size,
+        model=model,
+        hardware=device,
+        kv_seq_len=args.kv_seq_len,
+    )
+
+
+def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
+    if isinstance(cost, str):
+        return (cost,)
+    times = (f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s))
+    sent, memory = (f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes))
+    steps = (f"{cost.balance:.3f}", str(cost.live_steps), str(cost.messages))
+    return (*times, *steps, sent, memory)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; a row of two cells is a name and a remark."""
+    full = [row for row in rows if len(row) == len(header)]
+    widths = [max(map(len, column)) for column in zip(header, *full, strict=True)]
+    widths[0] = max(len(row[0]) for row in (header, *rows))
+    lines = []
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0])]
+        if len(row) == len(header):
+            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        else:
+            cells.append(row[1])
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def _window(text: str | None) -> Window | None:
+    try:
+        return None if text is None else window(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--window: {error}") from error
+
+
+def _offsets(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(_integer("--cu-seqlens", n) for n in text.split(","))
+
+
+def _integer(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None
+
+
+def _colored(choice: str) -> bool:
+    if choice == "auto":
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return choice == "always"

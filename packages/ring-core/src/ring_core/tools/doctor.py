@@ -1,0 +1,222 @@
+"""What a doctor of any backend does: versions, clashes between them, results against the oracle.
+
+``python -m ring_core doctor`` is the one of this package; ``ring_torch`` and ``ring_jax`` have
+theirs, made of the same parts.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ring_core
+from ring_core import reference
+from ring_core.layouts.layout import SCHEDULES
+from ring_core.masks.mask import Mask
+from ring_core.plan.plan import make_plan
+
+Floats = npt.NDArray[np.floating[Any]]
+
+RESULTS = ("out", "dq", "dk", "dv")
+OURS = ("ring-core", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu")
+TOKENS = 128  # a rank
+CAUSAL = Mask(causal=True)
+_HEADS = (4, 2, 2, 4)  # of q, k, v and dout
+
+
+@dataclass(frozen=True)
+class Check:
+    """One result of a self-test: its largest error against float64, and the most it may be.
+
+    There is no error where a result is not finite, or where ``trace`` shows what was raised.
+
+    Attributes:
+        name: What was tested: a kernel, a transport, a schedule.
+        where: The devices, and how many.
+        what: Which result, or ``runs``.
+        error: The largest absolute error.
+        limit: The largest allowed.
+        passed: Whether it is no larger.
+        trace: What was raised instead of a result.
+    """
+
+    name: str
+    where: str
+    what: str
+    error: float | None
+    limit: float
+    passed: bool
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call with grouped heads, and what dense attention in float64 makes of it.
+
+    ``inputs`` are ``q [1, T, 4, D]``, ``k``, ``v [1, T, 2, D]`` and ``dout [1, T, 4, D]``, seeded;
+    ``expected`` are the :data:`RESULTS`.
+    """
+
+    inputs: tuple[Floats, ...]
+    expected: tuple[Floats, ...]
+
+
+def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
+    """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens a rank."""
+    random = np.random.default_rng(0)
+    shapes = [(1, TOKENS * ranks, heads, head_dim) for heads in _HEADS]
+    return tuple(random.standard_normal(shape) for shape in shapes)
+
+
+def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
+    """The example of these inputs, which may have been rounded to a narrower type."""
+    q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
+    out = reference.attention(q, k, v, mask=mask)[0]
+    grads = reference.attention_grads(dout, q, k, v, mask=mask)
+    return Example((q, k, v, dout), (out, *grads[:3]))
+
+
+def judged(
+    name: str,
+    where: str,
+    example: Example,
+    found: Sequence[npt.ArrayLike],
+    plain: Sequence[npt.ArrayLike],
+    eps: float,
+) -> Iterator[Check]:
+    """Compare results with an example's.
+
+    The error may be four times that of ``plain``, a dense implementation in the same dtype on the
+    same device, and 16 ulps (``eps``) of the largest number.
+    """
+    for what, got, near, true in zip(RESULTS, found, plain, example.expected, strict=True):
+        error, usual = (float(np.abs(np.asarray(x, np.float64) - true).max()) for x in (got, near))
+        limit = 4 * usual + 16 * eps * float(np.abs(true).max())
+        number = error if error < float("inf") else None  # neither is NaN less
+        yield Check(name, where, what, number, limit, passed=error <= limit)
+
+
+def failed(name: str, where: str, trace: str) -> Check:
+    """What stands in place of results where something was raised."""
+    return Check(name, where, "runs", None, 0.0, passed=False, trace=trace)
+
+
+def versions(libraries: Iterable[str], ours: Iterable[ModuleType]) -> dict[str, str]:
+    """Python, packages of this project that are imported, and those libraries that there are."""
+    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    for package in ours:
+        name = package.__name__.replace("_", "-")
+        found[name] = installed(name) or f"{package.__version__} (not installed)"
+    return found | {name: has for name in libraries if (has := installed(name))}
+
+
+def installed(library: str) -> str | None:
+    """The version of a library, ``None`` where there is none."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def clashes(found: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Which of these libraries ask for other versions of each other than there are.
+
+    Two of this project's packages of unlike versions clash, too: they are released together.
+    ``None`` where it cannot be known, because the library ``packaging`` is missing.
+    """
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return None
+    ours = {name: has for name in OURS if (has := installed(name))}
+    apart = ", ".join(f"{name} {has}" for name, has in ours.items())
+    several = [f"packages of unlike releases: {apart}"] if len(set(ours.values())) > 1 else []
+    asked = [
+        (name, Requirement(text))
+        for name in found
+        if installed(name)
+        for text in requires(name) or ()
+    ]
+    return (
+        *several,
+        *(
+            f"{name} {found[name]} asks for {wanted.name}{wanted.specifier}, and there is {has}"
+            for name, wanted in asked
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            if (has := installed(wanted.name))
+            if not wanted.specifier.contains(has, prereleases=True)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor of this package found."""
+
+    versions: dict[str, str]
+    clashes: tuple[str, ...] | None
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed."""
+        return is_healthy(self.clashes, self.checks)
+
+
+def is_healthy(clashes: Sequence[str] | None, checks: Sequence[Check]) -> bool:
+    """Whether something was tested, nothing failed, and no version is at odds with another."""
+    return not clashes and bool(checks) and all(check.passed for check in checks)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this installation, and run a ring of two ranks in numpy under every schedule."""
+    found = versions(("numpy", "matplotlib"), (ring_core,))
+    return Diagnosis(found, clashes(found), tuple(_self_test(2)))
+
+
+def _self_test(ranks: int) -> Iterator[Check]:
+    example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
+    q, k, v, dout = example.inputs
+    for schedule in SCHEDULES:
+        plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, schedule=schedule)
+        out, _, *grads = reference.simulate(plan, q, k, v, dout=dout)
+        where, eps = f"numpy, {ranks} ranks", float(np.finfo(np.float64).eps)
+        yield from judged(schedule, where, example, (out, *grads), example.expected, eps)
+
+
+def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:
+    """The first lines of what a doctor says."""
+    unknown = "not known: pip install packaging"
+    said = (unknown,) if clashes is None else tuple(clashes) or ("none",)
+    return [
+        *(f"{name:14}{has}" for name, has in versions.items()),
+        *(f"{'clashes':14}{words}" for words in said),
+    ]
+
+
+def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[str]:
+    """The last lines of what a doctor says."""
+    lines = ["", f"self-test: {title} against dense attention in float64"]
+    for check in checks:
+        state = "ok" if check.passed else "FAILED"
+        error = "not finite" if check.error is None else f"{check.error:.1e}"
+        numbers = f"error {error}, limit {check.limit:.1e}"
+        name = f"{check.name:12}{check.where:18}{check.what:6}"
+        lines.append(f"  {name}{state:8}{check.trace or numbers}")
+    return [*lines, "", "all is well" if healthy else "something is wrong"]
+
+
+def shown(found: Diagnosis) -> str:
+    """A diagnosis for people."""
+    title = "a causal ring in float64"
+    return "\n".join(
+        shown_versions(found.versions, found.clashes)
+        + shown_checks(title, found.checks, healthy=found.healthy)
+    )

@@ -1,0 +1,149 @@
+"""How large blocks are, how many warps share one and how many are on their way.
+
+``tile_configs`` says, and :class:`ring_core.KernelConfig` overrides it. Nothing here needs Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.capabilities import KernelConfig
+from ring_core.base.errors import UnsupportedError
+from ring_core.base.tiles import TILE
+from ring_core.triton import tile_configs
+from ring_core.triton.tile_configs import LARGEST, SMALLEST, Blocks, Pass, Table
+
+Flags = npt.NDArray[np.bool_]
+
+FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
+CAREFUL = 32  # queries and keys a block where numbers are not finite
+
+# Heads take turns as long as what they read is no more than this: keys and values of blocks of
+# queries, queries of blocks of keys. Measured on an H200.
+_KEYS_TOGETHER = 16 * 2**20
+_QUERIES_TOGETHER = 64 * 2**20
+
+HOPPER = 90  # the first compute capability with a copy engine for tiles
+
+# Bytes of shared memory that a block may have, by compute capability.
+_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+_SHARED_ELSEWHERE = 99 << 10
+_BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
+
+
+def choose_blocks(
+    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, crowded: bool,
+    rows: Table | None = None,
+) -> Blocks:  # fmt: skip
+    """The sizes a call asked for, else the table's; ``head_dim`` is the larger one.
+
+    Raises:
+        UnsupportedError: A size is no power of two from 16 to 256.
+        ValueError: ``RING_TRITON_BLOCKS`` names no table.
+    """
+    rows = tile_configs.default() if rows is None else rows
+    default = tile_configs.find(rows, name, itemsize, head_dim, crowded=crowded).blocks
+    return replace(
+        default,
+        q=_size("block_q", config.block_q, default.q),
+        k=_size("block_k", config.block_k, default.k),
+    )
+
+
+def _size(name: str, wanted: int | None, default: int) -> int:
+    if wanted is None:
+        return default
+    if wanted & (wanted - 1) or not SMALLEST <= wanted <= LARGEST:
+        raise UnsupportedError(
+            f"kernel 'triton': {name} must be a power of two from {SMALLEST} to {LARGEST}, got "
+            f"{wanted}. Instead: leave it out, or choose {name}=64 or 128"
+        )
+    return wanted
+
+
+def padded(dim: int) -> int:
+    """A head dim as matrix units take it."""
+    return max(SMALLEST, 1 << (dim - 1).bit_length())
+
+
+def heads_together(
+    name: Pass, *, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, row: int
+) -> int:
+    """How many heads take turns; of queries, those that share keys always do.
+
+    ``row`` is how many bytes a key and its value take, or a query and the gradient of its output.
+    """
+    group = heads // kv_heads
+    by_keys = name in ("add_to_keys", "add_to_all")
+    if by_keys:
+        wanted = _QUERIES_TOGETHER // max(1, q_len * group * row)
+    else:
+        wanted = _KEYS_TOGETHER // max(1, k_len * row)
+    many = batch * kv_heads
+    together = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
+    return together if by_keys else together * group
+
+
+def come_in_eights(positions: npt.NDArray[np.int64]) -> bool:
+    """Whether every eighth position is a multiple of 8, and those behind it follow."""
+    first = positions[::8]
+    followed = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
+    return bool((first % 8 == 0).all() and (positions == followed).all())
+
+
+def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
+    """Whether parts of a predicate's tiles show something, and all of themselves.
+
+    Args:
+        bits: The partial tiles of :attr:`ring_core.BlockGeometry.tiles`.
+        rows, columns: Of a part; they divide a tile.
+
+    Returns:
+        Twice bool ``[tiles + 2, 128 / rows, 128 / columns]``; the last two, number -2 and -1, are
+        the tiles that show nothing and all.
+    """
+    down, across = TILE // rows, TILE // columns
+    some, every = (np.zeros((len(bits) + 2, down, across), bool) for _ in range(2))
+    for n, tile in enumerate(bits):
+        seen = np.unpackbits(tile, axis=1, bitorder="little").reshape(down, rows, across, columns)
+        some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    some[-1], every[-1] = True, True
+    return some, every
+
+
+def stages_that_fit(
+    name: Pass, blocks: Blocks, dims: tuple[int, int], itemsize: int, capability: int
+) -> int:
+    """How many blocks may be on their way at once: as many as were chosen, or as there is room for.
+
+    Args:
+        name: The pass.
+        blocks: What was chosen.
+        dims: Head dims of queries and keys, and of values.
+        itemsize: Bytes of a number.
+        capability: Of the GPU, as in ``sm_90``.
+
+    Raises:
+        UnsupportedError: A GPU has no room for one of this size.
+    """
+    q, k, dim = blocks.q, blocks.k, padded(dims[0])
+    both = dim + padded(dims[1])
+    if name in ("add_to_keys", "add_to_all"):
+        held, fetched = k * both, q * both
+        if name == "add_to_all":  # what is added to dQ, in float32
+            held += 4 * q * max(k, dim) // itemsize
+    else:
+        held, fetched = q * (dim if name == "attend" else both), k * both
+    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
+    room = (shared - _BARRIERS) // itemsize - held
+    if room < fetched // 2:  # one stage may fetch one array after the other
+        raise UnsupportedError(
+            f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "
+            f"{dims[1]} need more than the {shared >> 10} KiB of shared memory of this GPU. "
+            "Instead: leave out block_q and block_k, or choose smaller ones"
+        )
+    most = blocks.stages if capability >= HOPPER else 2  # threads that fetch need registers for it
+    return max(1, min(blocks.stages, most, room // fetched))

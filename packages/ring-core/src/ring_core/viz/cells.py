@@ -1,0 +1,122 @@
+"""Who computes what, at sampled positions, as the plan's tables say it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ring_core.base.tiles import EMPTY, FULL, TILE
+from ring_core.layouts.layout import Layout
+from ring_core.plan.plan import Plan
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+NOBODY, WRONG = -1, -2  # stand in for the rank of a cell
+
+
+def kv_messages(plan: Plan) -> int:
+    """K/V messages a rank sends in the forward pass."""
+    return sum(stage.kv_hop is not None for stage in plan.forward)
+
+
+def computing_ranks(plan: Plan, q: Ints, k: Ints) -> Ints:
+    """The rank that computes each pair of queries ``q [n]`` and keys ``k [m]``, global indices.
+
+    ``[n, m]``, read from the plan's tables; ``NOBODY`` where no rank does, ``WRONG`` where the
+    tables and the mask disagree or several ranks compute the pair.
+    """
+    q_rank, q_local = (x[:, None] for x in located(plan.q_layout, q))
+    k_rank, k_local = (x[None, :] for x in located(plan.k_layout, k))
+    visible = plan.mask.dense(q + plan.q_offset, k)
+    places = (q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
+    pairs = _Pairs(*np.broadcast_arrays(*places))
+    claims, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
+    ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
+    for n, step in enumerate(plan.steps):
+        own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
+        if not (own.any() or helped.any()):
+            continue
+        table = plan.table(n)
+        for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
+            some = _Pairs(*(x[which] for x in pairs))
+            shown = _shown(table[by[which]].astype(np.int64), some)
+            claims[which] += shown
+            rank[which] = np.where(shown > 0, by[which], rank[which])
+    if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
+        kinds = plan.blocks.kinds[q_rank, k_rank, q_local // TILE, k_local // TILE]
+        claims *= (kinds == FULL) | ((kinds != EMPTY) & visible)
+    return np.where((claims > 1) | ((claims > 0) != visible), WRONG, np.where(claims, rank, NOBODY))
+
+
+class _Pairs(NamedTuple):
+    q_rank: Ints
+    q_local: Ints
+    k_rank: Ints
+    k_local: Ints
+    same_cell: Bools
+
+
+def _same_cell(plan: Plan, q: Ints, k: Ints) -> Bools:
+    """Whether each pair lies in one document and chunk, ``[n, m]``."""
+    if plan.boundaries is None:
+        return np.ones((q.size, k.size), dtype=bool)
+    q_cell = np.searchsorted(plan.boundaries, q + plan.q_offset, side="right")
+    k_cell = np.searchsorted(plan.boundaries, k, side="right")
+    return np.equal(q_cell[:, None], k_cell[None, :])
+
+
+def _shown(rows: Ints, pairs: _Pairs) -> Ints:
+    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs."""
+    q_rank, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
+    q, k = pairs.q_local[:, None], pairs.k_local[:, None]
+    diagonal = (q - q0) - (k - k0)
+    shown = (q_rank == pairs.q_rank[:, None]) & (kv_rank == pairs.k_rank[:, None])
+    shown &= (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= diagonal) & (diagonal <= hi)
+    shown &= pairs.same_cell[:, None] | (doc_start == doc_stop)
+    return np.asarray(shown.sum(axis=1), dtype=np.int64)
+
+
+def located(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
+    """Rank and local index of tokens."""
+    starts = layout.run_positions(np.arange(layout.cp_size)).reshape(-1)
+    order = np.argsort(starts)
+    nearest = index % layout.stride if layout.stride > 1 else index
+    run = order[np.searchsorted(starts[order], nearest, side="right") - 1]
+    rank, nth = np.divmod(run, len(layout.run_starts))
+    return rank, np.asarray(layout.run_starts)[nth] + (index - starts[run]) // layout.stride
+
+
+def count_pieces(layout: Layout) -> int:
+    """Contiguous pieces the layout deals out; for ``striped``, ranks."""
+    return layout.cp_size * len(layout.run_starts)
+
+
+def _cells(layout: Layout, most: int) -> int:
+    """Cells to sample a sequence in: where they can, each lies in one piece."""
+    pieces = count_pieces(layout)
+    return min(most // pieces * pieces or most, layout.seq_len)
+
+
+def _samples(layout: Layout, most: int) -> Ints:
+    """Three indices in every cell, ``[cells, 3]``: near the middle, first, last.
+
+    In a striped layout the first drifts from cell to cell, so that all ranks show.
+    """
+    cells = _cells(layout, most)
+    edges = np.arange(cells + 1) * layout.seq_len // cells
+    start, size = edges[:-1], np.diff(edges)
+    drift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
+    middle = start + (size // 2 + drift) % size
+    return np.stack([middle, start, edges[1:] - 1], axis=1)
+
+
+def sampled(plan: Plan, most: int) -> Ints:
+    """``[q_cells, k_cells]``: who computes the first visible pair sampled in each cell."""
+    q, k = _samples(plan.q_layout, most), _samples(plan.k_layout, most)
+    ranks = computing_ranks(plan, q.reshape(-1), k.reshape(-1))
+    ranks = ranks.reshape(*q.shape, *k.shape).transpose(0, 2, 1, 3).reshape(len(q), len(k), -1)
+    first = np.take_along_axis(ranks, (ranks >= 0).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    return np.where((ranks == WRONG).any(axis=-1), WRONG, first)

@@ -1,0 +1,116 @@
+"""A plan drawn to a file: who computes what, who holds what, who works when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ring_core.plan.plan import Plan
+from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
+from ring_core.viz.text import SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DRAWN_CELLS, _DRAWN, _LEGEND = 192, 256, 16
+
+
+def draw_plan(plan: Plan, figure: Figure) -> None:
+    """Draw a plan on a figure."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    turbo = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
+    # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
+    colors = ListedColormap(0.7 * turbo + 0.3).with_extremes(under="black")
+    halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
+    left = halves[0].subgridspec(2, 1, height_ratios=(1, 18))
+    _draw_layout(plan, figure.add_subplot(left[0]), colors)
+    _draw_mask(plan, figure.add_subplot(left[1]), colors)
+    _draw_work(plan, figure.add_subplot(halves[1]))
+    keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
+    figure.suptitle(
+        f"{plan.schedule}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
+        f"{plan.mask.describe()}\n"
+        f"balance {plan.balance:.3f}, critical {plan.critical:.3f}, {plan.num_steps} of "
+        f"{plan.cp_size} steps live, {kv_messages(plan)} K/V messages a rank",
+        fontsize=11,
+    )
+
+
+def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
+    layout, pieces = plan.k_layout, count_pieces(plan.k_layout)
+    cells, shown, title = min(pieces, _DRAWN_CELLS), layout.seq_len, f"{layout.name}, all keys"
+    if layout.stride > 1:
+        cells = shown = min(layout.seq_len, max(1, 2 * _LEGEND // pieces) * pieces)
+        title = f"{layout.name}, the first {shown} keys"
+    ranks = located(layout, (2 * np.arange(cells) + 1) * shown // (2 * cells))[0]
+    axes.imshow(ranks[None], cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5, aspect="auto")
+    for x, rank in enumerate(ranks.tolist() if cells <= 2 * _LEGEND else []):
+        axes.text(x, 0, str(rank), ha="center", va="center", fontsize=8)
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(f"who holds what: {title}", loc="left")
+
+
+def _draw_mask(plan: Plan, axes: Axes, colors: Any) -> None:
+    from matplotlib.patches import Patch
+
+    striped = plan.q_layout.stride > 1
+    stripes = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
+    ranks = sampled(plan, stripes if striped else _DRAWN_CELLS)
+    image = axes.imshow(
+        np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
+        aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
+    )  # fmt: skip
+    title = "who computes what" + (" (stripes drawn wider than they are)" if striped else "")
+    title += ", black: plan and mask disagree" if (ranks == WRONG).any() else ""
+    axes.set_title(title, loc="left")
+    for axis, length in ((axes.xaxis, plan.kv_seq_len), (axes.yaxis, plan.seq_len)):
+        ticks = np.unique(np.arange(5) * length // 4).tolist()
+        axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set(xlabel="key", ylabel="query")
+    if plan.cp_size > _LEGEND:
+        bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40)
+        bar.set_label("rank")
+        return
+    if not striped:
+        for layout, line in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
+            for n in range(1, count_pieces(layout)):
+                line(n * layout.run_length, color="white", linewidth=0.5)
+    handles = [Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)]
+    axes.legend(
+        handles=handles, title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
+        ncols=min(plan.cp_size, 8), frameon=False, handlelength=1, handleheight=1,
+    )  # fmt: skip
+
+
+def _draw_work(plan: Plan, axes: Axes) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    work = plan.work()
+    rank_every, step_every = -(-plan.cp_size // _DRAWN), -(-plan.num_steps // _DRAWN)
+    share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
+    heat = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
+    box = (-0.5, plan.num_steps - 0.5, plan.cp_size - 0.5, -0.5)
+    axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
+    image = axes.imshow(
+        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * heat + 0.25), vmin=0, vmax=200,
+        aspect="auto", interpolation="nearest", extent=box,
+    )  # fmt: skip
+    bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40, extend="max")
+    bar.set_label("pairs a rank and step, % of the mean of all")
+    if plan.cp_size <= SHOWN_RANKS and plan.num_steps <= SHOWN_STEPS:
+        for (rank, step), value in np.ndenumerate(share):
+            text = percent(float(value)) if value else ""
+            axes.text(step, rank, text, ha="center", va="center", fontsize=8)
+    steps = (
+        np.linspace(0, plan.num_steps - 1, min(plan.num_steps, SHOWN_STEPS)).astype(int).tolist()
+    )
+    axes.set_xticks(steps, [str(plan.steps[n].shift) for n in steps])
+    axes.set_yticks(np.linspace(0, plan.cp_size - 1, min(plan.cp_size, SHOWN_RANKS)).astype(int))
+    axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
+    idle = " (hatched: idle)" if (share == 0).any() else ""
+    axes.set_title(f"who works when{idle}", loc="left")

@@ -1,0 +1,144 @@
+"""A plan in characters, for a terminal."""
+
+from __future__ import annotations
+
+import string
+from itertools import islice
+
+import numpy as np
+
+from ring_core.base.arguments import check_record, is_integer
+from ring_core.plan.plan import Plan
+from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
+
+WIDEST = 1024
+SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
+_SYMBOLS = string.digits + string.ascii_letters
+_BACKGROUNDS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
+
+
+def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool = True) -> str:
+    """The plan in characters: who computes what, who holds what, who works when.
+
+    Args:
+        plan: The plan.
+        color: Colour ranks with ANSI escapes.
+        width: Characters the pictures may take, 8 to 1024; lines take up to 16 more.
+        pictures: Else the heading and the figures alone.
+
+    Raises:
+        ValueError: ``width`` below 8 or above 1024.
+    """
+    check_record("plan", plan, Plan)
+    check_record("color", color, bool)
+    check_record("pictures", pictures, bool)
+    if not is_integer(width) or not 8 <= width <= WIDEST:
+        raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
+    keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
+    heading = (
+        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} schedule={plan.schedule} "
+        f"mask: {plan.mask.describe()}"
+    )
+    if not pictures:
+        return "\n".join([heading, *_summary(plan)])
+    parts = [
+        [heading],
+        _mask_lines(plan, color, min(SHOWN_CELLS, width // 2)),
+        _layout_lines(plan, color, width),
+        _work_lines(plan, color, min(SHOWN_STEPS, width // 4)),
+        _summary(plan),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _symbol(plan: Plan, rank: int) -> str:
+    """A character for a rank; with more ranks than characters, neighbours share one."""
+    if rank < 0:
+        return "." if rank == NOBODY else "!"
+    return _SYMBOLS[rank // _ranks_a_symbol(plan)]
+
+
+def _ranks_a_symbol(plan: Plan) -> int:
+    return -(-plan.cp_size // len(_SYMBOLS))
+
+
+def _painted(text: str, rank: int, color: bool) -> str:
+    if not color or rank == NOBODY:
+        return text
+    paint = "97;41" if rank == WRONG else f"30;48;5;{_BACKGROUNDS[rank % len(_BACKGROUNDS)]}"
+    return f"\x1b[{paint}m{text}\x1b[0m"
+
+
+def _mask_lines(plan: Plan, color: bool, most: int) -> list[str]:
+    ranks = sampled(plan, most)
+    q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
+    size = f"{q_size:g} x {k_size:g}"
+    lines = [f"who computes what: queries down, keys across, a cell is {size}; . nobody"]
+    if _ranks_a_symbol(plan) > 1:
+        lines.append(f"a character stands for {_ranks_a_symbol(plan)} ranks")
+    if (ranks == WRONG).any():
+        lines.append("! marks cells where the plan and the mask disagree")
+    for row in ranks.tolist():
+        cells = (_painted(_symbol(plan, rank) + " ", rank, color) for rank in row)
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
+    layout, pieces = plan.q_layout, count_pieces(plan.q_layout)
+    if layout.stride > 1:
+        title = f"striped, the first {min(width, layout.seq_len)} tokens"
+        index = np.arange(min(width, layout.seq_len))
+    else:
+        tokens = f"{layout.run_length} tokens"
+        if plan.kv_seq_len != plan.seq_len:
+            tokens = f"{layout.run_length} queries and {plan.k_layout.run_length} keys"
+        title = f"{layout.name}, {pieces} pieces of {tokens}"
+        columns = width // pieces * pieces or width
+        index = (2 * np.arange(columns) + 1) * layout.seq_len // (2 * columns)
+    ranks = located(layout, index)[0].tolist()
+    strip = "".join(_painted(_symbol(plan, rank), rank, color) for rank in ranks)
+    return [f"who holds what: {title}", strip]
+
+
+def _work_lines(plan: Plan, color: bool, most: int) -> list[str]:
+    """One row a rank, one column a live step."""
+    work = plan.work()
+    share = 100 / (work.mean() or 1)
+    steps, ranks = min(plan.num_steps, most), min(plan.cp_size, SHOWN_RANKS)
+    totals = work.sum(axis=0)[:ranks] * (share / plan.num_steps)
+    shifts = "".join(f"{step.shift:>4}" for step in islice(plan.steps, steps))
+    lines = [
+        "who works when: 100 is the mean of all ranks and steps, - is idle",
+        f"shift {shifts}  total",
+    ]
+    for rank in range(ranks):
+        label = _painted(f"{rank:>5}", rank, color)
+        cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
+        lines.append(f"{label} {cells}  {percent(float(totals[rank])):>5}")
+    more = ((plan.cp_size - ranks, "ranks"), (plan.num_steps - steps, "steps"))
+    if hidden := [f"{n} more {what}" for n, what in more if n]:
+        lines.append(f"  ... {', '.join(hidden)}")
+    return lines
+
+
+def percent(share: float) -> str:
+    """At most three characters up to a hundredfold share, and never 0 for work that is there."""
+    if share <= 0:
+        return "-"
+    if share < 0.5:
+        return "<1"
+    return f"{share:.0f}" if share < 999.5 else f"{share / 100:.0f}x"
+
+
+def _summary(plan: Plan) -> list[str]:
+    helped = sum(step.helps != "none" for step in plan.steps)
+    lines = [
+        f"balance  {plan.balance:.3f}  the busiest rank's pairs over the mean",
+        f"critical {plan.critical:.3f}  the slowest rank's pairs, summed over steps, over the mean",
+        f"live     {plan.num_steps} of {plan.cp_size} steps",
+        f"K/V      {kv_messages(plan)} messages a rank, forward",
+    ]
+    if helped:
+        lines.append(f"helped   {helped} steps: queries travel to idle ranks, results travel back")
+    return lines
