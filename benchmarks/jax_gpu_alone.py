@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 import ring_jax_gpu
-from ring_jax import _attention, _autodiff, _spmd
+from ring_jax import attention, autodiff
+from ring_jax.strategies import steps
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A :class:`ring_jax._ring.Ring` that moves nothing: any keys do for a time."""
+    """A :class:`ring_jax.collectives.Ring` that moves nothing: any keys do for a time."""
 
     place: int
     size: int
@@ -47,10 +48,10 @@ def as_rank(rank: int, size: int, run: Callable[..., Any]) -> Callable[..., Any]
     def traced(*args: Any) -> Any:
         with ExitStack() as stack:
             ring = partial(Alone, rank)
-            stack.enter_context(patch.object(_spmd, "Ring", lambda _, size: ring(size)))
-            stack.enter_context(patch.object(_attention, "axis_size", lambda _: size))
-            _autodiff._compiled.cache_clear()  # noqa: SLF001  # it does not know of ranks
-            stack.callback(_autodiff._compiled.cache_clear)  # noqa: SLF001
+            stack.enter_context(patch.object(steps, "Ring", lambda _, size: ring(size)))
+            stack.enter_context(patch.object(attention, "axis_size", lambda _: size))
+            autodiff._compiled.cache_clear()  # noqa: SLF001  # it does not know of ranks
+            stack.callback(autodiff._compiled.cache_clear)  # noqa: SLF001
             return run(*args)
 
     return traced

@@ -153,8 +153,8 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
 
 def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
     """The block sizes that our kernels choose for a mask."""
-    from ring_jax_tpu._blocks import Shape, default_sizes
-    from ring_jax_tpu._generations import GENERATIONS
+    from ring_jax_tpu.block_sizes import Shape, default_sizes
+    from ring_jax_tpu.generations import GENERATIONS
 
     here = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
     shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)
@@ -311,9 +311,9 @@ def blocks_of_documents() -> tuple[int, int]:
     import numpy as np
 
     from ring_core import Mask, make_plan
-    from ring_jax._types import Columns, Rows, Work
-    from ring_jax_tpu._blocks import Blocks
-    from ring_jax_tpu._visits import EMPTY, block_kinds
+    from ring_jax.records import Columns, Rows, Work
+    from ring_jax_tpu.block_index import EMPTY, block_kinds
+    from ring_jax_tpu.block_sizes import Blocks
 
     lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)
     ids = np.repeat(np.arange(LENGTH), lengths)[:LENGTH].astype(np.int32)

@@ -75,7 +75,7 @@ def _last_step_dropped() -> Patches:
         return () if step == plan.num_steps - 1 > 0 else items(plan, rank, step)
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
-    if sides := _jax("_sides"):
+    if sides := _jax("rank_view"):
         right = sides.of_step
 
         def tables(plan: Any, step: int) -> Any:
@@ -84,7 +84,8 @@ def _last_step_dropped() -> Patches:
                 return found
             return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
 
-        patches.append((_jax("_spmd"), "of_step", tables))
+        users = (_jax("strategies.ring"), _jax("strategies.steps"))
+        patches += [(user, "of_step", tables) for user in users]
     return patches
 
 
@@ -103,7 +104,7 @@ def _ring_reversed() -> Patches:
 
         right = comm.Ring.start
         patches.append((comm.Ring, "start", start))
-    if ring := _jax("_ring"):
+    if ring := _jax("collectives"):
         move = ring.Ring.move
 
         def back(ring: Any, x: Any, hop: int, receivers: Any = None) -> Any:
@@ -126,13 +127,13 @@ def _merge_without_rescale() -> Patches:
             into.lse.copy_(into.lse.logaddexp(lse))
 
         patches.append((sdpa, "merge_into", merge_into))
-    if spmd := _jax("_spmd"):
+    if ring := _jax("strategies.ring"):
         import jax.numpy as jnp
 
         def added(a: Any, b: Any) -> Any:
-            return spmd.Result(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
+            return ring.Result(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
 
-        patches.append((spmd, "merge", added))
+        patches.append((ring, "merge", added))
     return patches
 
 
@@ -148,7 +149,7 @@ def _sink_per_step() -> Patches:
         patches.append(
             (autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks))
         )
-    if autodiff := _jax("_autodiff"):
+    if autodiff := _jax("autodiff"):
         once = autodiff._add_sinks
         patches.append(
             (autodiff, "_add_sinks", lambda result, sinks: once(once(result, sinks), sinks))
@@ -184,15 +185,15 @@ def _grads_not_sent_home() -> Patches:
             hop(moving, distance, home=home)
 
         patches.append((loop.Moving, "hop", kept))
-    if spmd := _jax("_spmd"):
+    if steps := _jax("strategies.steps"):
         import jax.numpy as jnp
 
-        travel = spmd.Loop.hop
+        travel = steps.Loop.hop
 
         def lost(loop: Any, x: Any, hop: int | None) -> Any:
-            return travel(loop, x, hop) if isinstance(x, spmd.Message) else jnp.zeros_like(x)
+            return travel(loop, x, hop) if isinstance(x, steps.Message) else jnp.zeros_like(x)
 
-        patches.append((spmd.Loop, "hop", lost))
+        patches.append((steps.Loop, "hop", lost))
     return patches
 
 
@@ -219,7 +220,7 @@ def _lse_in_base_2() -> Patches:
         patches.append(
             (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
         )
-    if xla := _jax("_xla"):
+    if xla := _jax("kernels.xla"):
         forward = xla.XlaKernel.forward
 
         def other_base(*args: Any) -> Any:
@@ -244,14 +245,14 @@ def _wrong_kv_head() -> Patches:
             return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
 
         patches.append((sdpa, "_head_groups", groups))
-    if spmd := _jax("_spmd"):
-        message = spmd.own_message
+    if ring := _jax("strategies.ring"):
+        message = ring.own_message
 
         def turned(x: Any) -> Any:
             own = message(x)
             return own._replace(kv=own.kv[:, ::-1])
 
-        patches.append((spmd, "own_message", turned))
+        patches.append((ring, "own_message", turned))
     return patches
 
 
@@ -270,7 +271,7 @@ def _lse_gradient_dropped() -> Patches:
             return backward(ctx, dout, None)
 
         patches.append((autograd.RingAttention, "backward", staticmethod(without)))
-    if attention := _jax("_attention"):
+    if attention := _jax("attention"):
         from jax.lax import stop_gradient
 
         attend = attention.attend
@@ -291,14 +292,15 @@ def _help_not_returned() -> Patches:
         return tuple(item for item in items(plan, rank, step) if item.q_rank == rank)
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
-    if sides := _jax("_sides"):
+    if sides := _jax("rank_view"):
         right = sides.of_step
 
         def tables(plan: Any, step: int) -> Any:
             found = right(plan, step)
             return found._replace(helped=np.zeros_like(found.helped))
 
-        patches.append((_jax("_spmd"), "of_step", tables))
+        users = (_jax("strategies.ring"), _jax("strategies.steps"))
+        patches += [(user, "of_step", tables) for user in users]
     return patches
 
 
@@ -332,7 +334,7 @@ def _gathered_out_of_order() -> Patches:
     """JAX: the keys of all ranks lie one rank further on."""
     import jax.numpy as jnp
 
-    ring = _jax("_ring")
+    ring = _jax("collectives")
     gather = ring.Ring.gather
 
     def wrong(self: Any, x: Any, axis: int) -> Any:
@@ -345,7 +347,7 @@ def _scattered_grads_dropped() -> Patches:
     """JAX: gradients of gathered keys do not come home."""
     import jax.numpy as jnp
 
-    ring = _jax("_ring")
+    ring = _jax("collectives")
     scatter = ring.Ring.scatter
     return [(ring.Ring, "scatter", lambda *args: jnp.zeros_like(scatter(*args)))]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-import ring_jax.__main__ as ring_jax_command
+import ring_jax.tools.cli as ring_jax_command
 import ring_torch
 from ring_core import SCHEDULES, Mask, deal, make_plan, reference
 from ring_core.cost import HARDWARE

@@ -14,8 +14,8 @@ from cases import Case
 from jax import lax
 
 from backends.jax_devices import Arrays, JaxBackend
-from ring_jax_gpu import _fmha, ring_attention
-from ring_jax_gpu._fmha import Pattern
+from ring_jax_gpu import fmha, ring_attention
+from ring_jax_gpu.fmha import Pattern
 
 
 def run(case: Case, transport: str = "auto") -> Arrays:
@@ -26,8 +26,8 @@ def run(case: Case, transport: str = "auto") -> Arrays:
 
 def stand_in(patched: pytest.MonkeyPatch) -> None:
     """Have the formula in place of cuDNN."""
-    patched.setattr(_fmha, "call_forward", _forward)
-    patched.setattr(_fmha, "call_backward", _backward)
+    patched.setattr(fmha, "call_forward", _forward)
+    patched.setattr(fmha, "call_backward", _backward)
 
 
 def _without_lse(*arrays: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:

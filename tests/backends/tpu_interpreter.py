@@ -14,9 +14,9 @@ import numpy as np
 from jax._src import callback as jax_callback
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_jax._ring import axes_of, vary_alike
-from ring_jax._types import Columns, Grads, Result, Rows, Static, Upstream, Work
-from ring_jax_tpu._pallas import PallasKernel
+from ring_jax.records import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax.varying import axes_of, vary_alike
+from ring_jax_tpu.kernel import PallasKernel
 
 #: Kept at a time: a process may map no more than some ten thousand pieces of memory.
 _MOST_PROGRAMS = 200

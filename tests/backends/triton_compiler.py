@@ -21,15 +21,8 @@ import pytest
 from backends.cubins import taken_by
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
-from ring_jax_gpu._call import (
-    Launch,
-    arguments_of,
-    arrays_of,
-    kernel_of,
-    launches_of,
-    stages_of,
-    triton_launch_p,
-)
+from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
+from ring_jax_gpu.primitive import triton_launch_p
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
@@ -41,13 +34,13 @@ STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
 
 def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
     """Have calls on one device compute as a step of a ring does."""
-    from ring_jax import _spmd
-    from ring_jax_gpu import _triton
+    from ring_jax.strategies import steps
+    from ring_jax_gpu import kernel as _triton
 
     fresh, last = STEPS[step]
     patched.setattr(_triton, "_is_one", lambda _: False)
     patched.setattr(
-        _spmd,
+        steps,
         "replace",
         lambda static, **x: replace(static, **(x | {"fresh": fresh, "last": last})),
     )
@@ -172,7 +165,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave."""
-    from ring_jax_gpu import _compiled, _roles
+    from ring_jax_gpu.hopper import ffi, run
 
     modules: list[Any] = []
 
@@ -181,14 +174,14 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
         return b""
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_compiled, "_launch", keep)
-        patched.setattr(_roles, "_processors", lambda: 132)
+        patched.setattr(ffi, "_launch", keep)
+        patched.setattr(run, "_processors", lambda: 132)
         for params, types in launches_in(call):
             if not params["launch"].hopper:
                 continue
             names = params["names"]
             jax.eval_shape(
-                lambda *x, names=names, launch=params["launch"]: _roles.run(
+                lambda *x, names=names, launch=params["launch"]: run.run(
                     launch, dict(zip(names, x, strict=True))
                 ),
                 *types,

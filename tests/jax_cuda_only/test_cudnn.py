@@ -13,10 +13,10 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask, reference
-from ring_jax._kernels import compute_capability
-from ring_jax._spmd import merge
-from ring_jax._types import Result
-from ring_jax_gpu import _fmha, ring_attention
+from ring_jax.kernels import compute_capability
+from ring_jax.records import Result
+from ring_jax.strategies.steps import merge
+from ring_jax_gpu import fmha, ring_attention
 
 CAUSAL = Mask(causal=True)
 HOPPER = 90
@@ -99,15 +99,15 @@ def test_parts_that_merge() -> None:
     rng = np.random.default_rng(0)
     shapes = ((2, 4, 130, 128), (2, 2, 300, 128), (2, 2, 300, 128), (2, 4, 130, 128))
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape), "bfloat16") for shape in shapes)
-    pattern = _fmha.Pattern(128**-0.5, causal=False, window=None)
+    pattern = fmha.Pattern(128**-0.5, causal=False, window=None)
     parts = [(k[:, :, some], v[:, :, some]) for some in (slice(0, 101), slice(101, 300))]
 
     def both(*parts: Any) -> Any:
-        found = [Result(*_fmha.attend(pattern, q, k, v, None)) for k, v in parts]
+        found = [Result(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
         wide = [x._replace(out=x.out.astype("float32")) for x in found]
         out, lse = merge(*wide)
         grads = [
-            _fmha.differentiate(pattern, q, k, v, None, lse, out.astype(q.dtype), dout)[:3]
+            fmha.differentiate(pattern, q, k, v, None, lse, out.astype(q.dtype), dout)[:3]
             for k, v in parts
         ]
         return out, lse, grads

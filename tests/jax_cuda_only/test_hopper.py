@@ -15,7 +15,8 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask
-from ring_jax_gpu import _roles, ring_attention
+from ring_jax_gpu import ring_attention
+from ring_jax_gpu.hopper import run as _roles
 
 CAUSAL = Mask(causal=True)
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}

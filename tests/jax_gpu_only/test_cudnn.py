@@ -16,8 +16,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask, UnsupportedError
-from ring_jax import _kernels
-from ring_jax_gpu import ContextParallel, _cudnn, _fmha, ring_attention
+from ring_jax import kernels
+from ring_jax_gpu import ContextParallel, fmha, ring_attention
+from ring_jax_gpu import cudnn as _cudnn
 
 CAUSAL = Mask(causal=True)
 HALF: dict[str, Any] = {"dtype": "bfloat16", "dims": (16, 16), "heads": (4, 2)}
@@ -152,7 +153,7 @@ def test_refusals_of_a_gpu(
     capability: int, version: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_cudnn, "compute_capability", lambda: capability)
-    monkeypatch.setattr(_fmha, "cudnn_version", lambda: version)
+    monkeypatch.setattr(fmha, "cudnn_version", lambda: version)
     assert reason in _refused(256, 256)
 
 
@@ -211,7 +212,7 @@ def test_figures_are_of_one_generation_of_gpus(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere the order decides, without a word of times."""
-    monkeypatch.setattr(_kernels, "compute_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
     first, second, transport, *_ = _explained((256, 256), bias=False)
     assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
     assert transport == "transport ppermute"
@@ -277,7 +278,7 @@ def test_head_dims_that_are_unequal() -> None:
 
 
 def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fmha, "cudnn_version", lambda: 90900)
+    monkeypatch.setattr(fmha, "cudnn_version", lambda: 90900)
     for _, types in _calls(_lowered((192, 128), kernel="cudnn")):
         assert "2x64x2x192xbf16>, tensor<2x64x2x192xbf16>" in types
 
@@ -303,9 +304,9 @@ def test_what_jax_calls_it_with() -> None:
     module: Any = fused_attention_stablehlo
     name = "_dot_product_attention_fwd_cuda_lowering"
     signature = inspect.signature(getattr(module, name))
-    find = _fmha.found_binding.__wrapped__
+    find = fmha.found_binding.__wrapped__
     found = find()
-    assert isinstance(found, _fmha.Binding)
+    assert isinstance(found, fmha.Binding)
     assert set(found.unused) == set(signature.parameters) & {"score_mod_name", "score_mod_jaxpr"}
 
     def changed(*drop: str, **more: Any) -> Any:
@@ -319,7 +320,7 @@ def test_what_jax_calls_it_with() -> None:
             return find()
 
     older = changed("score_mod_args", "score_mod_name", "score_mod_jaxpr")
-    assert isinstance(older, _fmha.Binding) and older.unused == ()
+    assert isinstance(older, fmha.Binding) and older.unused == ()
     for unknown in (changed("seed"), changed(sink=1), changed("kv_offsets")):
         assert unknown == f"jax {jax.__version__} calls cuDNN with other arguments"
     with pytest.MonkeyPatch.context() as patched:
@@ -328,6 +329,6 @@ def test_what_jax_calls_it_with() -> None:
 
 
 def test_an_unknown_jax_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fmha, "found_binding", lambda: "jax 9 calls cuDNN with other arguments")
+    monkeypatch.setattr(fmha, "found_binding", lambda: "jax 9 calls cuDNN with other arguments")
     assert "jax 9 calls cuDNN" in _refused()
     assert _explained((256, 256), bias=False)[0].startswith("kernel triton (cuda): ")

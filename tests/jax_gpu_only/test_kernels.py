@@ -22,9 +22,10 @@ import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_sizes import FLAGS_TOGETHER
-from ring_jax_gpu import ContextParallel, _roles, ring_attention
-from ring_jax_gpu._call import Kernel, Launch, arguments_of, stages_of
-from ring_jax_gpu._compiled import Taken
+from ring_jax_gpu import ContextParallel, ring_attention
+from ring_jax_gpu.hopper import run
+from ring_jax_gpu.hopper.ffi import Taken
+from ring_jax_gpu.launch import Kernel, Launch, arguments_of, stages_of
 
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
 CAUSAL = Mask(causal=True)
@@ -173,7 +174,7 @@ def test_what_the_kernels_for_hopper_leave(
         assert launch.hopper
         x: Any = {name: np.array(array) for name, array in zip(names, arrays, strict=True)}
         goes_by_rows = launch.kernel == "attend"
-        batch, heads, length, _ = x["q"].shape if goes_by_rows else _roles._keys(x).shape
+        batch, heads, length, _ = x["q"].shape if goes_by_rows else run._keys(x).shape
         size = 64 if goes_by_rows else 128
         across = -(-length // size)
         many = batch * heads * across
@@ -183,10 +184,10 @@ def test_what_the_kernels_for_hopper_leave(
             flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
         else:
             programs = many
-        found = _roles._rest(launch, x, flags, programs, 64, size)
+        found = run._rest(launch, x, flags, programs, 64, size)
         return [found[name] for name in names[len(names) - num_changed :]]
 
-    monkeypatch.setattr(_roles, "call", call)
+    monkeypatch.setattr(run, "call", call)
     monkeypatch.setattr(interpreter, "interpret", leave)
     assert_close(case, alone(case, KernelConfig("triton")))
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from ring_jax._types import Rectangle
-from ring_jax_gpu import _hopper, _hopper_backward
-from ring_jax_gpu._shares import helped_tiles, of_keys, of_queries, shared_tiles
+from ring_jax.records import Rectangle
+from ring_jax_gpu.hopper import backward, forward
+from ring_jax_gpu.hopper.stream_k import helped_tiles, of_keys, of_queries, shared_tiles
 
 PROGRAMS = 132
 BATCH, HEADS, GROUP = 2, 4, 2
@@ -84,8 +84,8 @@ def test_all_is_done_once(
     shares = of_queries(seen, BATCH * HEADS, programs)
     assert shares.split > 0 or programs == 132 or name == "nothing"
     visited = seen_by_tiles((seen.q_start, seen.q_stop), (seen.k_start, seen.k_stop))
-    as_python(_hopper, monkeypatch, visited)
-    kernel: Any = _hopper
+    as_python(forward, monkeypatch, visited)
+    kernel: Any = forward
     facts = SimpleNamespace(SHARED=True, BLOCK=128)
     sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
     rows, heads = range(-(-LENGTHS[0] // 128)), range(BATCH * HEADS)
@@ -120,8 +120,8 @@ def test_all_is_done_once_backwards(
     shares = of_keys(seen, len(heads), GROUP, programs)
     assert shares.split > 0 or name != "all"
     visited = seen_by_tiles((seen.k_start, seen.k_stop), (seen.q_start, seen.q_stop))
-    as_python(_hopper_backward, monkeypatch, visited)
-    kernel: Any = _hopper_backward
+    as_python(backward, monkeypatch, visited)
+    kernel: Any = backward
     facts = SimpleNamespace(SHARED=True, BLOCK=64)
     sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
     columns = range(-(-LENGTHS[1] // 128))

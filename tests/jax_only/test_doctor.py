@@ -14,16 +14,17 @@ import jax
 import pytest
 
 from ring_core import support_matrix
-from ring_jax import __main__, ring_attention
-from ring_jax.__main__ import self_test
-from ring_jax._types import Grads
-from ring_jax._xla import XlaKernel
+from ring_jax import ring_attention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Grads
+from ring_jax.tools import cli, doctor
+from ring_jax.tools.doctor import self_test
 
 FOR_TPU = """
 from dataclasses import dataclass
 from ring_core import Capabilities
-from ring_jax._attention import RingAttention
-from ring_jax._xla import XlaKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
 
 @dataclass(frozen=True)
 class Unavailable:
@@ -34,15 +35,15 @@ ring_attention = RingAttention((Unavailable(), XlaKernel()))
 """
 OFF_BY_A_LITTLE = """
 import sys
-from ring_jax import __main__
-from ring_jax._xla import XlaKernel
+from ring_jax.tools import cli
+from ring_jax.kernels.xla import XlaKernel
 
 right = XlaKernel.backward
 def wrong(*args):
     grads = right(*args)
     return grads._replace(dq=grads.dq * 1.001)
 XlaKernel.backward = wrong
-sys.exit(__main__.main(["doctor"]))
+sys.exit(cli.main(["doctor"]))
 """
 
 
@@ -53,7 +54,7 @@ THREE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A self-test here takes two devices, and nothing of programs traced before or for others."""
-    monkeypatch.setattr(__main__, "MOST_DEVICES", 2)
+    monkeypatch.setattr(doctor, "MOST_DEVICES", 2)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -142,7 +143,7 @@ def test_no_device() -> None:
 
 
 def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["matrix"]) == 0
+    assert cli.main(["matrix"]) == 0
     own = support_matrix([kernel.capabilities for kernel in ring_attention.kernels])
     columns = len(ring_attention.kernels) + 1  # other installed packages may add more
     cells = [
@@ -158,5 +159,5 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(done.stdout)
     assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
     assert all(row["share"] == 1 and row["eta"] > 0 for row in found["timings"])
-    assert __main__.main(["bench", "--seq-len", "101"]) == 2
+    assert cli.main(["bench", "--seq-len", "101"]) == 2
     assert "101 is not a positive multiple of 16" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from tolerances import assert_close
 
 import ring_jax
 from ring_core import Mask, UnsupportedError
-from ring_jax._transport import choose_transport
+from ring_jax.prepare import choose_transport
 
 
 def _can_gather(case: Case) -> bool:

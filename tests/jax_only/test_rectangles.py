@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ring_core import TABLE_COLUMNS, Mask, make_plan
-from ring_jax._sides import of_step
+from ring_jax.rank_view import of_step
 
 MASKS = {
     "full": Mask(),

@@ -20,14 +20,11 @@ from tolerances import assert_close
 
 import ring_jax
 from ring_core import KernelConfig, Mask
-from ring_jax._attention import RingAttention
-from ring_jax._types import Columns, Rows, Work
-from ring_jax._xla import XlaKernel
-from ring_jax_tpu import _launch
-from ring_jax_tpu._blocks import Blocks
-from ring_jax_tpu._generations import GENERATIONS
-from ring_jax_tpu._pallas import PallasKernel
-from ring_jax_tpu._visits import (
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Columns, Rows, Work
+from ring_jax_tpu import operands
+from ring_jax_tpu.block_index import (
     EMPTY,
     FULL,
     ODD,
@@ -38,6 +35,9 @@ from ring_jax_tpu._visits import (
     unpack,
     with_odd,
 )
+from ring_jax_tpu.block_sizes import Blocks
+from ring_jax_tpu.generations import GENERATIONS
+from ring_jax_tpu.kernel import PallasKernel
 
 ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -137,7 +137,7 @@ def test_fused_backward_kernel(name: str) -> None:
 @pytest.mark.parametrize("name", ["TPU v4", "TPU v6e", "TPU7x"])
 def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of blocks, with scores asked for ahead or not, K and V fetched together or apart."""
-    monkeypatch.setattr(_launch, "generation_of", lambda _: GENERATIONS[name])
+    monkeypatch.setattr(operands, "generation_of", lambda _: GENERATIONS[name])
     jax.clear_caches()  # of what was traced for others
     mask = Mask(causal=True, window=(400, 0))
     case = Case("parts", mask, seq_len=600, dims=(256, 128), dtype="bfloat16", softcap=1.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pages import check_jax_matrix
 
-from ring_jax.__main__ import main
+from ring_jax.tools.cli import main
 
 
 def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tolerances import assert_close
 import ring_jax
 import ring_jax_tpu
 from ring_core import SCHEDULES, Mask, UnsupportedError
-from ring_jax._attention import RingAttention
+from ring_jax.attention import RingAttention
 
 SELECTED = (
     "causal-zigzag-cp2", "window-large-plain-cp2", "causal-balanced-cp3",

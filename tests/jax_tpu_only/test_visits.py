@@ -12,11 +12,11 @@ import pytest
 from cases import Case, masks
 
 from ring_core import SCHEDULES, TABLE_COLUMNS, TILE, Plan
-from ring_jax._sides import Side, of_step
-from ring_jax._types import Inputs, Message, Queries, Static
-from ring_jax._xla import XlaKernel
-from ring_jax_tpu._blocks import Blocks
-from ring_jax_tpu._visits import EMPTY, FULL, block_kinds
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.rank_view import Side, of_step
+from ring_jax.records import Inputs, Message, Queries, Static
+from ring_jax_tpu.block_index import EMPTY, FULL, block_kinds
+from ring_jax_tpu.block_sizes import Blocks
 
 CP, LENGTH = 4, 4 * 6 * TILE
 NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from ring_core import KernelConfig
 from ring_jax import ContextParallel, ring_attention
-from ring_jax._dense import shown_in_blocks
-from ring_jax._xla import Sight
+from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.equinox import convert
 from ring_jax.flax import make_attention_fn
+from ring_jax.kernels.xla import Sight
 from ring_jax.nn import make_dot_product_attention
 
 B, T, H, D = 2, 24, 2, 8

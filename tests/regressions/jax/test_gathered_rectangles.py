@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from ring_core import TABLE_COLUMNS, Mask, Plan, Schedule, make_plan
-from ring_jax._sides import of_others, of_step
+from ring_jax.rank_view import of_others, of_step
 
 LOCAL = 12
 MASKS = {

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 from ring_core import KernelConfig
-from ring_jax_gpu import ContextParallel, _launch, ring_attention
+from ring_jax_gpu import ContextParallel, operands, ring_attention
 
 T, HEADS, BLOCK = 96, 2, 16
 KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
@@ -76,9 +76,9 @@ def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
 
         return jax.grad(loss)(qkv)
 
-    parts = [mock.patch.object(_launch, x, counting(getattr(_launch, x)))
+    parts = [mock.patch.object(operands, x, counting(getattr(operands, x)))
              for x in ("by_rows", "by_columns")]  # fmt: skip
-    with parts[0], parts[1], mock.patch.object(_launch.Call, "add_to_bias") as add_to_bias:
+    with parts[0], parts[1], mock.patch.object(operands.Call, "add_to_bias") as add_to_bias:
         jax.block_until_ready(grads(qkv, mask))
         jax.effects_barrier()
     blocks = np.asarray(mask).any(axis=1).reshape(-1, T // BLOCK, BLOCK, T // BLOCK, BLOCK)

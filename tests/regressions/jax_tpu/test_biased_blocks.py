@@ -10,9 +10,9 @@ import numpy as np
 from backends.tpu_interpreter import interpreted
 
 from ring_core import KernelConfig
-from ring_jax._attention import RingAttention
-from ring_jax._xla import XlaKernel
-from ring_jax_tpu._pallas import PallasKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax_tpu.kernel import PallasKernel
 
 T, HIDDEN = 256, 5
 

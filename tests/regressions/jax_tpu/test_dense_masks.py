@@ -13,10 +13,10 @@ import pytest
 from backends.tpu_interpreter import interpreted
 
 from ring_core import KernelConfig
-from ring_jax._attention import RingAttention
-from ring_jax._xla import XlaKernel
-from ring_jax_tpu import _backward, _forward
-from ring_jax_tpu._pallas import PallasKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax_tpu import backward, forward
+from ring_jax_tpu.kernel import PallasKernel
 
 ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 T, HEADS, BLOCK = 300, 2, 128
@@ -80,7 +80,7 @@ def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
     patches = [
         mock.patch.object(module, name, counting(getattr(module, name)))
         for module, name in (
-            (_forward, "by_rows"), (_backward, "by_rows"), (_backward, "by_columns"),
+            (forward, "by_rows"), (backward, "by_rows"), (backward, "by_columns"),
         )
     ]  # fmt: skip
     with interpreted(), patches[0], patches[1], patches[2]:

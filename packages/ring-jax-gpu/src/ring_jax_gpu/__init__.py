@@ -15,12 +15,12 @@ import ring_jax
 from ring_jax import KernelConfig as KernelConfig
 from ring_jax import Mask as Mask
 from ring_jax import UnsupportedError as UnsupportedError
-from ring_jax._attention import RingAttention
-from ring_jax._types import Kernel
-from ring_jax._xla import XlaKernel
-from ring_jax_gpu._cudnn import CudnnKernel as CudnnKernel
-from ring_jax_gpu._flags import set_xla_flags as set_xla_flags
-from ring_jax_gpu._triton import TritonKernel as TritonKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Kernel
+from ring_jax_gpu.cudnn import CudnnKernel as CudnnKernel
+from ring_jax_gpu.kernel import TritonKernel as TritonKernel
+from ring_jax_gpu.xla_flags import set_xla_flags as set_xla_flags
 
 __version__ = "0.1.0"
 

@@ -10,10 +10,10 @@ import ring_jax
 from ring_jax import KernelConfig as KernelConfig
 from ring_jax import Mask as Mask
 from ring_jax import UnsupportedError as UnsupportedError
-from ring_jax._attention import RingAttention
-from ring_jax._types import Kernel
-from ring_jax._xla import XlaKernel
-from ring_jax_tpu._pallas import PallasKernel as PallasKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Kernel
+from ring_jax_tpu.kernel import PallasKernel as PallasKernel
 
 __version__ = "0.1.0"
 

@@ -9,9 +9,9 @@ from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask as Mask
 from ring_core import UnsupportedError as UnsupportedError
 from ring_jax import compat as compat
-from ring_jax._adapt import Segments as Segments
-from ring_jax._attention import ring_attention as ring_attention
-from ring_jax._autodiff import RESIDUALS as RESIDUALS
-from ring_jax._context import ContextParallel as ContextParallel
+from ring_jax.adapt import Segments as Segments
+from ring_jax.attention import ring_attention as ring_attention
+from ring_jax.autodiff import RESIDUALS as RESIDUALS
+from ring_jax.context import ContextParallel as ContextParallel
 
 __version__ = "0.1.0"

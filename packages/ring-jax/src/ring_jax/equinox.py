@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 
 from ring_core import Mask, UnsupportedError
-from ring_jax._adapt import (
+from ring_jax.adapt import (
     Attention,
     Segments,
     bind,
@@ -28,8 +28,8 @@ from ring_jax._adapt import (
     is_array,
     mask_options,
 )
-from ring_jax._types import Array
-from ring_jax.compat._translate import refuse
+from ring_jax.foreign import refuse
+from ring_jax.records import Array
 
 Heads = tuple[Array, Array, Array]
 

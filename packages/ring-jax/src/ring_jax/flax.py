@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ring_core import Mask, checks
-from ring_jax._adapt import (
+from ring_jax.adapt import (
     Attention,
     Segments,
     bind,
@@ -29,8 +29,8 @@ from ring_jax._adapt import (
     is_array,
     mask_options,
 )
-from ring_jax._types import Array
-from ring_jax.compat._translate import precision_of, refuse
+from ring_jax.foreign import precision_of, refuse
+from ring_jax.records import Array
 
 EINSUM = "matmuls are the kernel's own; quantise queries, keys and values instead"
 

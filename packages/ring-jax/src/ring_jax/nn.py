@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ring_core import KernelConfig, Mask, UnsupportedError, checks
-from ring_jax._adapt import (
+from ring_jax.adapt import (
     Attention,
     Bound,
     Segments,
@@ -23,7 +23,7 @@ from ring_jax._adapt import (
     is_array,
     mask_options,
 )
-from ring_jax._types import Array
+from ring_jax.records import Array
 
 
 def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:

@@ -1,0 +1,166 @@
+"""Kernels as operations of JAX where jax-triton cannot make them.
+
+It launches as many warps as it was asked to compile for; a kernel whose warps have roles has more,
+which its metadata says. And it takes arrays in one order of their axes only. So these kernels are
+launched from here, through the same target of JAX's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from ring_jax.records import Array
+
+Layout = tuple[int, ...]
+HEADS_BEHIND: Layout = (0, 2, 1, 3)  # [B, H, T, D] that lies in memory as [B, T, H, D]
+
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+_WARP, _HOPPER = 32, 90
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A parameter that is a descriptor: an array seen as ``shape``, fetched by ``block``."""
+
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of rows that lie one behind the other."""
+        return (self.shape[1], 1) if len(self.shape) == 2 else (1,)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A parameter that is a result, new memory."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A parameter that is an array, which the kernel may change."""
+
+    array: Array
+    tiles: Tiles | None = None
+    changes: bool = False
+    layout: Layout | None = None
+
+
+Parameter = Taken | Made | int | None
+
+
+def call(
+    kernel: Any, parameters: Mapping[str, Parameter], constants: Mapping[str, Any], *, warps: int,
+    programs: int,
+) -> dict[str, Array]:  # fmt: skip
+    """Launch a kernel; returns what it made and changed.
+
+    Arrays are handed over in the order of the parameters, those that are made behind the others.
+    """
+    taken = {name: x for name, x in parameters.items() if isinstance(x, Taken)}
+    made = {name: x for name, x in parameters.items() if isinstance(x, Made)}
+    order = [name for name in parameters if name in taken or name in made]
+    assert order == [*taken, *made], f"what is made comes last, not {order}"
+    types = tuple(type_name(x) for x in parameters.values())
+    named = tuple(zip(parameters, types, strict=True))
+    module = compiled(kernel, named, tuple(constants.items()), warps)
+    opaque = _launch(module, list(parameters.values()), programs)
+    changed = {name: x for name, x in taken.items() if x.changes}
+    spec: Any = jax.ShapeDtypeStruct
+    results = [spec(x.shape, x.dtype) for x in made.values()]
+    results += [spec(x.array.shape, x.array.dtype) for x in changed.values()]
+    names = [*made, *changed]
+    found = jax.ffi.ffi_call(
+        "triton_kernel_call_ffi",
+        results,
+        input_layouts=[x.layout for x in taken.values()],
+        output_layouts=[x.layout for x in made.values()] + [x.layout for x in changed.values()],
+        input_output_aliases={list(taken).index(name): names.index(name) for name in changed},
+    )(*(x.array for x in taken.values()), opaque=opaque)
+    return dict(zip(names, found, strict=True))
+
+
+def type_name(parameter: Parameter) -> str:
+    """The type of a parameter as Triton writes it."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    if parameter is None:
+        return "constexpr"
+    if isinstance(parameter, int):
+        return "i32" if parameter < 2**31 else "i64"
+    dtype = parameter.dtype if isinstance(parameter, Made) else parameter.array.dtype.name
+    kind = _TYPES[str(dtype)]
+    if isinstance(parameter, Made) or parameter.tiles is None:
+        return f"*{kind}"
+    block = parameter.tiles.block
+    bits = 32 if kind == "fp32" else 16
+    layout = NVMMASharedLayout(128 if len(block) > 1 else 0, bits, len(block))
+    return f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
+
+
+@lru_cache(maxsize=256)
+def compiled(
+    kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...],
+    warps: int,
+) -> Any:  # fmt: skip
+    """What Triton makes of a kernel for Hopper; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    assert [*(name for name, _ in types), *dict(constants)] == kernel.arg_names
+    aligned = {
+        (n,): [["tt.divisibility", 16]] for n, (_, kind) in enumerate(types) if kind[0] == "*"
+    }
+    known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
+    signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned)
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", _HOPPER, _WARP),
+        options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
+    )
+
+
+def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> bytes:
+    """The message to the target that launches."""
+    from jaxlib import gpu_triton
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    about = module.metadata
+    kernel = gpu_triton.TritonKernel(
+        about.name, about.num_warps, about.num_ctas, about.shared, module.asm["ptx"], "", _HOPPER
+    )
+    descriptors = iter(about.tensordesc_meta)
+    handed = []
+    for x in parameters:
+        if x is None:
+            continue
+        if isinstance(x, int):
+            handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
+        elif isinstance(x, Taken) and x.tiles is not None:
+            meta, tiles = next(descriptors), x.tiles
+            handed.append(
+                gpu_triton.create_tma_descriptor_parameter(
+                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], swizzle=meta["swizzle"],
+                    shape=tiles.shape, strides=tiles.strides, block_shape=meta["block_size"],
+                    oob_fill=0,
+                )
+            )  # fmt: skip
+            handed += [gpu_triton.create_scalar_parameter(n, "i32") for n in tiles.shape]
+            handed += [gpu_triton.create_scalar_parameter(n, "i64") for n in tiles.strides]
+        else:
+            handed.append(gpu_triton.create_array_parameter(0, 16))
+    launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, handed)
+    return zlib.compress(launch.to_proto(about.name, b""))

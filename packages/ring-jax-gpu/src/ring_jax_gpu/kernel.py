@@ -1,0 +1,124 @@
+"""``triton``: flash attention kernels for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from ring_core import Capabilities, Stage
+from ring_core.triton.tile_configs import Table
+from ring_jax.records import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax_gpu.head_dims import (
+    HeadDims,
+    narrowed_grads,
+    narrowed_result,
+    widened,
+    widened_grads,
+    widened_result,
+)
+from ring_jax_gpu.operands import Call
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """Visits the blocks that are not empty, whatever the mask.
+
+    A backward in one kernel (``fused_backward=True``; on Hopper also by default, where the mask is
+    of bands and there is no option) adds to dQ in an order that differs from run to run.
+
+    Attributes:
+        repeats: The backward is to repeat bit for bit.
+        rounds: What the last step of a call yields may have the inputs' dtype.
+        blocks: How large blocks are, a table as ``python -m ring_jax_gpu tune`` writes it; ``None``
+            for the package's, or that of ``RING_TRITON_BLOCKS``.
+        roles: On Hopper, kernels whose warps have roles do what they can do.
+    """
+
+    repeats: bool = False
+    rounds: bool = False
+    blocks: Table | None = None
+    roles: bool = True
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="triton",
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16", "float16"),
+        max_head_dim=256,
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        bias=True,
+        alibi=True,
+        dropout=True,
+        any_scale=True,
+        deterministic=True,
+        lse_grad=True,
+        block_sizes=True,
+        fused_backward=True,
+    )
+
+    def refusals(self, *_: object) -> tuple[str, ...]:
+        """None: it takes all sizes."""
+        return ()
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """Attend and merge into ``into``."""
+        if into.lse.size == 0:
+            return into
+        dims = HeadDims.of(static, columns)
+        if (fast := dims.fast) != dims:
+            given = widened(dims, fast, static, rows, columns)
+            found = self.forward(*given, work, widened_result(fast, into))
+            return narrowed_result(dims, found)
+        wide, before = into.out.dtype, None
+        if self.rounds and static.last and rows.q.dtype != wide:
+            before = None if static.fresh else into.out
+            into = into._replace(out=into.out.astype(rows.q.dtype))
+        call = self._call(static, rows, columns, work)
+        out, lse = call.attend(into, before)
+        return Result(out.astype(wide), lse)
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """Add the items' gradients to ``into``."""
+        if into.dq.size == 0:
+            return into
+        dims = HeadDims.of(static, columns)
+        if (fast := dims.fast) != dims:
+            upstream, into = widened_grads(dims, fast, upstream, into)
+            given = widened(dims, fast, static, rows, columns)
+            return narrowed_grads(dims, fast, self.backward(*given, upstream, work, into))
+        is_one = _is_one(static.plan.backward)
+        call = self._call(static, rows, columns, work)
+        (dq, dkv, dbias), wide = into, into.dkv.dtype
+        fused = static.config.fused_backward
+        keys = call.parts_of(dkv.astype(rows.q.dtype) if is_one else dkv, "dk", "dv")
+        on_hopper = fused is None and not self.repeats and call.on_hopper
+        if fused or on_hopper:
+            dq, keys = call.add_to_all(upstream, dq, keys, only_on_hopper=on_hopper)
+        else:
+            dq = call.add_to_queries(upstream, dq)
+            keys = call.add_to_keys(upstream, keys)
+        dkv = jnp.concatenate([x.astype(wide) for x in keys.values()], axis=-1)
+        if dbias is not None:
+            dbias = call.add_to_bias(upstream, dbias)
+        return Grads(dq, dkv, dbias)
+
+    def _call(self, static: Static, rows: Rows, columns: Columns, work: Work) -> Call:
+        is_one = _is_one(static.plan.forward)
+        return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
+
+
+def _is_one(stages: Sequence[Stage]) -> bool:
+    """Whether there is one step, and none of it is another rank's."""
+    return len(stages) == 1 and not stages[0].helps

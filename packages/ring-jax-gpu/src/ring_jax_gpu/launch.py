@@ -1,0 +1,120 @@
+"""A launch of a Triton kernel: what is known of it when it is traced, and its arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ring_core.triton.tile_configs import Blocks
+from ring_core.triton.tile_sizes import stages_that_fit
+from ring_jax.records import Array, Rectangle
+
+Arrays = dict[str, Array]
+Kernel = Literal["attend", "add_to_queries", "add_to_keys", "add_to_bias"]
+ONLY_HOPPER = "rank"  # whose queries these are, int32[]
+
+# Parameters of kernels that are other views of an array: of what comes by the copy engine, for
+# blocks that are done with care; of keys and values side by side, for each by itself.
+_VIEWS = {
+    "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
+    "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is known of a launch when it is traced; hashable."""
+
+    kernel: Kernel
+    numbers: tuple[tuple[str, int], ...]
+    facts: tuple[tuple[str, Any], ...]  # of ``_scores.Facts``, but for ``TMA``
+    grid: tuple[int, int, int]
+    warps: int
+    stages: int
+    hopper: bool = False  # kernels for Hopper can do it
+    rectangles: tuple[Rectangle, ...] = ()  # of Static
+    otherwise: tuple[Launch, ...] = ()  # what to launch instead where they cannot
+
+
+def launches_of(launch: Launch) -> tuple[Launch, ...]:
+    """The launches of plain Triton that one stands for, or itself."""
+    return launch.otherwise or (launch,)
+
+
+def kernel_of(launch: Launch) -> Any:
+    """The kernel of plain Triton."""
+    from ring_core.triton import backward, forward
+
+    return getattr(forward if launch.kernel == "attend" else backward, launch.kernel)
+
+
+def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
+    """All but what another launch changes, and what kernels for Hopper alone take."""
+    known = kernel_of(launch).arg_names
+    others = {*may_change, ONLY_HOPPER}
+    return {name: x for name, x in arrays.items() if name not in others or name in known}
+
+
+def name_is_static(kernel: Any, name: str) -> bool:
+    """Whether a parameter of a kernel is one it is compiled for."""
+    return bool(kernel.params[kernel.arg_names.index(name)].is_constexpr)
+
+
+def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
+    """How many blocks may be on their way at once.
+
+    Raises:
+        UnsupportedError: A GPU has no room for a block.
+    """
+    facts: dict[str, Any] = dict(launch.facts)
+    blocks = Blocks(facts["BLOCK_Q"], facts["BLOCK_K"], launch.warps, launch.stages)
+    name = "add_to_all" if facts["FUSED"] else launch.kernel
+    return stages_that_fit(name, blocks, (facts["D"], facts["DV"]), itemsize, capability)
+
+
+def arguments_of(
+    kernel: Any, launch: Launch, arrays: Arrays, *, has_copy_engine: bool
+) -> dict[str, Any]:
+    """All arguments of a kernel by name, ``None`` for arrays that the call does not have.
+
+    jax-triton takes a name that it does not know for a constant; here that is an error.
+    """
+    from ring_core.triton.scores import Facts, as_constants, careful_facts
+
+    copied = has_copy_engine and launch.kernel != "add_to_bias" and _can_be_copied(launch, arrays)
+    facts = Facts(**dict(launch.facts), TMA=copied)
+    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": as_constants(facts)}
+    known["careful"] = as_constants(careful_facts(facts))
+    known |= {name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays}
+    if facts.TMA:
+        known |= _descriptors(facts, arrays)
+    unknown = set(arrays) | set(dict(launch.numbers))
+    unknown -= {*kernel.arg_names, "kv", "k", "v"}
+    assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
+    return {name: known.get(name) for name in kernel.arg_names}
+
+
+def _can_be_copied(launch: Launch, arrays: Arrays) -> bool:
+    """Whether tiles can come by the copy engine, which knows no padding inside a row."""
+    facts = dict(launch.facts)
+    whole = facts["D"] == facts["PADDED"] and facts["DV"] == facts["PADDED_V"]
+    return bool(whole and arrays["q"].dtype.itemsize * facts["DV"] % 16 == 0)
+
+
+def _descriptors(facts: Any, arrays: Arrays) -> dict[str, Any]:
+    """Tensors as ``[heads, length, dims]`` for the copy engine, with the tiles that it fetches."""
+    from jax_triton import TensorDescriptor
+
+    keys, values = ("kv", "kv") if facts.BESIDE else ("k", "v")
+    shapes = {
+        "q": ("q", facts.BLOCK_Q, facts.D), "dout": ("dout", facts.BLOCK_Q, facts.DV),
+        "k": (keys, facts.BLOCK_K, facts.D), "v": (values, facts.BLOCK_K, facts.DV),
+    }  # fmt: skip
+    found = {}
+    for name, (array, length, dims) in shapes.items():
+        if array in arrays:
+            x = arrays[array]
+            flat = x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+            found[name] = TensorDescriptor.from_array(flat, (1, length, dims))
+    return found

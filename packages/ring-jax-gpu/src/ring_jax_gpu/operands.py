@@ -1,0 +1,319 @@
+"""From what the loop hands over to what a Triton kernel takes, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
+from ring_core.philox import dropout_threshold
+from ring_core.triton.tile_configs import Blocks, Pass, Table
+from ring_core.triton.tile_sizes import choose_blocks, come_in_eights, heads_together, padded
+from ring_jax.records import Array, Columns, Result, Rows, Static, Upstream, Work
+from ring_jax_gpu.block_index import (
+    FULL,
+    PARTIAL,
+    Tiles,
+    block_kinds,
+    by_columns,
+    by_rows,
+    in_documents,
+    item_bounds,
+    under_mask,
+)
+from ring_jax_gpu.launch import ONLY_HOPPER, Kernel, Launch
+from ring_jax_gpu.primitive import run
+
+Arrays = dict[str, Array]
+
+_HOPPER_DIMS = (64, 128)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A step's work for the kernels.
+
+    Attributes:
+        is_apart: Keys and values, and their gradients, are arrays of their own. In calls of several
+            steps they travel side by side.
+        blocks, roles: As of ``TritonKernel``.
+    """
+
+    static: Static
+    rows: Rows
+    columns: Columns
+    work: Work
+    is_apart: bool
+    blocks: Table | None
+    roles: bool
+
+    def attend(self, into: Result, before: Array | None) -> Result:
+        """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
+        changed = {"out": into.out, "lse": into.lse}
+        launch, given = self._plan("attend")
+        given |= {} if before is None else {"before": before}
+        changed = run(launch, given, changed)
+        return Result(changed["out"], changed["lse"])
+
+    def add_to_queries(self, upstream: Upstream, dq: Array) -> Array:
+        """Add the gradient of the queries."""
+        launch, given = self._plan("add_to_queries", upstream)
+        return run(launch, given, {"dq": dq})["dq"]
+
+    def parts_of(self, both: Array, keys: str, values: str) -> Arrays:
+        """What lies side by side, by name; side by side still in calls of several steps.
+
+        The compiler takes apart what was just joined without a copy.
+        """
+        if not self.is_apart:
+            return {keys: both}
+        parts = jnp.split(both, [self.static.head_dim], axis=-1)
+        return dict(zip((keys, values), parts, strict=True))
+
+    def add_to_keys(self, upstream: Upstream, dkv: Arrays) -> Arrays:
+        """Add the gradients of keys and values."""
+        launch, given = self._plan("add_to_keys", upstream)
+        return run(launch, given, dkv)
+
+    def add_to_all(
+        self, upstream: Upstream, dq: Array, dkv: Arrays, *, only_on_hopper: bool
+    ) -> tuple[Array, Arrays]:
+        """Both, in one kernel or, where that is slower, in two."""
+        launch, given = self._plan("add_to_all", upstream)
+        if only_on_hopper:
+            queries, _ = self._plan("add_to_queries", upstream)
+            keys, _ = self._plan("add_to_keys", upstream)
+            launch = replace(launch, otherwise=(queries, keys))
+        changed = run(launch, given, {"dq": dq, **dkv})
+        return changed.pop("dq"), changed
+
+    def add_to_bias(self, upstream: Upstream, dbias: Array) -> Array:
+        """Add the gradient of the bias."""
+        launch, given = self._plan("add_to_bias", upstream, dbias=dbias)
+        return run(launch, given, {"dbias": dbias})["dbias"]
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper do it there: bands, no option, usual head dims."""
+        rows, static, config = self.rows, self.static, self.static.config
+        options = (rows.ids, rows.bias, rows.slopes, rows.seed, static.softcap, self.work.kinds)
+        is_plain = all(x is None for x in options) and not self._has_documents
+        sizes = (config.block_q, config.block_k)
+        return (
+            self.roles and is_plain and sizes == (None, None) and static.scale > 0 and self.rows.q.size > 0
+            and static.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
+        )  # fmt: skip
+
+    def _choose(self, name: Pass) -> Blocks:
+        widest = max(self.static.head_dim, self._v_dim)
+        rows, has_tiles = self.rows, self.work.kinds is not None
+        crowded = rows.bias is not None or rows.seed is not None or has_tiles
+        return choose_blocks(
+            self.static.config, name, widest, rows.q.dtype.itemsize, crowded=crowded,
+            rows=self.blocks,
+        )  # fmt: skip
+
+    def _plan(
+        self, name: Pass, upstream: Upstream | None = None, *, dbias: Array | None = None
+    ) -> tuple[Launch, Arrays]:
+        """The launch of a kernel, and what it reads."""
+        fused = name == "add_to_all"
+        kernel: Kernel = "add_to_keys" if name == "add_to_all" else name
+        blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
+        keys = self.parts_of(self.columns.kv, "k" if self.is_apart else "kv", "v")
+        given = {"q": self.rows.q, **keys, **self._marks(), **self._options()}
+        if upstream is not None:
+            given |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
+        given["items"] = item_bounds(self.work)
+        if self._has_documents:
+            assert self.rows.cells is not None and self.columns.cells is not None
+            sides = (self.rows.cells, self.columns.cells)
+            given["cells"] = in_documents(*(sides if goes_by_rows else sides[::-1]))
+        masked_by = self.rows.bias if self.static.bias_masks else None
+        lists = (self.work.kinds, self.rows.ids, masked_by)
+        is_listed = any(x is not None for x in lists)
+        numbers = self._numbers | self._strides(kernel)
+        if kernel != "add_to_bias":
+            numbers["visits_batch"] = 0
+        if is_listed and kernel != "add_to_bias":
+            tiles = self._tiles_of_predicate
+            kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
+            if masked_by is not None:
+                kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
+            if self.rows.bias is not None:  # every block needs its mask
+                kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
+            given["visits"], given["counts"] = (by_rows if goes_by_rows else by_columns)(kinds)
+            many, outer, inner = given["visits"].shape
+            numbers["visits_batch"] = outer * inner if many > 1 else 0
+        facts = {
+            "LISTED": is_listed or kernel == "add_to_bias", "FUSED": fused,
+            "FRESH": self.static.fresh and kernel in ("attend", "add_to_keys"), **self._facts,
+            **self._sizes(blocks),
+        }  # fmt: skip
+        batch, heads, q_len = self.rows.q.shape[:3]
+        _, kv_heads, k_len, _ = self.columns.kv.shape
+        across, down = -(-k_len // blocks.k), -(-q_len // blocks.q)
+        if dbias is not None:
+            shape = dbias.shape
+            numbers |= {
+                "shared_batch": batch // shape[0], "shared_heads": heads // shape[1],
+                "bias_heads": shape[1], "dbias_batch": shape[1] * q_len * k_len,
+                "dbias_head": q_len * k_len, "dbias_row": k_len,
+            }  # fmt: skip
+            grid = (across, down, shape[0] * shape[1])
+        else:
+            numbers["together"] = self._together(name)
+            many = down * batch * heads if goes_by_rows else across * batch * kv_heads
+            grid = (many, 1, 1)
+        hopper = name in ("attend", "add_to_all") and self.on_hopper
+        launch = Launch(
+            kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
+            hopper=hopper, rectangles=self.static.rectangles if hopper else (),
+        )  # fmt: skip
+        if launch.rectangles:
+            given[ONLY_HOPPER] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
+        return launch, given
+
+    def _together(self, name: Pass) -> int:
+        batch, heads, q_len, head_dim = self.rows.q.shape
+        kv_heads, k_len = self.columns.kv.shape[1:3]
+        row = (head_dim + self._v_dim) * self.rows.q.dtype.itemsize
+        return heads_together(
+            name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
+        )
+
+    @property
+    def _v_dim(self) -> int:
+        return self.columns.kv.shape[3] - self.static.head_dim
+
+    @property
+    def _has_documents(self) -> bool:
+        """Whether cells matter; the tiles of a predicate hold them already."""
+        return self.rows.cells is not None and self.work.kinds is None
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        """What the kernels compute with."""
+        rows, columns = self.rows, self.columns
+        batch, heads, q_len, _ = rows.q.shape
+        k_len = columns.kv.shape[2]
+        of_bias = (1, 1) if rows.bias is None else rows.bias.shape[:2]
+        per_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
+        return {
+            "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // columns.kv.shape[1],
+            "slopes_batch": heads if per_batch else 0,
+            "bias_batch": of_bias[1] * q_len * k_len if of_bias[0] > 1 else 0,
+            "bias_head": q_len * k_len if of_bias[1] > 1 else 0, "bias_row": k_len,
+        }  # fmt: skip
+
+    @property
+    def _key_steps(self) -> tuple[int, int]:
+        """From key to key, and from value to value."""
+        if self.is_apart:
+            return self.static.head_dim, self._v_dim
+        return (self.columns.kv.shape[3],) * 2
+
+    def _strides(self, kernel: Kernel) -> dict[str, int]:
+        """From batch row to batch row and from head to head of what a kernel touches."""
+        _, heads, q_len, dim = self.rows.q.shape
+        _, kv_heads, k_len, _ = self.columns.kv.shape
+        queries, keys = (heads, q_len), (kv_heads, k_len)
+        of_k, of_v = self._key_steps
+        shapes = {
+            "q": (*queries, dim), "k": (*keys, of_k), "v": (*keys, of_v),
+            "out": (*queries, self._v_dim), "lse": (*queries, 1),
+        }  # fmt: skip
+        if kernel in ("add_to_queries", "add_to_keys"):
+            shapes["dq"] = (*queries, dim)
+        if kernel == "add_to_keys":
+            shapes |= {"dk": (*keys, of_k), "dv": (*keys, of_v)}
+        found: dict[str, int] = {}
+        for name, (many, length, row) in shapes.items():
+            found |= {f"{name}_batch": many * length * row, f"{name}_head": length * row}
+        return found
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What the kernels are compiled for, but for sizes."""
+        static, (of_k, of_v) = self.static, self._key_steps
+        return {
+            "BESIDE": not self.is_apart, "BIAS_BY_POSITION": False,
+            "EIGHTS": _come_in_eights(static.plan), "Q_STEP": static.head_dim, "K_STEP": of_k,
+            "V_STEP": of_v, "OUT_STEP": self._v_dim, "DQ_STEP": static.head_dim, "DK_STEP": of_k,
+            "DV_STEP": of_v, "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
+            "PADDED_V": padded(self._v_dim), "ITEMS": self.work.items.shape[0],
+            "ALL_PARTIAL": self.rows.bias is not None, "SCALE": static.scale,
+            "SOFTCAP": static.softcap,
+            "DROPPED": dropout_threshold(static.dropout_p) if static.dropout_p > 0 else None,
+        }  # fmt: skip
+
+    def _sizes(self, blocks: Blocks) -> dict[str, Any]:
+        return {
+            "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "EVEN_Q": self.rows.q.shape[2] % blocks.q == 0,
+            "EVEN_K": self.columns.kv.shape[2] % blocks.k == 0,
+        }  # fmt: skip
+
+    def _marks(self) -> Arrays:
+        """Numbers of tokens, those that the call needs."""
+        rows, columns = self.rows, self.columns
+        marks: dict[str, Array | None] = {"q_ids": rows.ids, "k_ids": columns.ids}
+        if rows.slopes is not None:
+            marks["q_at"] = rows.positions
+        if rows.seed is not None:
+            marks["q_index"] = rows.indices
+        if rows.slopes is not None or rows.seed is not None:
+            marks["k_at"] = columns.positions
+        return {name: array for name, array in marks.items() if array is not None}
+
+    def _options(self) -> Arrays:
+        """The arrays of options."""
+        rows, options = self.rows, {}
+        if rows.bias is not None:
+            options["bias"] = rows.bias
+        if rows.slopes is not None:
+            options["slopes"] = rows.slopes.astype(jnp.float32)
+        if rows.seed is not None and rows.offsets is not None:
+            words = lax.bitcast_convert_type(rows.seed, jnp.int32)
+            options["dropout"] = jnp.concatenate([words, rows.offsets])
+        return options | (self._tiles() if self.work.kinds is not None else {})
+
+    def _tiles(self) -> Arrays:
+        """The tiles of a predicate, each once, and which of them lies where."""
+        tiles = self._tiles_of_predicate
+        assert tiles is not None
+        return {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+
+    @cached_property
+    def _tiles_of_predicate(self) -> Tiles | None:
+        """``None`` without a predicate.
+
+        Raises:
+            UnsupportedError: They take more memory than they may.
+        """
+        geometry, kinds = self.static.plan.blocks, self.work.kinds
+        if kinds is None:
+            return None
+        assert geometry is not None
+        if geometry.tiles is None:
+            raise UnsupportedError(
+                "kernel 'triton': the partial tiles of this predicate take more than 64 MiB. "
+                "Instead: use kernel='xla', which evaluates the predicate block by block"
+            )
+        bits, index = geometry.tiles
+        # Rows of the table that hold nothing come last: the first one says whose tiles these are.
+        ranks = [self.work.items[0, TABLE_COLUMNS.index(name)] for name in ("q_rank", "kv_rank")]
+        which = jnp.asarray(index)[ranks[0], ranks[1]]
+        which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
+        return Tiles(bits, which.astype(jnp.int32))
+
+
+@lru_cache(maxsize=64)
+def _come_in_eights(plan: Plan) -> bool:
+    """Whether keys of all ranks do."""
+    return all(come_in_eights(plan.k_positions(rank)) for rank in range(plan.cp_size))

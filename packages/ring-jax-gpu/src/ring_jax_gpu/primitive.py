@@ -1,0 +1,124 @@
+"""The launch of a Triton kernel as an operation of JAX that changes some of its arrays.
+
+What it becomes is decided when a program is compiled for a GPU: only then are Triton and jax-triton
+imported, and only then is it known whether the GPU has a copy engine for tiles.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import jax
+from jax.custom_batching import sequential_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ring_core.triton.tile_sizes import HOPPER
+from ring_jax.records import Array
+from ring_jax.varying import axes_of, vary_alike
+from ring_jax_gpu.launch import (
+    Arrays,
+    Launch,
+    arguments_of,
+    arrays_of,
+    kernel_of,
+    launches_of,
+    name_is_static,
+    stages_of,
+)
+
+_GLUON = (3, 9)  # of Triton
+triton_launch_p = Primitive("ring_triton_launch")
+triton_launch_p.multiple_results = True
+
+
+def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
+    """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
+    given, changed = vary_alike((given, changed), axes_of((given, changed)))
+    names = (*given, *changed)
+    bind = partial(triton_launch_p.bind, launch=launch, names=names, num_changed=len(changed))
+
+    # A vmapped axis is run through one by one.
+    results = sequential_vmap(bind)(*given.values(), *changed.values())
+    return dict(zip(changed, results, strict=True))
+
+
+def _execute(*arrays: Array, **params: Any) -> Any:
+    return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
+
+
+def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
+    return types[len(types) - num_changed :]
+
+
+triton_launch_p.def_impl(_execute)
+triton_launch_p.def_abstract_eval(_changed_types)
+
+
+def _lower(context: Any, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(partial(_call_triton, **params))(context, *operands)
+
+
+mlir.register_lowering(triton_launch_p, _lower, platform="cuda")
+
+
+def _call_triton(
+    *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
+) -> list[Array]:
+    """Call the kernel, or kernels, on the GPU that is compiled for."""
+    by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
+    capability = compute_capability()
+    if launch.hopper and capability == HOPPER and has_roles():
+        from ring_jax_gpu.hopper.run import run as run_for_hopper
+
+        found = run_for_hopper(launch, by_name)
+        return [found[name] for name in changed]
+    for part in launches_of(launch):
+        by_name |= _call_one(part, arrays_of(part, by_name, changed), changed, capability)
+    return [by_name[name] for name in changed]
+
+
+def _call_one(
+    launch: Launch, by_name: Arrays, may_change: tuple[str, ...], capability: int
+) -> Arrays:
+    """Call one kernel of plain Triton; returns what it changed."""
+    import jax_triton
+
+    kernel = kernel_of(launch)
+    stages = stages_of(launch, by_name["q"].dtype.itemsize, capability)
+    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= HOPPER)
+    changed = [name for name in may_change if name in by_name]
+    results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
+    operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
+    operands = [name for name in operands if arguments[name] is not None]
+    with warnings.catch_warnings():
+        # References, which are to replace these aliases, cannot be lowered here.
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        found = jax_triton.triton_call(
+            kernel=kernel,
+            out_type=results,
+            grid=launch.grid,
+            name=f"ring_{launch.kernel}",
+            num_warps=launch.warps,
+            num_stages=stages,
+            compute_capability=capability,
+            backend_options={"enable_fp_fusion": True},
+            input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},
+            **arguments,
+        )
+    return dict(zip(changed, found, strict=True))
+
+
+def has_roles() -> bool:
+    """Whether this Triton has the Gluon that the kernels for Hopper are written in."""
+    import triton
+
+    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
+
+
+def compute_capability() -> int:
+    """Of the first GPU, as in ``sm_90``."""
+    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)

@@ -1,0 +1,302 @@
+"""The backward kernels: probabilities are computed again from the global ``lse``.
+
+Dao et al., arXiv 2205.14135. Two kernels visit the blocks row by row for dQ and column by column
+for dK and dV, seven products of matrices a block; or one kernel visits them column by column for
+all three, five products, and adds to dQ in main memory. The gradient of a bias, where there is one,
+takes a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax.records import Array, Grads, Upstream
+from ring_jax_tpu.block_index import EMPTY, FULL, ODD, PARTIAL, by_columns, by_rows, for_every_batch
+from ring_jax_tpu.dq_pipeline import Block, Relay
+from ring_jax_tpu.forward import split
+from ring_jax_tpu.operands import (
+    Grid,
+    Launch,
+    Operands,
+    Place,
+    bias_grid,
+    is_odd,
+    key_head_grid,
+    pad,
+    query_head_grid,
+)
+from ring_jax_tpu.scores import LOG2E, Ref, Tile, add_seen, dot
+
+
+def backward(launch: Launch, upstream: Upstream, into: Grads, *, fused: bool) -> Grads:
+    """Add the gradients of the launch's items."""
+    q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
+    # One test over both at once makes XLA for v5p keep another K/V in main memory.
+    k, v = split(launch.operands.kv, launch.facts.head_dim)
+    launch = launch.minding(_odd_rows(launch, upstream), is_odd(k) | is_odd(v))
+    blocks = launch.blocks
+    above = Upstream(
+        pad(upstream.dout, 2, blocks.q_len),
+        pad(upstream.lse, 2, blocks.q_len, -jnp.inf)[:, :, None],
+        pad(upstream.delta, 2, blocks.q_len)[:, :, None],
+    )
+    dq, dkv = pad(into.dq, 2, blocks.q_len), pad(into.dkv, 2, blocks.k_len)
+    if fused:
+        dq, dkv = _all_grads(launch, above, dq, dkv)
+    else:
+        dq, dkv = _query_grads(launch, above, dq), _key_grads(launch, above, dkv)
+    dbias = into.dbias
+    if dbias is not None:
+        shape = dbias.shape
+        wide = pad(pad(dbias, 2, blocks.q_len), 3, blocks.k_len)
+        dbias = _bias_grads(launch, above, wide)[:, :, : shape[2], : shape[3]]
+    return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
+
+
+def _odd_rows(launch: Launch, upstream: Upstream) -> Array:
+    """Rows with numbers that are not finite, bool ``[B, T]``; what dO holds shows in ``delta``.
+
+    A row that saw nothing has an ``lse`` of ``-inf``.
+    """
+    numbers = jnp.where(upstream.lse == -jnp.inf, 0.0, upstream.lse) + upstream.delta
+    return is_odd(launch.operands.q)[:, : numbers.shape[2]] | is_odd(numbers[..., None])
+
+
+def _query_grads(launch: Launch, above: Upstream, dq: Array) -> Array:
+    blocks, facts = launch.blocks, launch.facts
+    grid = query_head_grid(by_rows(launch.kinds), dq.shape)
+    return launch.run(
+        _add_to_queries, grid, above, _upstream_specs(launch, grid), dq,
+        launch.query_rows(grid, facts.head_dim),
+        scratch=(pltpu.VMEM((blocks.q, facts.head_dim), jnp.float32),),
+    )  # fmt: skip
+
+
+def _key_grads(launch: Launch, above: Upstream, dkv: Array) -> Array:
+    blocks, facts = launch.blocks, launch.facts
+    grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
+    return launch.run(
+        _add_to_keys, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
+        scratch=(
+            pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
+            pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
+        ),
+    )  # fmt: skip
+
+
+def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[Array, Array]:
+    blocks, facts = launch.blocks, launch.facts
+    grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
+    kernel = functools.wraps(_add_to_all)(functools.partial(_add_to_all, grid))
+    return launch.run(
+        kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
+        (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
+        scratch=(
+            pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
+            pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
+            Relay.scratch(blocks.q, facts.head_dim),
+        ),
+        cost=_cost_of_all(launch, grid.walk.pieces),
+    )  # fmt: skip
+
+
+def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
+    """The fused kernel's cost if all pairs were seen, in one of its pieces.
+
+    XLA seems to take a kernel that names none to be over at once: told to drop barriers, it sends
+    the next K/V beside the kernel's dK/dV, after it, where nothing hides them.
+    """
+    batch, heads, q_len, head_dim = launch.operands.q.shape
+    pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces
+    products = 3 * head_dim + 2 * launch.facts.v_dim
+    return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
+
+
+def _bias_grads(launch: Launch, above: Upstream, dbias: Array) -> Array:
+    blocks = launch.blocks
+    walk = by_rows(for_every_batch(launch.kinds))
+    grid = bias_grid(walk, dbias.shape, launch.operands.q.shape)
+    return launch.run(
+        _add_to_bias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
+        scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
+    )  # fmt: skip
+
+
+def _upstream_specs(launch: Launch, grid: Grid) -> Upstream:
+    numbers: Any = launch.query_numbers(grid)
+    dout: Any = launch.query_rows(grid, launch.facts.v_dim)
+    return Upstream(dout, numbers, numbers)
+
+
+class Sums(NamedTuple):
+    """Where gradients are added; ``None`` what this kernel leaves to another."""
+
+    dq: Ref | None  # [q, D]
+    dk: Ref | None  # [k, D]
+    dv: Ref | None  # [k, Dv]
+
+
+class Slopes(NamedTuple):
+    """Of the loss, at one block; ``[k, q]``."""
+
+    weights: Any  # what multiplied V: probabilities, less what dropout took
+    dlogits: Any  # at the scores after soft cap and bias
+    dproducts: Any  # at q @ k.T, times the softmax scale
+    visible: Any | None
+
+
+def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: bool) -> Slopes:
+    """Probabilities and the gradients of scores; the softmax scale is left to what is summed.
+
+    Where all numbers are finite masked probabilities are 0, and so is what they multiply.
+    """
+    k, v = split(x.kv, tile.facts.head_dim)
+    scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
+    visible = None if finite else visible
+    lse = above.lse[...]
+    weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
+    weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+    dweights = dot("nt", v, above.dout[...])
+    keep = tile.kept()
+    dweights = dweights if keep is None else dweights * keep
+    dlogits = weights * (dweights - above.delta[...])
+    dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+    dproducts = dlogits
+    if slope is not None:  # where nothing is seen it may be NaN
+        dproducts = dproducts * slope
+        dproducts = dproducts if visible is None else jnp.where(visible, dproducts, 0.0)
+    kept = weights if keep is None else weights * keep
+    return Slopes(kept, dlogits, dproducts, visible)
+
+
+def _add_to_queries(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
+    """One visit of a row of blocks; ``acc [q, D]``."""
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        acc[...] = old[...]
+
+    for kind in (FULL, PARTIAL, ODD):
+
+        @pl.when(tile.visit.kind == kind)
+        def _add(kind: int = kind) -> None:
+            _add_block(tile, x, above, Sums(acc, None, None), kind)
+
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[...] = acc[...]
+
+
+def _add_to_keys(
+    tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, dk: Ref, dv: Ref
+) -> None:
+    """One visit of a column of blocks for one head; ``dk [k, D]``, ``dv [k, Dv]``."""
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        dk[...], dv[...] = split(old, tile.facts.head_dim)
+
+    for kind in (FULL, PARTIAL, ODD):
+
+        @pl.when(tile.visit.kind == kind)
+        def _add(kind: int = kind) -> None:
+            _add_block(tile, x, above, Sums(None, dk, dv), kind)
+
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[...] = jnp.concatenate([dk[...], dv[...]], axis=1)
+
+
+def _add_to_all(
+    grid: Grid, tile: Tile, x: Operands, above: Upstream, old: Any, new: Any,
+    dk: Ref, dv: Ref, relay: Relay,
+) -> None:  # fmt: skip
+    """Like :func:`_add_to_keys`, and dQ is read, added to and written back."""
+    batch, kv_head, step, member = (pl.program_id(axis) for axis in range(4))
+    wraps = member == tile.facts.group - 1
+    is_last = wraps & (step == pl.num_programs(2) - 1)
+    next_step = jnp.where(wraps & ~is_last, step + 1, step)
+    after = grid.place(tile.scalars, batch, kv_head, next_step, jnp.where(wraps, 0, member + 1))
+    ends = is_last | (after.visit.kind == EMPTY)
+    size = tile.facts.block_q
+
+    def block(at: Place | Tile) -> Block:
+        rows = new[0].at[at.batch, at.head, pl.ds(at.visit.q_block * size, size)]
+        return Block(at.visit.q_block * tile.facts.heads + at.head, rows)
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        dk[...], dv[...] = split(old[1], tile.facts.head_dim)
+        pl.when((step == 0) & (member == 0))(relay.begin)
+
+    for kind in (FULL, PARTIAL, ODD):
+
+        @pl.when(tile.visit.kind == kind)
+        def _add(kind: int = kind) -> None:
+            dq = relay.take(block(tile), block(after), nothing_follows=ends)
+            _add_block(tile, x, above, Sums(dq, dk, dv), kind)
+            relay.give_back(block(tile))
+
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[1][...] = jnp.concatenate([dk[...], dv[...]], axis=1)
+        pl.when(ends)(lambda: relay.end(block(tile)))
+
+
+def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
+    """One visit for one of the batch rows and heads that share a bias; ``acc [q, k]``."""
+
+    @pl.when(tile.visit.is_first)
+    def _start() -> None:
+        acc[...] = old[...]
+
+    for kind in (FULL, PARTIAL):
+
+        @pl.when(tile.visit.kind == kind)
+        def _add(kind: int = kind) -> None:
+            masked = kind == PARTIAL
+            acc[...] += _slopes(tile, x, above, masked=masked, finite=False).dlogits.T
+
+    @pl.when(tile.visit.is_last)
+    def _finish() -> None:
+        new[...] = acc[...]
+
+
+def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, kind: int) -> None:
+    """Add a block's gradients; where numbers are not finite, with care."""
+    if kind == ODD:
+        _add_odd(tile, x, above, into)
+    else:
+        _add_finite(tile, x, above, into, masked=kind == PARTIAL)
+
+
+def _add_finite(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+    """The order of the three sums matters to the compiler: see docs/tried.md."""
+    slopes = _slopes(tile, x, above, masked=masked, finite=True)
+    q, dout, scale = x.q[...], above.dout[...], tile.facts.static.scale
+    dproducts = slopes.dproducts.astype(q.dtype)
+    if into.dv is not None:
+        into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
+    if into.dq is not None:
+        k, _ = split(x.kv, tile.facts.head_dim)
+        into.dq[...] += dot("tn", k, dproducts).T * scale
+    if into.dk is not None:
+        into.dk[...] += dot("nn", dproducts, q) * scale
+
+
+def _add_odd(tile: Tile, x: Operands, above: Upstream, into: Sums) -> None:
+    slopes = _slopes(tile, x, above, masked=True, finite=False)
+    dproducts = slopes.dproducts * tile.facts.static.scale
+    by_key, by_query = functools.partial(dot, "nn"), functools.partial(dot, "tn")
+    if into.dv is not None:
+        add_seen(into.dv, by_key, slopes.weights, slopes.visible, above.dout[...])
+    if into.dk is not None:
+        add_seen(into.dk, by_key, dproducts, slopes.visible, x.q[...])
+    if into.dq is not None:
+        k, _ = split(x.kv, tile.facts.head_dim)
+        add_seen(into.dq, by_query, dproducts, slopes.visible, k)

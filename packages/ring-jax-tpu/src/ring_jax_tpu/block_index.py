@@ -1,0 +1,261 @@
+"""Which blocks of scores are computed, and in which order.
+
+A block is empty, full, partial (needs its mask), or odd: partial and holding numbers that are not
+finite, which weights of 0 do not keep out of products. The blocks that are not empty are written
+down one after another, and the grid of a kernel walks along that list, whose length is known on the
+device only: empty blocks are neither fetched nor computed, and cost no step of the grid.
+
+A list lies in scalar memory, which holds so many words. Where there are more blocks, a kernel is
+launched for some rows (or columns) of blocks after others, each time with a list of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
+from ring_jax.dense_mask import shown_in_blocks
+from ring_jax.records import Array, Columns, Rows, Work
+from ring_jax_tpu.block_sizes import Blocks
+
+EMPTY, PARTIAL, FULL, ODD = 0, 1, 2, 3
+BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
+_FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
+
+# A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
+_KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
+_MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for every generation
+
+
+class Visits(NamedTuple):
+    """Lists of visits, int32 ``[1 or B, length]``, and the steps along the longest.
+
+    The number is traced, except where there is one block in all.
+    """
+
+    words: Array
+    steps: Array | int
+
+
+class Visit(NamedTuple):
+    """A word, taken apart."""
+
+    q_block: Any
+    k_block: Any
+    kind: Any
+    is_first: Any
+    is_last: Any
+
+
+def unpack(word: Any) -> Visit:
+    """Take a word apart."""
+    mask = (1 << _BITS) - 1
+    return Visit(
+        (word >> _Q_AT) & mask,
+        (word >> _K_AT) & mask,
+        word & _KIND,
+        (word & _FIRST) > 0,
+        (word & _LAST) > 0,
+    )
+
+
+def item_bounds(work: Work) -> Array:
+    """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
+    picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
+    return jnp.clip(picked, -_FAR, _FAR)
+
+
+def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Array:
+    """The kind of each block, int32 ``[1 or B, I, J]``."""
+    live, full = _in_items(item_bounds(work), blocks)
+    for mine, theirs in ((rows.cells, columns.cells), (rows.ids, columns.ids)):
+        if mine is None or theirs is None:
+            continue
+        meets, alike = _alike(_extremes(mine, blocks.q), _extremes(theirs, blocks.k))
+        live, full = live & meets, full & alike
+    if work.kinds is not None:
+        some, every = _in_tiles(work.kinds, blocks)
+        live, full = live & some, full & every
+    return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+
+
+def under_mask(kinds: Array, bias: Array, blocks: Blocks) -> Array:
+    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
+    return jnp.where(shown_in_blocks(bias, blocks.q, blocks.k), kinds, EMPTY)
+
+
+def with_odd(
+    kinds: Array, rows: Array, columns: Array, blocks: Blocks, *, has_bias: bool = False
+) -> Array:
+    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd.
+
+    And full ones, some of which a bias may hide.
+    """
+    padded = (
+        jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
+        for x, length in ((rows, blocks.q_len), (columns, blocks.k_len))
+    )
+    in_rows, in_columns = (
+        x.reshape(x.shape[0], -1, size).any(axis=2)
+        for x, size in zip(padded, (blocks.q, blocks.k), strict=True)
+    )
+    odd = in_rows[:, :, None] | in_columns[:, None, :]
+    odd = odd if kinds.shape[0] > 1 else odd.any(axis=0, keepdims=True)
+    hides = (kinds > EMPTY) if has_bias else (kinds == PARTIAL)
+    return jnp.where(hides & odd, ODD, kinds)
+
+
+def for_every_batch(kinds: Array) -> Array:
+    """Kinds that hold for all batch rows together, ``[1, I, J]``."""
+    full = (kinds == FULL).all(axis=0, keepdims=True)
+    live = (kinds > EMPTY).any(axis=0, keepdims=True)
+    return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY)
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """All blocks that are not empty, in order, in pieces of whole rows or columns.
+
+    Attributes:
+        kinds: int32 ``[1 or B, outer, inner]``: rows of columns, or columns of rows.
+        outer_at, inner_at: Where a word holds the numbers of each.
+    """
+
+    kinds: Array
+    outer_at: int
+    inner_at: int
+
+    @property
+    def pieces(self) -> int:
+        """How many lists it takes."""
+        many, outer, inner = self.kinds.shape
+        return -(-outer // max(1, _MOST // (many * inner)))
+
+    @property
+    def height(self) -> int:
+        """Rows or columns of blocks in a piece; the last may have fewer."""
+        return -(-self.kinds.shape[1] // self.pieces)
+
+    @property
+    def stride(self) -> int:
+        """Words between the lists of two batch rows; 0 if they share one."""
+        many, _, inner = self.kinds.shape
+        return self.height * inner if many > 1 else 0
+
+    def whole(self) -> Visits:
+        """The list, where there is one."""
+        assert self.pieces == 1
+        return _listed(self.kinds, self.outer_at, self.inner_at)
+
+    def piece(self, n: Array) -> Visits:
+        """The list of a piece."""
+        missing = self.pieces * self.height - self.kinds.shape[1]
+        kinds = jnp.pad(self.kinds, ((0, 0), (0, missing), (0, 0)), constant_values=EMPTY)
+        kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
+        words, steps = _listed(kinds, self.outer_at, self.inner_at)
+        return Visits(words + ((n * self.height) << self.outer_at), steps)
+
+
+def by_rows(kinds: Array) -> Walk:
+    """Visit the blocks row by row."""
+    return Walk(kinds, _Q_AT, _K_AT)
+
+
+def by_columns(kinds: Array) -> Walk:
+    """Visit the blocks column by column."""
+    return Walk(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
+
+
+def check_number(lists: int, blocks: Blocks) -> None:
+    """Check that words can name the blocks, and a list holds a row or column of them at least.
+
+    ``lists`` is 1, or where batch rows see differently how many there are.
+
+    Raises:
+        UnsupportedError: Not so.
+    """
+    rows, columns = blocks.grid
+    most = min(1 << _BITS, _MOST // lists)
+    if max(rows, columns) > most:
+        raise UnsupportedError(
+            f"kernel 'pallas': blocks of {blocks.q} queries and {blocks.k} keys are {rows} x "
+            f"{columns}, and {most} along a side are the most"
+            + (f" with {lists} batch rows that see differently" if lists > 1 else "")
+            + ". Instead: choose larger block_q and block_k, or kernel='auto'"
+        )
+
+
+def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
+    """Write down the live blocks of ``[N, outer, inner]`` kinds.
+
+    A list that is shorter than the longest repeats its last block as an empty one, so that nothing
+    is fetched; a list of nothing holds one empty block, first and last, so that what the kernel
+    writes back is what it read.
+    """
+    many, outer, inner = kinds.shape
+    flat = kinds.reshape(many, outer * inner)
+    order = jnp.argsort(flat == EMPTY, axis=1, stable=True).astype(jnp.int32)
+    count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
+    step = jnp.arange(outer * inner, dtype=jnp.int32)[None]
+    at = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
+    is_live = step < count
+    kind = jnp.where(is_live, jnp.take_along_axis(flat, at, axis=1), EMPTY)
+    row = at // inner
+    before = jnp.roll(row, 1, axis=1) != row
+    after = jnp.roll(row, -1, axis=1) != row
+    alone = (count == 0) & (step == 0)
+    first = (is_live & (before | (step == 0))) | alone
+    last = (is_live & (after | (step == count - 1))) | alone
+    words = (row << outer_at) | ((at % inner) << inner_at) | kind
+    words |= jnp.where(first, _FIRST, 0) | jnp.where(last, _LAST, 0)
+    return Visits(words, 1 if outer * inner == 1 else jnp.maximum(count.max(), 1))
+
+
+def _in_items(bounds: Array, blocks: Blocks) -> tuple[Array, Array]:
+    """Whether some item shows something of a block, and whether one shows all; ``[1, I, J]``."""
+    q_start, q_stop, k_start, k_stop, lo, hi = (x[:, None, None] for x in bounds.T)
+    top = (jnp.arange(blocks.grid[0], dtype=jnp.int32) * blocks.q)[None, :, None]
+    left = (jnp.arange(blocks.grid[1], dtype=jnp.int32) * blocks.k)[None, None]
+    bottom, right = top + blocks.q, left + blocks.k
+    first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
+    first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
+    nearest = (first_row - q_start) - (last_col - k_start)
+    furthest = (last_row - q_start) - (first_col - k_start)
+    overlaps = (first_row <= last_row) & (first_col <= last_col)
+    live = overlaps & (furthest >= lo) & (nearest <= hi)
+    inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
+    full = inside & (nearest >= lo) & (furthest <= hi)
+    return live.any(axis=0)[None], full.any(axis=0)[None]
+
+
+def _extremes(x: Array, size: int) -> tuple[Array, Array]:
+    """Smallest and largest number of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
+    x = jnp.atleast_2d(x)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
+    parts = x.reshape(x.shape[0], -1, size)
+    return parts.min(axis=2), parts.max(axis=2)
+
+
+def _alike(mine: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Whether numbers may be equal somewhere, and whether all are; negative ones never are.
+
+    Cells are never negative.
+    """
+    q_min, q_max = (x[:, :, None] for x in mine)
+    k_min, k_max = (x[:, None, :] for x in theirs)
+    meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
+    alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
+    return meets, alike
+
+
+def _in_tiles(kinds: Array, blocks: Blocks) -> tuple[Array, Array]:
+    """Whether some tile of a block is live, and whether all are full; ``[1, I, J]``."""
+    rows, cols = blocks.q // TILE, blocks.k // TILE
+    shape = (blocks.grid[0] * rows, blocks.grid[1] * cols)
+    edges = [(0, want - have) for want, have in zip(shape, kinds.shape, strict=True)]
+    tiles = jnp.pad(kinds, edges).reshape(blocks.grid[0], rows, blocks.grid[1], cols)
+    return (tiles > EMPTY).any(axis=(1, 3))[None], (tiles == FULL).all(axis=(1, 3))[None]

@@ -1,0 +1,82 @@
+"""``pallas``: Mosaic kernels for TPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ring_core import Capabilities, KernelConfig, Plan, UnsupportedError
+from ring_jax.records import Columns, Grads, LocalShape, Pass, Result, Rows, Static, Upstream, Work
+from ring_jax_tpu.backward import backward
+from ring_jax_tpu.block_sizes import Shape, prefers_fused
+from ring_jax_tpu.forward import forward
+from ring_jax_tpu.generations import GENERATIONS, UNKNOWN
+from ring_jax_tpu.operands import Launch, fitting_blocks
+
+
+@dataclass(frozen=True)
+class PallasKernel:
+    """Visits the blocks that are not empty, whatever the mask; see :mod:`ring_jax_tpu.block_index`.
+
+    Whether blocks fit on chip depends on the generation: those that do not are refused before
+    anything is traced.
+    """
+
+    capabilities = Capabilities(
+        name="pallas",
+        devices=("tpu",),
+        dtypes=("float32", "bfloat16"),
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        bias=True,
+        alibi=True,
+        dropout=True,
+        deterministic=True,
+        any_scale=True,
+        lse_grad=True,
+        block_sizes=True,
+        fused_backward=True,
+    )
+
+    def refusals(
+        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
+    ) -> tuple[str, ...]:
+        """What a launch would refuse."""
+        shape = Shape(
+            local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
+        )
+        generation = GENERATIONS.get(local.device_kind, UNKNOWN)
+        try:
+            for k_len in local.k_lens:
+                lengths = local.q_len, k_len
+                fitting_blocks(
+                    direction, config, plan.mask, shape, lengths, local.lists, generation
+                )
+        except UnsupportedError as error:
+            return (str(error).removeprefix("kernel 'pallas': "),)
+        return ()
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """Attend and merge into ``into``."""
+        if into.lse.size == 0:
+            return into
+        launch = Launch.of("forward", static, rows, columns, work)
+        return forward(launch, into)
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """Add the items' gradients to ``into``."""
+        if into.dq.size == 0:
+            return into
+        launch = Launch.of("backward", static, rows, columns, work)
+        fused = static.config.fused_backward
+        if fused is None:
+            fused = prefers_fused(launch.shape, launch.blocks)
+        return backward(launch, upstream, into, fused=fused)

@@ -1,0 +1,183 @@
+"""The public function on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from ring_core import KernelConfig, Mask, Schedule
+from ring_jax.autodiff import attend
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.prepare import axis_size, check_call, prepared
+from ring_jax.records import Kernel
+
+Array = jax.Array
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """The function :func:`ring_attention`, for a choice of kernels, the fastest first."""
+
+    kernels: tuple[Kernel, ...]
+
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
+        causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
+        cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
+        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
+        causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
+        cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+        kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        axis_name: Hashable | None,
+        schedule: Schedule = "plain",
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        mask: Mask | Array | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Array | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> Array | tuple[Array, Array]:
+        """Exact attention over a sequence whose shards lie along a mesh axis.
+
+        Called inside ``jax.shard_map`` with this device's shards, in the order the ``schedule``
+        lays tokens out (``plain`` and ``balanced``: contiguous); returns this device's slice of the
+        answer of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``. Works under
+        ``jit``, ``grad``, ``vmap``, ``scan`` and ``checkpoint``; arrays may be traced, all else is
+        static.
+
+        Args:
+            q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
+            k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h //
+                (H // K)``.
+            v: ``[B, T_kv_local, K, Dv]``.
+            axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+            schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even;
+                data is in that order), ``balanced`` (causal work is even; data is in natural
+                order), or what :func:`ring_core.deal` returns (the work of a mask is even; data is
+                in that order).
+            causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys
+                than queries, positions are ``i + T_kv - T_q``.
+            window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
+                unbounded.
+            chunk_size: Sees keys of its own chunk of this many positions only.
+            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves
+                only.
+            segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal
+                ids see each other, negative ones see nothing and are not seen.
+            mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
+                predicate, which is defined once: a new function is planned and compiled anew.
+                Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
+                query may see a key: rows in layout order, columns for all keys in natural order, at
+                most 64 MiB a device; beside the other options, and without a gradient. Blocks that
+                all heads hide are skipped.
+            softmax_scale: Default ``D ** -0.5``.
+            softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
+            sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.
+                Replicated along the axis; their gradient is the whole sum on every mesh;
+                taken inside ``shard_map(check_vma=False)`` it is this device's part.
+            bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
+                columns for all keys in natural order; has a gradient; ``-inf`` masks.
+            alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
+            dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed``
+                and global indices alone, not on ring size, schedule or kernel. Batch rows and heads
+                count from 0 on this device; ``ContextParallel`` counts them over the mesh,
+                and inside ``shard_map`` a data-parallel rank goes into the seed.
+            dropout_seed: An integer in ``[0, 2**64)``, numpy's too, an integer scalar, or uint32
+                ``[2]`` (low word first); equal on all devices, may be traced: then a negative one
+                counts by its bits.
+            deterministic: Only use kernels whose backward repeats bit for bit.
+            return_lse: Return ``lse`` too.
+            kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
+                back.
+            transport: How keys travel: ``ppermute``, round the ring, in steps; ``gather``, those of
+                all devices to each at once, beside the own block, then one kernel over all of them:
+                fewer merges, more memory. ``auto`` is ``ppermute``.
+
+        Returns:
+            ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
+            T_local]``, natural log, float32 (float64 for float64 inputs), differentiable, ``-inf``
+            where a row sees nothing (its ``out`` is 0).
+
+        Raises:
+            ValueError: An argument is malformed, or traced where it must be static.
+            UnsupportedError: No kernel, or not the one named, can do this.
+
+        Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
+        near-infinite context", arXiv 2310.01889.
+        """
+        static, inputs, _ = check_call(
+            self.kernels, axis_name, schedule, axis_size(axis_name), q, k, v, causal=causal,
+            window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
+            mask=mask, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+        )  # fmt: skip
+        inputs = prepared(static, inputs)
+        run = partial(attend, static)
+        mesh = explicit_mesh(inputs) if axis_name is None else None
+        if mesh is not None:  # kernels make arrays of their own, which lie on no mesh
+            run = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        out, lse = run(inputs)
+        return (out, lse) if return_lse else out
+
+
+ring_attention = RingAttention((XlaKernel(),))
+
+
+def explicit_mesh(arrays: Any) -> AbstractMesh | None:
+    """The mesh with explicit axes of which every device holds all of the arrays, if there is one.
+
+    Raises:
+        ValueError: They are split over such axes: then there is no one device that could run alone.
+    """
+    found = None
+    for x in jax.tree.leaves(arrays):
+        sharding = jax.typeof(x).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            continue
+        found = sharding.mesh
+        split = [axis for axis in sharding.spec if axis is not None]
+        if split:
+            raise ValueError(
+                f"axis_name=None runs on one device, and an array of shape {x.shape} is split over "
+                f"mesh axes {split}; name the axis inside jax.shard_map, use ContextParallel, or "
+                f"gather it with jax.reshard(x, jax.P())"
+            )
+    return found

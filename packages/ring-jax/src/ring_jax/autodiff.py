@@ -1,0 +1,122 @@
+"""The ring as one differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ring_jax.records import Array, Inputs, Message, Result, Static, Upstream
+from ring_jax.strategies.gather import gathered_backward, gathered_forward
+from ring_jax.strategies.ring import run_backward, run_forward
+from ring_jax.strategies.steps import heads_first
+
+#: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
+#: these saved, rematerialisation does not run the ring again.
+RESIDUALS = ("ring_attention_out", "ring_attention_lse", "ring_attention_kv")
+
+
+class Saved(NamedTuple):
+    """What the backward starts from."""
+
+    inputs: Inputs
+    out: Array  # [B, T, H, Dv]
+    lse: Array  # [B, H, T]
+    last: Message | None  # the K/V that arrived last, or all that were gathered
+
+
+def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
+    """``(out [B, T, H, Dv], lse [B, H, T])`` of a checked call.
+
+    Where nothing around it is compiled, this is: run operation by operation a ring takes seconds.
+    """
+    return _compiled(static)(inputs)
+
+
+@lru_cache(maxsize=128)
+def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
+    def run(x: Inputs) -> tuple[Array, Array]:
+        slopes = None if x.slopes is None else _without_gradient(x.slopes)
+        return _attend(static, x._replace(slopes=slopes))
+
+    return jax.jit(run, inline=True)  # within other programs as if it were not there
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
+    return _forward(static, inputs)[0]
+
+
+def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
+    """Run the ring and add the sinks."""
+    forward = gathered_forward if static.transport == "gather" else run_forward
+    result, last = forward(static, inputs)
+    if inputs.sinks is not None:
+        result = _add_sinks(result, inputs.sinks)
+    out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
+    lse = checkpoint_name(result.lse, RESIDUALS[1])
+    last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
+    return (out, lse), Saved(inputs, out, lse, last)
+
+
+def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:
+    """Run the ring in reverse.
+
+    Gradients of replicated arrays are this device's part: whoever made them vary over the mesh
+    sums them, once.
+    """
+    dout, dlse = gradients
+    x, wide = saved.inputs, static.wide
+    delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
+    upstream = Upstream(heads_first(dout), saved.lse, delta, heads_first(saved.out))
+    backward = gathered_backward if static.transport == "gather" else run_backward
+    grads = backward(static, x, upstream, saved.last)
+    dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
+    dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
+    dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
+    dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
+    return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _add_sinks(result: Result, sinks: Array) -> Result:
+    """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
+    out, lse = result
+    folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
+    with_sinks = jnp.logaddexp(lse, folded[None, :, None])
+    weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
+    return Result(out * weight[..., None], with_sinks)
+
+
+def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
+    """``dsink = -sum(exp(sink - lse) * delta)`` over this device's rows."""
+    safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    grads = [
+        -(jnp.exp(column[None, :, None] - safe) * delta).sum(axis=(0, 2))
+        for column in sinks.astype(lse.dtype).reshape(sinks.shape[0], -1).T
+    ]
+    return jnp.stack(grads, axis=1).reshape(sinks.shape).astype(sinks.dtype)
+
+
+@jax.custom_vjp
+def _without_gradient(slopes: Array) -> Array:
+    """ALiBi slopes; asking for their gradient is an error, not a zero."""
+    return slopes
+
+
+def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
+    if slopes.perturbed:
+        raise ValueError(
+            "alibi_slopes have no gradient; pass jax.lax.stop_gradient(alibi_slopes), or add a "
+            "bias that has one"
+        )
+    return slopes.value, None
+
+
+_without_gradient.defvjp(_refuse_gradient, lambda _, _gradient: (None,), symbolic_zeros=True)

@@ -1,0 +1,239 @@
+"""The two functions of ejkernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ring_jax.attention import ring_attention as attend
+from ring_jax.compat.translate import (
+    Array,
+    SlidingWindow,
+    alike,
+    bias_of,
+    config_of,
+    documents_of,
+    platform_of,
+    segments_of,
+    sinks_of,
+    window_of,
+)
+from ring_jax.foreign import precision_of, refuse
+
+IN_SHARD_MAP = (
+    "call this inside jax.shard_map, or ring_jax.ContextParallel(mesh, axis_name).attention on "
+    "global arrays"
+)
+MASK_INFO = (
+    "pass q_segment_ids and kv_segment_ids; those of an ejkernel MaskInfo made of segments are "
+    "mask_info.get_or_compute_segment_ids()"
+)
+CONFIG = "pass its fwd_params and bwd_params"
+
+
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    softmax_aux: Array | None = None,
+    bias: Array | None = None,
+    mask_builder: Callable[..., Any] | None = None,
+    sliding_window: SlidingWindow | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    axis_name: Hashable | None = None,
+    fwd_params: object = None,
+    bwd_params: object = None,
+    fused_backward: bool = False,
+    *,
+    q_position_ids: Array | None = None,
+    kv_position_ids: Array | None = None,
+    mask_info: object = None,
+    platform: str | None = None,
+    cfg: object = None,
+    mesh: object = None,
+    in_specs: object = None,
+    out_specs: object = None,
+) -> Array:
+    """Exact attention over a sequence whose shards lie, in order, along a mesh axis.
+
+    Args:
+        query: ``[B, T_local, H, D]``.
+        key: ``[B, T_kv_local, K, D]`` with ``H % K == 0``.
+        value: ``[B, T_kv_local, K, Dv]``.
+        q_segment_ids: Integers ``[B, T_local]``; equal ids see each other, negative ones are
+            padding. Without ``kv_segment_ids`` they are the keys' too.
+        kv_segment_ids: Integers ``[B, T_kv_local]``.
+        softmax_aux: Sinks, ``[H, n]``, a row a head, or ``[1, n]``, which all heads share; the same
+            on every device. ``[H]`` could be either and is refused.
+        bias: ``[B or 1, H or 1, T_local, T_kv]``: columns for all keys, not for this device's.
+        mask_builder: Refused; a rule of one's own is a :class:`ring_core.Mask`.
+        sliding_window: ``(left, right)``, the keys a query sees on each side besides its own
+            position, ``None`` being no limit; an integer is both sides.
+        chunk_size: A query sees keys of its own chunk of this many positions only.
+        causal: A query sees keys at its own position and before.
+        logits_soft_cap: Scores become ``cap * tanh(scores / cap)``.
+        softmax_scale: Default ``D ** -0.5``.
+        axis_name: The mesh axis the sequence is split along; ``None`` is one device.
+        fwd_params: A mapping or object whose ``q_blocksize`` and ``kv_blocksize`` (or ``block_q``
+            and ``block_k``) set the kernel's blocks; its other fields must be ``None``.
+        bwd_params: The same for the backward; sizes must be those of ``fwd_params`` if both are
+            given.
+        fused_backward: Whether the kernel has to compute dQ, dK and dV in one pass; false leaves
+            it to the kernel.
+        q_position_ids: Refused: positions follow from the axis and the layout.
+        kv_position_ids: Refused, likewise.
+        mask_info: Refused; pass its segment ids.
+        platform: ``auto`` or ``xla``; the others are refused.
+        cfg: Refused; pass its ``fwd_params`` and ``bwd_params``.
+        mesh: Refused; shard outside the call.
+        in_specs: Refused, likewise.
+        out_specs: Refused, likewise.
+
+    Returns:
+        ``[B, T_local, H, Dv]`` in the dtype of the inputs.
+
+    Raises:
+        ValueError: An argument is malformed.
+        UnsupportedError: An argument cannot be honoured; the message says what to do instead.
+    """
+    positions = (
+        "positions follow from axis_name; for tokens in another order use "
+        "ring_jax.ContextParallel(mesh, axis_name, schedule='zigzag' or 'striped')"
+    )
+    refuse(
+        mask_builder=(
+            mask_builder, "use ring_jax.ring_attention(mask=ring_core.Mask(predicate=...))"
+        ),
+        q_position_ids=(q_position_ids, positions), kv_position_ids=(kv_position_ids, positions),
+        mask_info=(mask_info, MASK_INFO), cfg=(cfg, CONFIG), mesh=(mesh, IN_SHARD_MAP),
+        in_specs=(in_specs, IN_SHARD_MAP), out_specs=(out_specs, IN_SHARD_MAP),
+        platform=platform_of(platform),
+    )  # fmt: skip
+    return attend(
+        query, key, value, axis_name=axis_name, causal=causal, window=window_of(sliding_window),
+        chunk_size=chunk_size,
+        segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
+        softmax_scale=softmax_scale, softcap=logits_soft_cap,
+        sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
+        kernel=config_of(fwd_params, bwd_params, fused_backward=fused_backward),
+    )  # fmt: skip
+
+
+def flash_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attention_mask: Array | None = None,
+    bias: Array | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | Array | None = None,
+    cum_seqlens_q: Array | None = None,
+    cum_seqlens_k: Array | None = None,
+    sliding_window: SlidingWindow | None = None,
+    fwd_params: object = None,
+    bwd_params: object = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Array | None = None,
+    normalize_output: bool = True,
+    precision: lax.PrecisionLike = lax.Precision.DEFAULT,
+    logits_dtype: DTypeLike = jnp.float32,
+    *,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    block_tables: Array | None = None,
+    mask_info: object = None,
+    platform: str | None = None,
+    cfg: object = None,
+    mesh: object = None,
+    in_specs: object = None,
+    out_specs: object = None,
+) -> Array:
+    """Exact attention on one device.
+
+    Args:
+        query: ``[B, T, H, D]``.
+        key: ``[B, T_kv, K, D]`` with ``H % K == 0``.
+        value: ``[B, T_kv, K, Dv]``.
+        attention_mask: Boolean or integer ``[B or 1, H or 1, T, T_kv]``; false and 0 are hidden.
+        bias: ``[B or 1, H or 1, T, T_kv]``, added to the scores; has a gradient.
+        softmax_scale: Default ``D ** -0.5``.
+        dropout_prob: Probability to drop a softmax weight.
+        causal: A query sees keys at its own position and before.
+        dropout_seed: An integer below ``2**64`` or a traced one; needed where something drops.
+        cum_seqlens_q: Offsets of documents, ``[n + 1]``, with a batch of one; with a larger batch
+            ``[B + 1]``, differences being the lengths of its rows. Tokens behind them are padding.
+        cum_seqlens_k: The same of the keys; equal ones, as ``causal`` and ``sliding_window`` need,
+            start alike, whatever padding follows.
+        sliding_window: As for :func:`ring_attention`.
+        fwd_params: As for :func:`ring_attention`.
+        bwd_params: As for :func:`ring_attention`.
+        logits_soft_cap: Scores become ``cap * tanh(scores / cap)``.
+        softmax_aux: As for :func:`ring_attention`.
+        normalize_output: False is refused.
+        precision: The default, or the highest for float32, which is what runs; others are refused.
+        logits_dtype: float32, which float64 inputs surpass; float64 with these; else refused.
+        q_segment_ids: As for :func:`ring_attention`; not together with ``cum_seqlens_q``.
+        kv_segment_ids: As for :func:`ring_attention`.
+        block_tables: Refused: there is no paged cache.
+        mask_info: Refused; pass its segment ids or its mask.
+        platform: ``auto`` or ``xla``; the others are refused.
+        cfg: Refused; pass its ``fwd_params`` and ``bwd_params``.
+        mesh: Refused; shard outside the call.
+        in_specs: Refused, likewise.
+        out_specs: Refused, likewise.
+
+    Returns:
+        ``[B, T, H, Dv]`` in the dtype of the inputs.
+
+    Raises:
+        ValueError: An argument is malformed.
+        UnsupportedError: An argument cannot be honoured; the message says what to do instead.
+    """
+    refuse(
+        normalize_output=(
+            None if normalize_output else False,
+            "use ring_jax.ring_attention(return_lse=True): out * exp(lse) is not normalised",
+        ),
+        precision=precision_of(precision, query.dtype),
+        logits_dtype=_logits_dtype(logits_dtype, query),
+        block_tables=(block_tables, "there is no paged cache; gather keys and values first"),
+        mask_info=(mask_info, f"{MASK_INFO}; or pass its attention_mask"), cfg=(cfg, CONFIG),
+        mesh=(mesh, IN_SHARD_MAP), in_specs=(in_specs, IN_SHARD_MAP),
+        out_specs=(out_specs, IN_SHARD_MAP), platform=platform_of(platform),
+    )  # fmt: skip
+    aligned = causal or sliding_window is not None
+    documents = documents_of(cum_seqlens_q, cum_seqlens_k, query, key, aligned=aligned)
+    segments = segments_of(q_segment_ids, kv_segment_ids, query, key)
+    if documents is not None and segments is not None:
+        raise ValueError("q_segment_ids and cum_seqlens_q both say what the documents are")
+    tokens, bias = query.shape[1], bias_of(bias, attention_mask, query.dtype)
+    if documents is not None and aligned:
+        query, key, value, bias, documents = alike(query, key, value, bias, documents)
+    out = attend(
+        query, key, value, axis_name=None, causal=causal, window=window_of(sliding_window),
+        segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
+        softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
+        dropout_p=dropout_prob, dropout_seed=dropout_seed,
+        kernel=config_of(fwd_params, bwd_params, fused_backward=False),
+    )  # fmt: skip
+    return out if query.shape[1] == tokens else out[:, :tokens]
+
+
+def _logits_dtype(dtype: DTypeLike, query: Array) -> tuple[object, str]:
+    """What :func:`refuse` takes of the dtype of scores."""
+    taken = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
+    return None if jnp.dtype(dtype) in taken else dtype, (
+        "scores are float32, and float64 where the inputs are; cast the inputs for another"
+    )

@@ -1,0 +1,258 @@
+"""What each foreign argument means here, or why it cannot be honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ring_core import KernelConfig, UnsupportedError
+
+Array = jax.Array
+SlidingWindow = int | tuple[int | None, int | None]
+Window = tuple[int | None, int | None]
+
+BLOCK_NAMES = {
+    "block_q": ("q_blocksize", "block_q", "blocksize_q"),
+    "block_k": ("kv_blocksize", "block_k", "blocksize_k"),
+}
+
+
+def window_of(sliding_window: SlidingWindow | None) -> Window | None:
+    """``(left, right)``; an integer is both.
+
+    Raises:
+        ValueError: Not one or two counts of keys.
+    """
+    if sliding_window is None:
+        return None
+    both = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window,) * 2
+    if len(both) != 2 or not all(side is None or _is_count(side) for side in both):
+        raise ValueError(
+            f"sliding_window must be a number of keys on each side, (left, right), or None, got "
+            f"{sliding_window!r}; a side without a limit is None"
+        )
+    left, right = (None if side is None else int(side) for side in both)
+    return left, right
+
+
+def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
+    """Sinks as ``[H, n]``; ``[1, n]`` are shared by all heads.
+
+    Raises:
+        ValueError: ``[H]`` of several heads, which may be one sink a head or ``H`` of them all.
+        UnsupportedError: They are not one row a query head.
+    """
+    if softmax_aux is None:
+        return None
+    shape = jnp.shape(softmax_aux)
+    if shape == (heads,) and heads > 1:
+        raise ValueError(
+            f"softmax_aux of shape [{heads}] is one sink for each of {heads} heads, or {heads} "
+            f"sinks that all heads share; say which: softmax_aux[:, None] is the former, "
+            f"softmax_aux[None] the latter"
+        )
+    if len(shape) == 1 and heads == 1:
+        shape = (1, *shape)
+    if len(shape) != 2 or shape[0] not in (1, heads):
+        raise UnsupportedError(
+            f"softmax_aux must be [{heads}, n], a row a query head, or [1, n], which all heads "
+            f"share, got {list(shape)}; those that all share are softmax_aux.reshape(1, -1)"
+        )
+    return jnp.broadcast_to(jnp.reshape(softmax_aux, shape), (heads, shape[1]))
+
+
+def segments_of(
+    q_segment_ids: Array | None, kv_segment_ids: Array | None, q: Array, k: Array
+) -> tuple[Array, Array] | None:
+    """The ids of queries and keys, int32; one alone is for both.
+
+    Raises:
+        ValueError: One alone, and there are other numbers of keys than queries; or no integers.
+    """
+    if q_segment_ids is None and kv_segment_ids is None:
+        return None
+    pair = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    alone = next((name for name, ids in pair.items() if ids is None), None)
+    if alone is not None and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{alone} must be given too: {q.shape[1]} queries meet {k.shape[1]} keys a device"
+        )
+    for name, ids in pair.items():
+        if ids is not None and not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+            raise ValueError(f"{name} must be integers, got {jnp.result_type(ids)}")
+    given = [ids for ids in pair.values() if ids is not None]
+    first, last = jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
+    return first, last
+
+
+def documents_of(
+    cum_seqlens_q: Array | None, cum_seqlens_k: Array | None, q: Array, k: Array, *, aligned: bool
+) -> tuple[Array, Array] | None:
+    """Segment ids of cumulative lengths ``[n + 1]``, which may be traced.
+
+    One batch row holds ``n`` documents one after the other; of several rows, each holds one
+    document and then padding. ``aligned`` says that the mask compares positions of queries and
+    keys, which is only meant where both have the same lengths.
+
+    Raises:
+        ValueError: One of the two is missing, or there is not one document a row.
+        UnsupportedError: ``aligned``, and the two differ or are not known to be equal.
+    """
+    if cum_seqlens_q is None and cum_seqlens_k is None:
+        return None
+    if cum_seqlens_q is None or cum_seqlens_k is None:
+        missing = "cum_seqlens_q" if cum_seqlens_q is None else "cum_seqlens_k"
+        raise ValueError(f"{missing} must be given too; for self-attention it is the same array")
+    if aligned and not _are_equal(cum_seqlens_q, cum_seqlens_k):
+        raise UnsupportedError(
+            "cum_seqlens_k: with causal or sliding_window it must be the same array as "
+            "cum_seqlens_q; otherwise pass a bias that is -inf where a query must not look"
+        )
+    return (
+        _ids("cum_seqlens_q", cum_seqlens_q, q.shape[0], q.shape[1]),
+        _ids("cum_seqlens_k", cum_seqlens_k, k.shape[0], k.shape[1]),
+    )
+
+
+def alike(
+    q: Array, k: Array, v: Array, bias: Array | None, documents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array | None, tuple[Array, Array]]:
+    """Documents that start alike, padded to one length ``T``, where positions compare.
+
+    Rows of ``q`` ``[B, T_q, H, D]`` that are added see nothing; keys that are added are not seen.
+
+    Raises:
+        ValueError: The bias is not ``[B or 1, H or 1, T_q, T_kv]``.
+    """
+    lengths = q.shape[1], k.shape[1]
+    if lengths[0] == lengths[1]:
+        return q, k, v, bias, documents
+    more = tuple(max(lengths) - length for length in lengths)
+    if bias is not None:
+        if jnp.ndim(bias) != 4 or jnp.shape(bias)[2:] != lengths:
+            raise ValueError(
+                f"bias must have shape [batch or 1, heads or 1, {lengths[0]}, {lengths[1]}], got "
+                f"{list(jnp.shape(bias))}"
+            )
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
+
+    def longer(x: Array, by: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+
+    q_ids, k_ids = (
+        jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
+        for ids, by in zip(documents, more, strict=True)
+    )
+    return longer(q, more[0]), longer(k, more[1]), longer(v, more[1]), bias, (q_ids, k_ids)
+
+
+def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
+    """The kernel's settings; no fused backward, the default there, leaves it to the kernel.
+
+    Raises:
+        ValueError: A setting is malformed or given twice.
+        UnsupportedError: A setting that is not a block size, or another one for the backward.
+    """
+    forward = _blocks("fwd_params", fwd_params)
+    backward = _blocks("bwd_params", bwd_params)
+    for name in BLOCK_NAMES:
+        if fwd_params is not None and bwd_params is not None and forward[name] != backward[name]:
+            raise UnsupportedError(
+                f"bwd_params: its {name} is {backward[name]} and that of fwd_params is "
+                f"{forward[name]}; one size serves both here, so pass equal ones or fwd_params alone"
+            )
+    chosen = forward if fwd_params is not None else backward
+    return KernelConfig("auto", **chosen, fused_backward=True if fused_backward else None)
+
+
+def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Array | None:
+    """The bias, ``-inf`` where a mask ``[B or 1, H or 1, T_q, T_k]`` is false or 0.
+
+    Raises:
+        ValueError: The mask is not four-dimensional, or not boolean or integer.
+    """
+    if attention_mask is None:
+        return bias
+    kind = jnp.result_type(attention_mask)
+    if jnp.ndim(attention_mask) != 4 or not (
+        kind == jnp.bool_ or jnp.issubdtype(kind, jnp.integer)
+    ):
+        raise ValueError(
+            f"attention_mask must be boolean or integer [batch or 1, heads or 1, queries, keys], "
+            f"got {kind} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
+        )
+    shown = jnp.zeros((), dtype) if bias is None else bias
+    return jnp.where(jnp.asarray(attention_mask) != 0, shown, -jnp.inf)
+
+
+def platform_of(platform: str | None) -> tuple[str | None, str]:
+    """What :func:`refuse` takes of the name of a platform."""
+    known = platform in (None, "auto", "xla")
+    return None if known else platform, (
+        f"this package has the kernel 'xla' alone, not {platform!r}; call "
+        f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
+    )
+
+
+def _blocks(name: str, params: object) -> dict[str, int | None]:
+    """Block sizes of forward or backward parameters, by our names."""
+    left = {key: value for key, value in _settings(name, params).items() if value is not None}
+    sizes: dict[str, int | None] = {}
+    for block, spellings in BLOCK_NAMES.items():
+        found = [left.pop(spelling) for spelling in spellings if spelling in left]
+        if len(set(found)) > 1:
+            raise ValueError(f"{name} has several {block}: {found}")
+        sizes[block] = found[0] if found else None
+    if left:
+        raise UnsupportedError(
+            f"{name}: kernels here have no {', '.join(left)}; leave them out or None"
+        )
+    return sizes
+
+
+def _settings(name: str, params: object) -> Mapping[str, Any]:
+    """The fields of any mapping or object."""
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return params
+    if is_dataclass(params):
+        return {field.name: getattr(params, field.name) for field in fields(params)}
+    if isinstance(params, tuple) and hasattr(params, "_asdict"):
+        return dict(params._asdict())
+    if not hasattr(params, "__dict__"):
+        raise ValueError(f"{name} must have fields such as q_blocksize, got {params!r}")
+    return vars(params)
+
+
+def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
+    """Which document each token of ``[batch, length]`` lies in; -1 behind the last one."""
+    offsets = jnp.asarray(offsets)
+    if offsets.ndim != 1 or (batch > 1 and offsets.shape[0] != batch + 1):
+        raise ValueError(
+            f"{name} must have shape [{batch + 1}], one document a batch row, got "
+            f"{list(offsets.shape)}; documents packed into rows need a batch of 1 or q_segment_ids"
+        )
+    tokens = jnp.arange(length)
+    if batch > 1:
+        return jnp.where(tokens[None] < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
+    document = jnp.searchsorted(offsets, tokens, side="right") - 1
+    return jnp.where(tokens < offsets[-1], document, -1).astype(jnp.int32)[None]
+
+
+def _are_equal(a: Array, b: Array) -> bool:
+    """Whether two arrays are known to be equal while a call is traced."""
+    if a is b:
+        return True
+    known = not any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    return known and np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def _is_count(value: Any) -> bool:
+    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return bool(integer and value >= 0)

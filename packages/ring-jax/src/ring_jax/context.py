@@ -1,0 +1,374 @@
+"""A layout belongs to the data, so one object owns both and they cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import ClassVar, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of, viz
+from ring_jax.attention import Array, Window
+from ring_jax.autodiff import attend
+from ring_jax.dense_mask import split_mask
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.mesh import (
+    AnyMesh,
+    Axes,
+    Order,
+    axes_along,
+    free,
+    names_of,
+    reordered,
+    size_of,
+    split,
+    spread,
+)
+from ring_jax.prepare import Whole, check_call, prepared
+from ring_jax.records import Inputs, Kernel, Static
+
+
+class ContextParallel:
+    """Sequences of global arrays split along an axis of a mesh.
+
+    Args:
+        mesh: Its axes are all explicit or all auto, and there may be others beside these.
+        axis_name: The axis along which sequences are split.
+        batch_axis: The axis, or axes, along which batches are split. Where they are split along one
+            that is not named, they stay so on explicit axes and with the kernel ``xla``; other
+            kernels need its name, or auto axes make a copy for each device.
+        head_axis: The same of heads; it must divide the K/V heads.
+        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
+            :func:`ring_core.deal` returns; it decides the layout.
+
+    Raises:
+        ValueError: No such axis or schedule, a schedule dealt to another number of devices, or a
+            mesh that mixes explicit axes with others.
+
+    Example::
+
+        cp = ContextParallel(mesh, axis_name="cp")
+        q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))
+        out = cp.unshard(cp.attention(q, k, v, causal=True), dim=1)
+    """
+
+    kernels: ClassVar[tuple[Kernel, ...]] = (XlaKernel(),)
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis_name: str,
+        batch_axis: Axes = None,
+        head_axis: Axes = None,
+        schedule: Schedule = "zigzag",
+    ) -> None:
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        _check_axes(mesh, axis_name, batch_axis, head_axis)
+        self.mesh = mesh
+        self.axis_name = axis_name
+        self.batch_axis = batch_axis
+        self.head_axis = head_axis
+        self.schedule: Schedule = schedule
+        divisor_of(schedule, self.cp_size)  # refuses what these devices cannot run
+
+    @property
+    def cp_size(self) -> int:
+        """Devices that hold a sequence."""
+        return int(self.mesh.shape[self.axis_name])
+
+    def layout(self, seq_len: int) -> Layout:
+        """Which device holds which of ``seq_len`` tokens.
+
+        Raises:
+            ValueError: The schedule cannot divide this length; the message names the length to pad
+                to.
+        """
+        return Layout(layout_of(self.schedule), seq_len, self.cp_size)
+
+    def shard(self, x: Array, *, dim: int = 1) -> Array:
+        """An array in natural order, put in layout order and split along the axis.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        _check_dim(x, dim)
+        return self._lay(x, self._order(x.shape[dim]), dim, whole=False)
+
+    def unshard(self, x: Array, *, dim: int = 1) -> Array:
+        """The array in natural order again, no longer split along the axis.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        _check_dim(x, dim)
+        order = self._order(x.shape[dim])
+        return self._lay(x, None if order is None else np.argsort(order), dim, whole=True)
+
+    def positions(self, seq_len: int) -> Array:
+        """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
+        self.layout(seq_len)
+        return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
+
+    @overload
+    def attention(
+        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
+        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def attention(
+        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
+        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
+        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
+        return_lse: Literal[True], kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        mask: Mask | Array | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Array | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> Array | tuple[Array, Array]:
+        """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
+
+        Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
+        ``mask`` that is an array. Arrays that lie otherwise are resharded first.
+        """
+        self._check(q, k, v)
+        batch, heads = self._axes(q, k)
+        static, inputs, _ = check_call(
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
+            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
+        )  # fmt: skip
+        specs = _specs(inputs, batch, self.axis_name, heads)
+        manual = self._manual(static, batch, heads)
+        laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
+        out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
+        return (out, lse) if return_lse else out
+
+    def explain(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        mask: Mask | Array | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Array | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> str:
+        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
+
+        The kernel of each platform, why not the faster ones, and the plan.
+        """
+        self._check(q, k, v)
+        batch, heads = self._axes(q, k)
+        static, _, choice = check_call(
+            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
+            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
+            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
+        )  # fmt: skip
+        return f"{choice.describe()}\ntransport {static.transport}\n{viz.describe(static.plan, pictures=False)}"
+
+    def _whole(self, q: Array, k: Array) -> Whole:
+        """What tells what a device holds of a call."""
+        batch, heads = self._axes(q, k)
+        sizes = (size_of(self.mesh, axes) for axes in (batch, heads))
+        return Whole(self.mesh.abstract_mesh, *sizes)
+
+    def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
+        """The axes of batch and heads: those that are named, else those known to split q."""
+        batch = self.batch_axis or axes_along(q, self.mesh, 0, self.axis_name, self.head_axis)
+        heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
+        return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
+
+    def _parts(self, mask: object, batch: Axes, heads: Axes) -> int:
+        """Into how many parts a mask that is an array is split."""
+        _, dense = split_mask(mask)
+        shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
+        axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
+        return size_of(self.mesh, names_of(self.axis_name, *axes))
+
+    def _manual(self, static: Static, batch: Axes, heads: Axes) -> frozenset[str]:
+        """The axes that a call has a program for each device of; the others are the compiler's.
+
+        It can split what plain XLA runs, and would copy the arrays of any other kernel.
+        """
+        every = frozenset(self.mesh.axis_names)
+        plain = all(isinstance(kernel, XlaKernel) for kernel in static.kernels)
+        if AxisType.Explicit in self.mesh.axis_types or not plain:
+            return every
+        named = {*names_of(self.axis_name, batch, heads)}
+        return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
+
+    def _laid(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+        """An array of a call as its program takes it."""
+        auto = len(manual) < len(self.mesh.axis_names)
+        return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
+
+    def _check(self, q: object, k: object, v: object) -> None:
+        """What ``shard_map`` would refuse in words of its own."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, jax.Array | np.ndarray):
+                raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+            if x.ndim != 4:
+                raise ValueError(
+                    f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
+                    f"{x.shape}"
+                )
+            try:
+                self.layout(x.shape[1])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
+                size = size_of(self.mesh, axis)
+                if x.shape[dim] % size:
+                    raise ValueError(
+                        f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
+                        f"devices along {axis!r}"
+                    )
+
+    def _order(self, seq_len: int) -> Order | None:
+        """The tokens in layout order; ``None`` where that is the natural one."""
+        layout = self.layout(seq_len)
+        if layout.name == "contiguous":
+            return None
+        return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
+
+    def _lay(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
+        """Tokens in another order, split along the axis or not; they are moved as a whole."""
+        if order is not None or whole:
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)
+        if order is not None:
+            x = reordered(x, order, dim)
+        return split(x, self.mesh, dim, self.axis_name, whole=whole)
+
+
+def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
+    """How each array of a call is split."""
+    q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
+    slopes = None
+
+    def by_rows(x: Array | None) -> PartitionSpec | None:
+        if x is None:
+            return None
+        shared = [size == 1 for size in x.shape[:2]]
+        axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
+        return PartitionSpec(*axes, tokens, None)
+
+    if x.slopes is not None:
+        slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
+    sinks, seed = PartitionSpec(heads), PartitionSpec()
+    bias, mask = by_rows(x.bias), by_rows(x.mask)
+    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
+    given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
+    return Inputs._make(given)
+
+
+@lru_cache(maxsize=128)
+def _ring(
+    static: Static,
+    mesh: AnyMesh,
+    batch_axis: Axes,
+    head_axis: Axes,
+    specs: Inputs,
+    manual: frozenset[str],
+) -> Callable[[Inputs], tuple[Array, Array]]:
+    """A checked call as one program of global arrays, compiled where nothing around it is."""
+
+    def local(x: Inputs) -> tuple[Array, Array]:
+        batch, heads = (  # global indices of this device's first batch row and query head
+            0 if axis is None else lax.axis_index(axis) * x.q.shape[dim]
+            for axis, dim in ((batch_axis, 0), (head_axis, 2))
+        )
+        return attend(static, prepared(static, x, (batch, heads)))
+
+    rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
+    ring = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+    )
+    return jax.jit(ring, inline=True)
+
+
+def _check_dim(x: object, dim: object) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"x must be a jax.Array, got {type(x).__name__}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+        )
+
+
+def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
+    """Refuse axes that the mesh has not, has in two roles, or has of two types."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    checks.check_choice("axis_name", axis_name, mesh.axis_names)
+    named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    given: list[object] = [axis_name]
+    for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if axes is None:
+            continue
+        several = axes if isinstance(axes, tuple) and axes else (axes,)
+        for axis in several:
+            checks.check_choice(name, axis, mesh.axis_names)
+        given += several
+    if len(set(given)) < len(given):
+        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+    types = {str(kind): kind for kind in mesh.axis_types}
+    if AxisType.Explicit in types.values() and len(types) > 1:
+        raise ValueError(
+            f"the axes of the mesh must be all explicit or all auto, got "
+            f"{dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}; make it with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
+        )

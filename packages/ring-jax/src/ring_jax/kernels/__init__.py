@@ -1,0 +1,154 @@
+"""The choice among kernels: for each platform the fastest that can do a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
+from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
+from ring_jax.records import Kernel, LocalShape
+
+_HOPPER = 90
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels of a call, why not others, and how long those for NVIDIA GPUs should take.
+
+    The platform is not known before the program is compiled, so each is for some platforms, the
+    last one for all others.
+    """
+
+    kernels: tuple[Kernel, ...]
+    passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
+    expected: Expected = UNKNOWN
+
+    def describe(self) -> str:
+        """A few lines for ``explain``."""
+        rest = "any other device" if len(self.kernels) > 1 else "any device"
+        chosen = (kernel.capabilities for kernel in self.kernels)
+        lines = [
+            f"kernel {can.name} ({', '.join(can.devices) or rest})"
+            f"{self.expected.time_and_source(can.name)}"
+            for can in chosen
+        ]
+        lines += [
+            f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
+            for can, why in self.passed_over
+        ]
+        lines += [
+            f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"
+            for kernel, why in self.forward_only
+        ]
+        return "\n".join(lines)
+
+
+def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
+    """What ``kernel=`` may name."""
+    return ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in kernels))
+
+
+def choose(
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape
+) -> Choice:
+    """The kernel a call named, or with ``auto`` the fastest for each platform that can do it.
+
+    Without times of this GPU, and on other platforms, that is the first. A kernel that can do the
+    forward alone is taken for that.
+
+    Raises:
+        UnsupportedError: None can; every reason is named.
+    """
+    request = replace(
+        request,
+        block_sizes=config.block_q is not None or config.block_k is not None,
+        fused_backward=config.fused_backward is not None,
+    )
+    every = [kernel.capabilities for kernel in kernels]
+    if config.name != "auto":
+        (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
+        require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
+        why_not = kernel.refusals("forward", local, config, plan)
+        if why_not:
+            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
+        times = expected(timed(kernels), request, plan, [config.name], grad=True)
+        forward_only = _forward_only((kernel,), local, config, plan)
+        return Choice((kernel,), (), forward_only, times)
+    cases = timed(kernels)
+    able, refused = _sorted_out(kernels, config, request, plan, local, cases)
+    if not any(not kernel.capabilities.devices for kernel in able):
+        why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
+        raise UnsupportedError(f"no kernel can do this call. {why}")
+    for_gpus = [kernel for kernel in able if "cuda" in kernel.capabilities.devices]
+    names = [kernel.capabilities.name for kernel in for_gpus]
+    times = expected(cases, request, plan, names, grad=True)
+    fastest = times.fastest(names, grad=True) if names else ""
+    slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
+    chosen = tuple(kernel for kernel in able if kernel not in slower)
+    why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
+    forward_only = _forward_only(chosen, local, config, plan)
+    return Choice(chosen, (*why_slower, *refused), forward_only, times)
+
+
+def _sorted_out(
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape,
+    cases: Sequence[Case],
+) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:  # fmt: skip
+    """The kernels that can do a call, the last for all platforms, and why others cannot.
+
+    Where there is one for a platform already, those that were never timed are left out.
+    """
+    measured = {name for case in cases for name, _ in case.kernels}
+    able: list[Kernel] = []
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
+    served: set[str] = set()
+    for kernel in kernels:
+        can = kernel.capabilities
+        if can.devices and served.issuperset(can.devices) and can.name not in measured:
+            continue
+        reasons = refusals(can, _on_its_device(request, kernel), plan)
+        reasons = reasons or kernel.refusals("forward", local, config, plan)
+        if reasons:
+            refused.append((can, reasons))
+            continue
+        able.append(kernel)
+        served.update(can.devices)
+        if not can.devices:
+            break
+    return able, tuple(refused)
+
+
+def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
+    """The cases of the table in use for GPUs like the one at hand.
+
+    Without one a program is for one like that of the figures.
+    """
+    if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
+        return ()
+    return default().of("jax", compute_capability() or _HOPPER)
+
+
+def compute_capability() -> int | None:
+    """Of the first NVIDIA GPU, as in ``sm_90``; ``None`` where there is none."""
+    try:
+        (device, *_) = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    major, minor = device.compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def _forward_only(
+    kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, plan: Plan
+) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
+    """The kernels that cannot do the backward, and why not."""
+    each = ((one, one.refusals("backward", local, config, plan)) for one in kernels)
+    return tuple((kernel, reasons) for kernel, reasons in each if reasons)
+
+
+def _on_its_device(request: Request, kernel: Kernel) -> Request:
+    return replace(request, device=next(iter(kernel.capabilities.devices), ""))

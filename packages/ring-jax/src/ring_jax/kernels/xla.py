@@ -1,0 +1,403 @@
+"""``xla``: blockwise attention in plain JAX, for any platform and dtype and with every option.
+
+One block of scores lives at a time. The forward keeps a running softmax (Milakov and Gimelshein,
+arXiv 1805.02867) that starts from what was accumulated, so that merging costs nothing; the backward
+recomputes probabilities from the global ``lse`` (Dao et al., arXiv 2205.14135). Loops run over the
+blocks that an item's bounds leave, which are known on the device only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ring_core import TABLE_COLUMNS, TILE, Capabilities
+from ring_jax.dense_mask import shown_in_blocks
+from ring_jax.dropout import dropout_keep
+from ring_jax.records import Array, Columns, Grads, Result, Rows, Static, Upstream, Work
+
+BLOCK = 512
+_FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
+_ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide
+
+
+@dataclass(frozen=True)
+class XlaKernel:
+    """See the module's text."""
+
+    capabilities = Capabilities(
+        name="xla", dtypes=("float64", "float32", "bfloat16", "float16"), mixed_head_dims=True,
+        bands="any", documents=True, segment_ids=True, predicate=True, softcap=True, bias=True,
+        alibi=True, dropout=True, deterministic=True, any_scale=True, lse_grad=True,
+        block_sizes=True,
+    )  # fmt: skip
+
+    def refusals(self, *_: object) -> tuple[str, ...]:
+        """None: it takes all sizes."""
+        return ()
+
+    def forward(
+        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
+    ) -> Result:
+        """Attend and merge into ``into``, block row by block row."""
+        sight = Sight.of(static, rows, columns, work)
+
+        def item(n: Array, into: Result) -> Result:
+            bounds = Bounds.of(work.items[n])
+            return _loop(
+                *sight.row_blocks(bounds), lambda i, into: _attend(sight, bounds, i, into), into
+            )
+
+        return _loop(0, work.items.shape[0], item, into)
+
+    def backward(
+        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        into: Grads,
+    ) -> Grads:  # fmt: skip
+        """Add the items' gradients to ``into``, block row by block row."""
+        sight = Sight.of(static, rows, columns, work)
+
+        def item(n: Array, into: Grads) -> Grads:
+            bounds = Bounds.of(work.items[n])
+            return _loop(
+                *sight.row_blocks(bounds),
+                lambda i, into: _differentiate(sight, bounds, upstream, i, into),
+                into,
+            )
+
+        return _loop(0, work.items.shape[0], item, into)
+
+
+class Bounds(NamedTuple):
+    """An item on the device, int32 scalars."""
+
+    q_start: Array
+    q_stop: Array
+    k_start: Array
+    k_stop: Array
+    lo: Array
+    hi: Array
+
+    @classmethod
+    def of(cls, item: Array) -> Bounds:
+        """From a row of the plan's table."""
+        values = [item[TABLE_COLUMNS.index(name)] for name in cls._fields]
+        return cls(*values[:4], *(jnp.clip(x, -_FAR, _FAR) for x in values[4:]))
+
+
+class Block(NamedTuple):
+    """A block's first row and column, and what it shows.
+
+    ``start`` differs from ``first`` in the last block of a length that is no multiple of the size:
+    it is moved back to lie inside, and rows before ``first`` belong to the block before.
+    """
+
+    start: Array
+    first: Array
+
+
+class Scores(NamedTuple):
+    """Masked scores, slope of the soft cap, visible cells; ``[B, K, G, n, m]`` or broadcastable."""
+
+    scores: Array
+    slope: Array | None
+    visible: Array
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What rows see of columns: which blocks, and each block's scores."""
+
+    static: Static
+    rows: Rows
+    columns: Columns
+    work: Work
+    shown: Array | None = None  # bool [I, J], which blocks a mask does not hide
+
+    @classmethod
+    def of(cls, static: Static, rows: Rows, columns: Columns, work: Work) -> Sight:
+        """With what a mask that is an array hides."""
+        sight = cls(static, rows, columns, work)
+        if not static.bias_masks or rows.bias is None:
+            return sight
+        shown = shown_in_blocks(rows.bias, sight.block_q, sight.block_k)
+        return replace(sight, shown=shown.any(axis=0))
+
+    @property
+    def block_q(self) -> int:
+        """Rows a block."""
+        return self._size(self.static.config.block_q, self.rows.q.shape[2])
+
+    @property
+    def block_k(self) -> int:
+        """Columns a block."""
+        return self._size(self.static.config.block_k, self.columns.kv.shape[2])
+
+    def _size(self, wanted: int | None, length: int) -> int:
+        size = wanted or BLOCK
+        if self.work.kinds is not None:  # blocks are whole tiles
+            size = -(-size // TILE) * TILE
+        return min(size, length)
+
+    def row_blocks(self, bounds: Bounds) -> tuple[Array, Array]:
+        """The numbers ``[start, stop)`` of the blocks that hold an item's rows."""
+        return bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
+
+    def column_blocks(self, bounds: Bounds, i: Array) -> tuple[Array, Array]:
+        """The numbers ``[start, stop)`` of the blocks that some rows of block ``i`` may see."""
+        first = jnp.maximum(i * self.block_q, bounds.q_start) - bounds.q_start
+        last = jnp.minimum((i + 1) * self.block_q, bounds.q_stop) - 1 - bounds.q_start
+        start = bounds.k_start + jnp.maximum(first - bounds.hi, 0)
+        stop = jnp.minimum(bounds.k_stop, bounds.k_start + last - bounds.lo + 1)
+        start, stop = self._in_cells(first + bounds.q_start, last + bounds.q_start, start, stop)
+        return start // self.block_k, -(-jnp.maximum(stop, start) // self.block_k)
+
+    def _in_cells(
+        self, first: Array, last: Array, start: Array, stop: Array
+    ) -> tuple[Array, Array]:
+        """Columns that lie in the documents of rows ``first`` to ``last``."""
+        if self.rows.cells is None or self.columns.cells is None:
+            return start, stop
+        cells = self.columns.cells
+        low = jnp.searchsorted(cells, self.rows.cells[first], side="left").astype(jnp.int32)
+        high = jnp.searchsorted(cells, self.rows.cells[last], side="right").astype(jnp.int32)
+        return jnp.maximum(start, low), jnp.minimum(stop, high)
+
+    def row_block(self, i: Array) -> Block:
+        """Block ``i`` of rows."""
+        return _block(i, self.block_q, self.rows.q.shape[2])
+
+    def column_block(self, j: Array) -> Block:
+        """Block ``j`` of columns."""
+        return _block(j, self.block_k, self.columns.kv.shape[2])
+
+    def take_rows(self, x: Array, i: Block) -> Array:
+        """``[B, H, T, ...]`` at a block of rows, as ``[B, K, G, n, ...]``."""
+        part = lax.dynamic_slice_in_dim(x, i.start, self.block_q, axis=2)
+        kv_heads = self.columns.kv.shape[1]
+        return part.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *part.shape[2:])
+
+    def put_rows(self, x: Array, part: Array, i: Block) -> Array:
+        """The reverse of :meth:`take_rows`."""
+        flat = part.reshape(x.shape[0], x.shape[1], *part.shape[3:])
+        return lax.dynamic_update_slice_in_dim(x, flat, i.start, axis=2)
+
+    def take_columns(self, j: Block) -> tuple[Array, Array]:
+        """Keys ``[B, K, m, D]`` and values ``[B, K, m, Dv]`` of a block."""
+        kv = lax.dynamic_slice_in_dim(self.columns.kv, j.start, self.block_k, axis=2)
+        return kv[..., : self.static.head_dim], kv[..., self.static.head_dim :]
+
+    def unless_empty[T](self, i: Array, j: Array, body: Callable[[T], T], state: T) -> T:
+        """Run a body but for a block that a predicate or a mask hides."""
+        kinds, empty = self.work.kinds, []
+        if kinds is not None:
+            empty.append(~(self._tiles(kinds, i, j) > 0).any())
+        if self.shown is not None:
+            empty.append(~self.shown[i, j])
+        return _unless(jnp.stack(empty).any(), body, state) if empty else body(state)
+
+    def _tiles(self, kinds: Array, i: Array, j: Array) -> Array:
+        """The kinds of the tiles of a block; rows of tiles are padded as blocks are."""
+        size = (-(-self.block_q // TILE), -(-self.block_k // TILE))
+        padded = jnp.pad(kinds, ((0, size[0]), (0, size[1])))
+        return lax.dynamic_slice(padded, (i * size[0], j * size[1]), size)
+
+    def scores(self, q: Array, k: Array, bounds: Bounds, i: Block, j: Block) -> Scores:
+        """The scores of a block, ``q [B, K, G, n, D]`` against ``k [B, K, m, D]``."""
+        x = _dot("bkgnd,bkmd->bkgnm", q, k, self.static.wide) * self.static.scale
+        slope = None
+        if self.static.softcap is not None:
+            squashed = jnp.tanh(x / self.static.softcap)
+            x, slope = squashed * self.static.softcap, 1 - squashed * squashed
+        visible = self._visible(bounds, i, j)
+        if self.rows.bias is not None:
+            bias = self._bias(self.rows.bias, i, j).astype(x.dtype)
+            x, visible = x + bias, visible & (bias > -jnp.inf)
+        if self.rows.slopes is not None:
+            q_pos, k_pos = self._positions(self.rows.positions, self.columns.positions, i, j)
+            distance = jnp.abs(q_pos - k_pos).astype(x.dtype)[None, None, None]
+            x -= self._heads(self.rows.slopes).astype(x.dtype) * distance
+        return Scores(jnp.where(visible, x, -jnp.inf), slope, visible)
+
+    def kept(self, i: Block, j: Block) -> Array | None:
+        """Dropout's factor for a block of scores, ``[B, K, G, n, m]``; ``None`` without dropout."""
+        p, rows = self.static.dropout_p, self.rows
+        if p == 0:
+            return None
+        assert rows.seed is not None and rows.offsets is not None
+        batch, heads = rows.q.shape[:2]
+        kv_heads = self.columns.kv.shape[1]
+        b = jnp.arange(batch) + rows.offsets[0]
+        h = (jnp.arange(heads) + rows.offsets[1]).reshape(kv_heads, heads // kv_heads, 1, 1)
+        q_at, k_at = self._positions(rows.indices, self.columns.positions, i, j)
+        keep = dropout_keep(p, rows.seed, b[:, None, None, None, None], h, q_at, k_at)
+        return keep.astype(self.static.wide) / (1 - p)
+
+    def bias_grad(self, dbias: Array, dscores: Array, i: Block, j: Block) -> Array:
+        """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""
+        batch, kv_heads, group, n, m = dscores.shape
+        grad = dscores.reshape(batch, kv_heads * group, n, m)
+        axes = tuple(axis for axis in (0, 1) if dbias.shape[axis] == 1)
+        grad = grad.sum(axis=axes, keepdims=True)
+        at = (_ZERO, _ZERO, i.start, j.start)
+        old = lax.dynamic_slice(dbias, at, grad.shape)
+        return lax.dynamic_update_slice(dbias, old + grad, at)
+
+    def _visible(self, bounds: Bounds, i: Block, j: Block) -> Array:
+        """What a block shows, ``[B or 1, 1, 1, n, m]``."""
+        row = (i.start + jnp.arange(self.block_q))[:, None]
+        column = (j.start + jnp.arange(self.block_k))[None]
+        visible = (row >= jnp.maximum(i.first, bounds.q_start)) & (row < bounds.q_stop)
+        visible &= (column >= jnp.maximum(j.first, bounds.k_start)) & (column < bounds.k_stop)
+        distance = (row - bounds.q_start) - (column - bounds.k_start)
+        visible &= (distance >= bounds.lo) & (distance <= bounds.hi)
+        rows, columns = self.rows, self.columns
+        if rows.cells is not None and columns.cells is not None:
+            q_cell, k_cell = self._positions(rows.cells, columns.cells, i, j)
+            visible &= q_cell == k_cell
+        if self.work.kinds is not None:
+            q_pos, k_pos = self._positions(rows.positions, columns.positions, i, j)
+            visible &= jnp.asarray(self.static.plan.mask.rule(q_pos, k_pos))
+        if rows.ids is None or columns.ids is None:
+            return visible[None, None, None]
+        q_ids = lax.dynamic_slice_in_dim(rows.ids, i.start, self.block_q, axis=1)[:, :, None]
+        k_ids = lax.dynamic_slice_in_dim(columns.ids, j.start, self.block_k, axis=1)[:, None]
+        return (visible[None] & (q_ids == k_ids) & (q_ids >= 0))[:, None, None]
+
+    def _positions(self, rows: Array, columns: Array, i: Block, j: Block) -> tuple[Array, Array]:
+        """Numbers of a block's rows ``[n, 1]`` and columns ``[1, m]``."""
+        return (
+            lax.dynamic_slice_in_dim(rows, i.start, self.block_q)[:, None],
+            lax.dynamic_slice_in_dim(columns, j.start, self.block_k)[None],
+        )
+
+    def _bias(self, bias: Array, i: Block, j: Block) -> Array:
+        size = (*bias.shape[:2], self.block_q, self.block_k)
+        part = lax.dynamic_slice(bias, (_ZERO, _ZERO, i.start, j.start), size)
+        if bias.shape[1] == 1:
+            return part[:, :, None]
+        kv_heads = self.columns.kv.shape[1]
+        return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
+
+    def _heads(self, x: Array) -> Array:
+        """``[B or 1, H]`` as ``[B or 1, K, G, 1, 1]``."""
+        return x.reshape(x.shape[0], self.columns.kv.shape[1], -1, 1, 1)
+
+
+def _attend(sight: Sight, bounds: Bounds, number: Array, into: Result) -> Result:
+    """Merge what one block of rows sees into the result."""
+    i = sight.row_block(number)
+    q = sight.take_rows(sight.rows.q, i)
+    out, lse = sight.take_rows(into.out, i), sight.take_rows(into.lse, i)
+    started = (lse > -jnp.inf).astype(lse.dtype)
+
+    def column(j_number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = state
+        j = sight.column_block(j_number)
+        k, v = sight.take_columns(j)
+        scores, _, visible = sight.scores(q, k, bounds, i, j)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        shrink = jnp.exp(top - safe)
+        weights = jnp.exp(scores - safe[..., None])
+        total = total * shrink + weights.sum(axis=-1)
+        keep = sight.kept(i, j)
+        weights = weights if keep is None else weights * keep
+        seen = _seen_dot(weights, visible, v[:, :, None], acc.dtype)
+        return new_top, total, acc * shrink[..., None] + seen
+
+    def live(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        return sight.unless_empty(number, j, partial(column, j), state)
+
+    start = (lse, started, jnp.where(started[..., None] > 0, out, 0.0))
+    top, total, acc = _loop(*sight.column_blocks(bounds, number), live, start)
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+    lse = top + jnp.log(total)
+    return Result(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
+
+
+def _differentiate(
+    sight: Sight, bounds: Bounds, upstream: Upstream, number: Array, into: Grads
+) -> Grads:
+    """Add the gradients of what one block of rows sees."""
+    i, wide = sight.row_block(number), sight.static.wide
+    q, dout = sight.take_rows(sight.rows.q, i), sight.take_rows(upstream.dout, i)
+    lse, delta = sight.take_rows(upstream.lse, i), sight.take_rows(upstream.delta, i)[..., None]
+    safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None]  # nothing seen: probabilities are 0
+
+    def column(j_number: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
+        dq, grads = state
+        j = sight.column_block(j_number)
+        k, v = sight.take_columns(j)
+        scores, slope, visible = sight.scores(q, k, bounds, i, j)
+        probs = jnp.where(visible, jnp.exp(scores - safe), 0.0)
+        keep = sight.kept(i, j)
+        dprobs = _dot("bkgnd,bkmd->bkgnm", dout, v, wide)
+        dprobs = dprobs if keep is None else dprobs * keep
+        dscores = jnp.where(visible, probs * (dprobs - delta), 0.0)
+        dbias = grads.dbias
+        if dbias is not None:
+            dbias = sight.bias_grad(dbias, dscores, i, j)
+        dscores = dscores * sight.static.scale
+        if slope is not None:  # where nothing is seen it may be NaN
+            dscores = jnp.where(visible, dscores * slope, 0.0)
+        weights = probs if keep is None else probs * keep
+        dq += _seen_dot(dscores, visible, k[:, :, None], wide)
+        by_column = jnp.swapaxes(visible, -1, -2)
+        dk = _seen_dot(jnp.swapaxes(dscores, -1, -2), by_column, q, wide).sum(axis=2)
+        dv = _seen_dot(jnp.swapaxes(weights, -1, -2), by_column, dout, wide).sum(axis=2)
+        part = lax.dynamic_slice_in_dim(grads.dkv, j.start, sight.block_k, axis=2)
+        part += jnp.concatenate([dk, dv], axis=-1)
+        dkv = lax.dynamic_update_slice_in_dim(grads.dkv, part, j.start, axis=2)
+        return dq, Grads(grads.dq, dkv, dbias)
+
+    def live(j: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
+        return sight.unless_empty(number, j, partial(column, j), state)
+
+    start = (sight.take_rows(into.dq, i), into)
+    dq, grads = _loop(*sight.column_blocks(bounds, number), live, start)
+    return grads._replace(dq=sight.put_rows(grads.dq, dq, i))
+
+
+def _loop[T](start: Array | int, stop: Array | int, body: Callable[[Array, T], T], state: T) -> T:
+    return cast("T", lax.fori_loop(start, stop, body, state))
+
+
+def _unless[T](skip: Array, body: Callable[[T], T], state: T) -> T:
+    return cast("T", lax.cond(skip, lambda state: state, body, state))
+
+
+def _block(number: Array, size: int, length: int) -> Block:
+    return Block(jnp.minimum(number * size, length - size), number * size)
+
+
+def _dot(spec: str, a: Array, b: Array, wide: jnp.dtype) -> Array:
+    """A product in the inputs' dtype, accumulated wide; float32 is not rounded to less."""
+    exact = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
+    return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=wide)
+
+
+def _seen_dot(weights: Array, visible: Array, x: Array, wide: jnp.dtype) -> Array:
+    """``weights @ x`` reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``.
+
+    ``weights [B, K, G, n, m]``, ``x [B, K, G or 1, m, D]``. Rows of ``x`` that are not finite are
+    left out of the product and added, where seen, one by one: by a loop of no turns if there are
+    none, under ``vmap`` too, where a branch would always be taken.
+    """
+    odd = ~jnp.isfinite(x).all(axis=-1, keepdims=True)
+    spec = "bkgnm,bkgmd->bkgnd" if x.shape[2] > 1 else "bkgnm,bkmd->bkgnd"
+    clean = jnp.where(odd, 0, x)
+    product = _dot(spec, weights.astype(x.dtype), clean if x.shape[2] > 1 else clean[:, :, 0], wide)
+
+    def add(j: Array, product: Array) -> Array:
+        weight, seen = (lax.dynamic_slice_in_dim(y, j, 1, axis=4) for y in (weights, visible))
+        value, is_odd = (lax.dynamic_slice_in_dim(y, j, 1, axis=3) for y in (x, odd))
+        return product + jnp.where(seen & is_odd, weight * value.astype(wide), 0.0)
+
+    return _loop(0, jnp.where(odd.any(), x.shape[3], 0), add, product)

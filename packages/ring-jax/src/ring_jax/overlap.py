@@ -1,0 +1,66 @@
+"""What XLA may run beside what: barriers and data dependencies it cannot undo."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def together[*Ts](*values: *Ts) -> tuple[*Ts]:
+    """Tie arrays that arrive during a kernel to that kernel's results.
+
+    The compiler can then neither hoist all transfers above the first kernel nor sink them below the
+    last, as XLA otherwise does on some TPUs.
+    """
+    return cast("tuple[*Ts]", lax.optimization_barrier(values))
+
+
+def after[M](moved: M, results: Any) -> M:
+    """On TPUs the same arrays, one element of which seems to depend on the results of a kernel.
+
+    XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
+    stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
+    """
+    found: M = lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
+    return found
+
+
+def _tied[M](moved: M, results: Any) -> M:
+    never = _never(results)
+    if never is None:
+        return moved
+
+    def tie(x: jax.Array) -> jax.Array:
+        if x.size == 0:
+            return x
+        at = (0,) * x.ndim
+        corner = lax.slice(x, at, (1,) * x.ndim)
+        tied: jax.Array = lax.dynamic_update_slice(
+            x, jnp.where(never, jnp.zeros_like(corner), corner), at
+        )
+        return tied
+
+    return cast("M", jax.tree.map(tie, moved))
+
+
+def read_after[A](arrays: A, results: Any) -> A:
+    """The same arrays, all elements of which seem to depend on the results of a kernel.
+
+    For what is read once, later: nothing is written, and no copy of the arrays is kept until then.
+    """
+    never = _never(results)
+    if never is None:
+        return arrays
+    return cast("A", jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
+
+
+def _never(results: Any) -> jax.Array | None:
+    """A condition on results that never holds, though the compiler cannot know that."""
+    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
+    if not corners:
+        return None
+    never: jax.Array = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
+    return never

@@ -1,0 +1,338 @@
+"""One call, checked and planned before, or while, it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh
+
+from ring_core import (
+    KernelConfig,
+    Mask,
+    Plan,
+    Request,
+    Schedule,
+    UnsupportedError,
+    checks,
+    make_plan,
+)
+from ring_jax.dense_mask import split_mask, with_mask
+from ring_jax.kernels import Choice, choose, kernel_names
+from ring_jax.rank_view import of_others
+from ring_jax.records import Array, Inputs, Kernel, LocalShape, Static
+from ring_jax.varying import axes_of, vary_alike
+
+
+class CheckedCall(NamedTuple):
+    """What is known of a call, its arrays as given, for :func:`prepared`, and why its kernels."""
+
+    static: Static
+    inputs: Inputs
+    choice: Choice
+
+
+class Whole(NamedTuple):
+    """Of a call on all devices' arrays: the mesh, how many devices split the batch, and heads."""
+
+    mesh: AbstractMesh
+    batch_size: int
+    head_size: int
+
+
+def check_call(
+    kernels: Sequence[Kernel],
+    axis_name: Hashable | None,
+    schedule: Schedule,
+    cp_size: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    chunk_size: int | None,
+    cu_seqlens: Sequence[int] | None,
+    segment_ids: Array | tuple[Array, Array] | None,
+    mask: Mask | Array | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
+    bias: Array | None,
+    alibi_slopes: Array | None,
+    dropout_p: float,
+    dropout_seed: int | Array | None,
+    deterministic: bool,
+    return_lse: bool,
+    kernel: str | KernelConfig,
+    transport: str,
+    whole: Whole | None = None,
+    mask_parts: int = 1,
+) -> CheckedCall:
+    """Check all arguments of a call, plan it and choose its kernel.
+
+    The arrays are one device's shards, or with ``whole`` those of all devices, a ``mask`` that is
+    an array among them, which is split into ``mask_parts``.
+
+    Raises:
+        ValueError: An argument is malformed, or traced where it must be static.
+        UnsupportedError: No kernel, or not the one named, can do the call.
+    """
+    _check_static(
+        causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    sizes = checks.check_qkv(*described)
+    shards = cp_size if whole is None else 1
+    rule, dense = split_mask(mask)
+    if dense is not None:
+        shape, keys = described[0].shape, sizes.k_len * shards
+        checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=mask_parts)
+        dense = dense if dense.ndim == 4 else dense[None, None]
+    rule = checks.check_mask(
+        rule, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+    )
+    plan = make_plan(
+        rule, seq_len=sizes.q_len * shards, cp_size=cp_size, schedule=schedule,
+        kv_seq_len=sizes.k_len * shards,
+    )  # fmt: skip
+    scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
+    checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
+    for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
+        checks.check_flag(name, flag)
+    way = choose_transport(transport, plan)
+    q_ids, k_ids = check_others(
+        sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(config, KernelConfig):
+        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
+    checks.check_choice("kernel", config.name, kernel_names(kernels))
+    batch_parts, head_parts = (1, 1) if whole is None else (whole.batch_size, whole.head_size)
+    request = Request(
+        device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        segment_ids=segment_ids is not None, softcap=cap is not None,
+        bias=bias is not None or dense is not None,
+        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
+        any_scale=scale <= 0, lse_grad=return_lse, batch=sizes.batch // batch_parts,
+        q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
+    )  # fmt: skip
+    words = None if dropout_seed is None else seed_words(dropout_seed)
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
+    local = _local_shape(inputs, plan, way, whole, has_dropout=dropout_p > 0)
+    choice = choose(kernels, config, request, plan, local)
+    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
+    static = Static(
+        plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
+        sizes.head_dim, way, bias_masks=dense is not None, bias_grad=bias is not None,
+        forward_only=forward_only,
+    )  # fmt: skip
+    return CheckedCall(static, inputs, choice)
+
+
+def device_kind(x: Array, *meshes: AbstractMesh) -> str:
+    """The kind of device that an array's program is compiled for, as jax calls it.
+
+    It is known, as far as it is, from ``meshes``, from the mesh around the call (``shard_map``,
+    ``set_mesh``), or from that of the array's sharding, else the machine's first device is taken.
+    """
+    every = *meshes, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    devices = [mesh.abstract_device for mesh in every if mesh.abstract_device is not None]
+    return str((devices or jax.devices())[0].device_kind)
+
+
+def _local_shape(
+    x: Inputs, plan: Plan, transport: str, whole: Whole | None, *, has_dropout: bool
+) -> LocalShape:
+    """What a device is given of a call."""
+    masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
+    apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
+    parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
+    return LocalShape(
+        x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
+        _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
+        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
+        str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
+    )  # fmt: skip
+
+
+def _keys_at_once(plan: Plan, transport: str) -> tuple[int, ...]:
+    """How many keys a kernel is given: a rank's, or also those of all ranks together."""
+    own = plan.k_layout.local_len
+    gathers = transport == "gather" and any(step.shift for step in plan.steps)
+    return (own, own * plan.cp_size) if gathers else (own,)
+
+
+def prepared(
+    static: Static, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
+) -> Inputs:
+    """The shards of a checked call as the ring takes them.
+
+    ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    """
+    seed = offsets = slopes = None
+    if static.dropout_p > 0:
+        seed = inputs.seed
+        offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
+    if inputs.slopes is not None:
+        slopes = jnp.atleast_2d(inputs.slopes)
+    bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
+    inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
+    rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
+    varying: Inputs = vary_alike(inputs, axes_of((inputs, rank)))
+    return varying
+
+
+def check_others(
+    sizes: checks.Sizes,
+    kv_seq_len: int,
+    *,
+    segment_ids: object,
+    sinks: object,
+    bias: object,
+    alibi_slopes: object,
+) -> tuple[Any, Any]:
+    """Check the arrays beside Q, K and V; the segment ids of queries and of keys.
+
+    Raises:
+        ValueError: One is malformed.
+    """
+    described = {
+        name: None if x is None else described_as(name, x)
+        for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
+    }
+    checks.check_sinks(described["sinks"], sizes, DEVICE)
+    checks.check_bias(described["bias"], sizes, kv_seq_len, DEVICE)
+    checks.check_alibi_slopes(described["alibi_slopes"], sizes, DEVICE)
+    if segment_ids is None:
+        return None, None
+    pair = checks.check_pair(segment_ids, sizes)
+    for side, ids in zip(("queries", "keys"), pair, strict=True):
+        checks.check_segment_ids(described_as("segment_ids", ids), sizes, side, DEVICE)
+    return pair
+
+
+DEVICE = "device"  # arrays of a traced call have no device to compare
+
+
+def axis_size(axis_name: Hashable | None) -> int:
+    """Devices along a mesh axis; one without an axis.
+
+    Raises:
+        ValueError: No such axis here.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return int(lax.axis_size(axis_name))
+    except (NameError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not a mesh axis here; call ring_attention inside "
+            f"jax.shard_map over a mesh that has it, use ContextParallel on global arrays, or "
+            f"axis_name=None for one device"
+        ) from error
+
+
+def seed_words(seed: int | Array) -> Array:
+    """A dropout seed as its low and high 32 bits, uint32 ``[2]``.
+
+    A traced one cannot be refused for its sign: it counts by its bits.
+
+    Raises:
+        ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
+    """
+    seed = _on_host(seed)
+    if not isinstance(seed, jax.Array | np.ndarray | np.generic):
+        checks.check_seed(seed)
+        return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    shape, dtype = jnp.shape(seed), jnp.result_type(seed)
+    if dtype == jnp.uint32 and shape == (2,):
+        return jnp.asarray(seed)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
+            f"(low word first), got {dtype} {list(shape)}"
+        )
+    x = jnp.asarray(seed)
+    high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
+    return jnp.stack([x, high]).astype(jnp.uint32)
+
+
+def _on_host(seed: Any) -> Any:
+    """A seed as Python's integer where its value is known, and could be wide or negative.
+
+    jax would cut numpy's integers to 32 bits; its own unsigned ones are as they should be.
+    """
+    known = isinstance(seed, np.ndarray | np.generic) or (
+        isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
+    )
+    if not known or seed.shape != () or not np.issubdtype(seed.dtype, np.integer):
+        return seed
+    own = isinstance(seed, jax.Array) and np.issubdtype(seed.dtype, np.unsignedinteger)
+    return seed if own else int(seed)
+
+
+def _check_static(**values: Any) -> None:
+    for name, value in values.items():
+        inside = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(x, jax.Array) for x in inside):
+            raise ValueError(
+                f"{name} must be known when the call is traced, and is a jax array; pass Python "
+                f"numbers (under jit: close over them or name them in static_argnames)"
+            )
+
+
+def described_as(name: str, x: object) -> checks.Tensor:
+    """An array as the checks take it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+    return checks.Tensor(tuple(x.shape), str(x.dtype), DEVICE)
+
+
+#: ``ppermute``: round the ring, in steps. ``gather``: all of them to every device, at once.
+TRANSPORTS = ("auto", "ppermute", "gather")
+
+
+def choose_transport(transport: str, plan: Plan) -> str:
+    """The transport a call named; ``auto`` goes round the ring.
+
+    Raises:
+        ValueError: No such transport.
+        UnsupportedError: The one named cannot do this call.
+    """
+    checks.check_choice("transport", transport, TRANSPORTS)
+    if transport != "gather":
+        return "ppermute"
+    if reasons := _refusals(plan):
+        raise UnsupportedError(
+            f"transport 'gather': {'; '.join(reasons)}. Instead: use transport='ppermute' or 'auto'"
+        )
+    return transport
+
+
+def _refusals(plan: Plan) -> list[str]:
+    """Why keys cannot be gathered."""
+    reasons = []
+    if any(step.helps != "none" for step in plan.steps):
+        reasons.append(f"schedule {plan.schedule!r} moves queries to where the keys are")
+    if plan.blocks is not None:
+        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
+        return reasons
+    others = of_others(plan)
+    if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
+        reasons.append(
+            f"packed documents and chunks have to lie in natural order, and schedule "
+            f"{plan.schedule!r} deals tokens out otherwise (schedule='plain' does not)"
+        )
+    return reasons

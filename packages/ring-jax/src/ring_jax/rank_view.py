@@ -1,0 +1,230 @@
+"""A rank's side of the plan: which work it does of a part, and what belongs to its tokens.
+
+A part is a step of the plan, or all other ranks' keys at once.
+
+The rank is a traced number, so everything that differs between ranks is looked up in small arrays:
+the plan's tables, and where each run of the layout begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan
+from ring_jax.records import (
+    Array,
+    Columns,
+    Inputs,
+    Item,
+    Message,
+    Queries,
+    Rectangle,
+    Rows,
+    Static,
+    Work,
+)
+
+Table = npt.NDArray[np.int32]
+
+
+class Part(NamedTuple):
+    """What ranks compute of some keys: ``int32 [P, R, C]`` for their own queries and for others'.
+
+    The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
+    behind the other's. ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that
+    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle,
+    and ``items`` are if they show each other a band of one; ``None`` if there is more to it.
+    """
+
+    shift: int
+    gathered: bool
+    own: Table
+    helped: Table
+    helpers: tuple[int, ...]
+    has_documents: bool
+    rectangles: tuple[Rectangle, ...]
+    items: tuple[Item, ...] | None
+
+
+@lru_cache(maxsize=1024)
+def of_step(plan: Plan, step: int) -> Part:
+    """A step: the plan's table, split by whose queries the rows are."""
+    table = plan.table(step)
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    live = column["q_stop"] > column["q_start"]
+    is_own = column["q_rank"] == np.arange(plan.cp_size)[:, None]
+    helped = live & ~is_own
+    helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
+    has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
+    own = _pick(table, live & is_own)
+    rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
+    shift = plan.steps[step].shift
+    helped = _pick(table, helped)
+    return Part(shift, False, own, helped, helpers, has_documents, rectangles, items)
+
+
+@lru_cache(maxsize=256)
+def of_others(plan: Plan) -> Part | None:
+    """All steps but that of the own keys, at once; ``None`` if there are none."""
+    parts = [of_step(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
+    if not parts:
+        return None
+    table = np.concatenate([part.own for part in parts], axis=1)
+    at = {name: n for n, name in enumerate(TABLE_COLUMNS)}
+    live = table[..., at["q_stop"]] > table[..., at["q_start"]]
+    before = np.where(live, table[..., at["kv_rank"]] * plan.k_layout.local_len, 0)
+    for name in ("k_start", "k_stop"):
+        table[..., at[name]] += before
+    has_documents = any(part.has_documents for part in parts)
+    own = _joined(_pick(table, live))
+    return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
+
+
+def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
+    """The wanted rows of each rank first, as many as the busiest rank has."""
+    order = np.argsort(~wanted, axis=1, kind="stable")[..., None]
+    width = int(wanted.sum(axis=1).max(initial=0))
+    return np.take_along_axis(np.where(wanted[..., None], table, 0), order, axis=1)[:, :width]
+
+
+def _joined(table: Table) -> Table:
+    """The same rows, those in one that show touching keys whole to the same queries."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    keys = ("k_start", "q_stop", "q_start")
+    order = np.lexsort((*(column[name] for name in keys), ~_is_plain(table)), axis=1)
+    table = np.take_along_axis(table, order[..., None], axis=1)
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    is_plain, stop = _is_plain(table), column["k_stop"]
+    goes_on = np.zeros_like(is_plain)  # a row that the one before it takes in
+    goes_on[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
+    goes_on[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
+    for name in ("q_start", "q_stop"):
+        goes_on[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
+    begins = np.maximum.accumulate(np.where(goes_on, 0, np.arange(table.shape[1])), axis=1)
+    np.maximum.at(stop, (np.arange(len(table))[:, None], begins), stop)
+    return _pick(table, ~goes_on & (column["q_stop"] > column["q_start"]))
+
+
+def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
+    """Which rows show all of their rectangle."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
+    is_live = column["q_stop"] > column["q_start"]
+    plain: npt.NDArray[np.bool_] = is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+    return plain
+
+
+def _rectangles(table: Table) -> tuple[Rectangle, ...]:
+    """The rows, if each rank has at most one and none has a band or several documents."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    live = column["q_stop"] > column["q_start"]
+    if table.shape[1] != 1 or not _is_plain(table)[live].all():
+        return ()
+    wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
+    return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())
+
+
+def _items(table: Table) -> tuple[Item, ...] | None:
+    """The rows, if each rank has at most one and none has several documents."""
+    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    live = column["q_stop"] > column["q_start"]
+    several = column["doc_stop"] > column["doc_start"]
+    if table.shape[1] > 1 or several[live].any():
+        return None
+    wanted = [TABLE_COLUMNS.index(name) for name in (*Rectangle._fields, "lo", "hi")]
+    return tuple(Item(Rectangle(*row[:6]), *row[6:]) for row in table[live][:, wanted].tolist())
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank's view of a call."""
+
+    static: Static
+    inputs: Inputs
+    rank: Array
+
+    @property
+    def plan(self) -> Plan:
+        """The call's plan."""
+        return self.static.plan
+
+    def behind(self, shift: int) -> Array:
+        """The rank this far behind."""
+        return (self.rank - shift) % self.plan.cp_size
+
+    def ahead(self, shift: int) -> Array:
+        """The rank this far ahead."""
+        return (self.rank + shift) % self.plan.cp_size
+
+    def key_positions(self, rank: Array) -> Array:
+        """Global index of each key of a rank, int32 ``[S]``."""
+        return local_positions(self.plan.k_layout, rank)
+
+    def all_key_positions(self) -> Array:
+        """Those of all ranks, one rank's behind the other's, int32 ``[P * S]``."""
+        layout = self.plan.k_layout
+        each = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+        return each.reshape(-1)
+
+    def own_work(self, part: Part) -> Work | None:
+        """What this rank does for its own queries; ``None`` if no rank does anything."""
+        ranks = np.arange(self.plan.cp_size)
+        return self._work(part.own, ranks, ranks - part.shift)
+
+    def helped_work(self, part: Part) -> Work | None:
+        """What this rank does for the queries of the rank it helps."""
+        ranks = np.arange(self.plan.cp_size)
+        return self._work(part.helped, ranks - part.shift, ranks)
+
+    def _work(
+        self, table: Table, q_rank: npt.NDArray[np.int64], kv_rank: npt.NDArray[np.int64]
+    ) -> Work | None:
+        if table.shape[1] == 0:
+            return None
+        kinds = None
+        if self.plan.blocks is not None:
+            size = self.plan.cp_size
+            kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
+        return Work(jnp.asarray(table)[self.rank], kinds)
+
+    def rows(self, part: Part, rank: Array, queries: Queries) -> Rows:
+        """Queries of a rank, with what every rank knows of them."""
+        indices = local_positions(self.plan.q_layout, rank)
+        positions = indices + self.plan.q_offset
+        q, ids, bias = queries
+        return Rows(
+            q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
+            self.inputs.seed, self.inputs.offsets,
+        )  # fmt: skip
+
+    def columns(self, part: Part, positions: Array, keys: Message) -> Columns:
+        """Keys at some positions, with what every rank knows of them."""
+        return Columns(keys.kv, positions, self._cells(part, positions), keys.ids)
+
+    def _cells(self, part: Part, positions: Array) -> Array | None:
+        """Which document or chunk each position lies in, if some item spans several."""
+        boundaries = self.plan.boundaries
+        spans = self.plan.blocks is not None or part.has_documents
+        if boundaries is None or not spans:
+            return None
+        borders = jnp.asarray(boundaries.astype(np.int32))
+        return jnp.searchsorted(borders, positions, side="right").astype(jnp.int32)
+
+
+def local_positions(layout: Layout, rank: Array) -> Array:
+    """Global index of each token of a rank, int32 ``[T_local]``."""
+    runs = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
+    starts = jnp.asarray(runs)[rank]
+    index = jnp.arange(layout.local_len, dtype=jnp.int32)
+    positions = starts[0] + layout.stride * index
+    for n, begin in enumerate(layout.run_starts[1:], start=1):
+        here = starts[n] + layout.stride * (index - begin)
+        positions = jnp.where(index >= begin, here, positions)
+    return positions

@@ -1,0 +1,71 @@
+"""The loops over gathered keys: the own ones while all others' arrive, then all of these at once.
+
+Two parts in place of as many as there are ranks, so results are merged once, and kernels see as
+much as they can. It costs memory for the keys of all ranks, kept for the backward, and there for
+the sums of their gradients. What overlaps is said by ties, as in the ring.
+"""
+
+from __future__ import annotations
+
+from ring_jax.overlap import after, read_after, together
+from ring_jax.rank_view import Part, of_others, of_step
+from ring_jax.records import Array, Grads, Inputs, Message, Result, Static, Upstream
+from ring_jax.strategies.steps import Loop, RowGrads, heads_first, own_message
+
+_TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
+
+
+def gathered_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
+    """Attention of this device's queries over all keys, sinks not yet included.
+
+    Returns:
+        The wide result, and the keys of all ranks (``None`` if no other rank's are seen).
+    """
+    loop, others, mine = Loop.of(static, x), of_others(static.plan), _own_part(static)
+    q, own = heads_first(x.q), own_message(x)
+    everyone = None if others is None else _gathered(loop, own)
+    into = loop.nothing_seen(q, x.v.shape[3])
+    if mine is not None:
+        into = loop.attend(mine, q, own, into, fresh=True, last=others is None)
+    if others is None or everyone is None:
+        return into, None
+    into, arrived = together(into, everyone)
+    into = loop.attend(others, q, after(arrived, into), into, fresh=mine is None, last=True)
+    return into, arrived
+
+
+def gathered_backward(
+    static: Static, x: Inputs, upstream: Upstream, everyone: Message | None
+) -> Grads:
+    """Gradients of this device's shards, wide, heads first.
+
+    The others' keys come first: the sums of their gradients travel beside the own block.
+    """
+    loop, others, mine = Loop.of(static, x), of_others(static.plan), _own_part(static)
+    q, own = heads_first(x.q), own_message(x)
+    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
+    at_home = loop.zeros(own.kv.shape)
+    coming: Array | None = None
+    if others is not None and everyone is not None:
+        sums = loop.zeros(everyone.kv.shape)
+        rows, sums = loop.differentiate(others, q, everyone, upstream, rows, sums, fresh=True)
+        coming = loop.ring.scatter(sums, _TOKENS)
+        k, v = read_after((x.k, x.v), rows.dq)  # packed anew, or the forward's is kept until now
+        own = own_message(x._replace(k=k, v=v))
+    if mine is not None:
+        rows, at_home = loop.differentiate(mine, q, own, upstream, rows, at_home, fresh=True)
+    if coming is not None:
+        rows, at_home, came = together(rows, at_home, coming)
+        at_home = at_home + came
+    return Grads(rows.dq, at_home, rows.dbias)
+
+
+def _gathered(loop: Loop, own: Message) -> Message:
+    ids = None if own.ids is None else loop.ring.gather(own.ids, _ID_TOKENS)
+    return Message(loop.ring.gather(own.kv, _TOKENS), ids)
+
+
+def _own_part(static: Static) -> Part | None:
+    """The step of the own keys, unless no rank sees any of its own."""
+    found = (n for n, step in enumerate(static.plan.steps) if step.shift == 0)
+    return next((of_step(static.plan, n) for n in found), None)

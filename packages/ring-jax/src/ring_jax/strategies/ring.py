@@ -1,0 +1,84 @@
+"""K/V pass from rank to rank in steps; dK/dV return behind them."""
+
+from __future__ import annotations
+
+from ring_jax.overlap import after, read_after, together
+from ring_jax.rank_view import of_step
+from ring_jax.records import (
+    Array,
+    Grads,
+    Inputs,
+    Message,
+    Result,
+    Static,
+    Upstream,
+)
+from ring_jax.strategies.steps import Loop, RowGrads, heads_first, merge, own_message
+
+
+def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
+    """Attention of this device's queries over all keys, sinks not yet included.
+
+    Returns:
+        The wide result, and the K/V that arrived last (``None`` if nothing travelled).
+    """
+    loop, stages = Loop.of(static, x), static.plan.forward
+    q, own = heads_first(x.q), own_message(x)
+    held, into = own, loop.nothing_seen(q, x.v.shape[3])
+    helping, home = loop.ship(stages[0], q), None
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        arriving = loop.hop(held, stage.kv_hop)
+        next_helping = loop.ship(following, q)
+        fresh, last = stage is stages[0], following is None and home is None and helping is None
+        part = of_step(static.plan, stage.step)
+        into = loop.attend(part, q, held, into, fresh=fresh, last=last)
+        if home is not None:
+            into, home = merge(into, home), None
+        if helping is not None:
+            home = loop.home(part, loop.help(part, helping, own))
+        if following is not None:
+            into, arriving, next_helping = together(into, arriving, next_helping)
+            arriving = after(arriving, into)
+        held, helping = arriving, next_helping
+    into = into if home is None else merge(into, home)
+    return into, held if len(stages) > 1 else None
+
+
+def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | None) -> Grads:
+    """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
+    loop, stages = Loop.of(static, x), static.plan.backward
+    q, own = heads_first(x.q), own_message(x)
+    held = own if last is None else last
+    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
+    at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
+    travelling: Array | None = None  # dK/dV on their way to the ranks ahead
+    helping, returning = loop.ship(stages[0], q, upstream), None
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        part = of_step(static.plan, stage.step)
+        is_own = part.shift == 0
+        arriving = loop.hop(held, stage.kv_hop)
+        next_helping = loop.ship(following, q, upstream)
+        if is_own and last is not None:  # packed anew, or the forward's is kept until now
+            k, v = read_after((x.k, x.v), rows.dq)
+            own = own_message(x._replace(k=k, v=v))
+        keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
+        fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
+        rows, dkv = loop.differentiate(part, q, keys, upstream, rows, dkv, fresh=fresh)
+        if returning is not None:
+            rows, returning = loop.add(rows, *returning), None
+        if helping is not None:
+            theirs, at_home = loop.help_backward(part, helping, own, at_home)
+            returning = part, loop.home(part, theirs)
+        if following is not None or travelling is not None:
+            rows, dkv, arriving, next_helping, travelling = together(
+                rows, dkv, arriving, next_helping, travelling
+            )
+            arriving = after(arriving, (rows, dkv))
+        dkv = dkv if travelling is None else dkv + travelling
+        if is_own:
+            at_home = dkv
+        else:
+            travelling = loop.hop(dkv, stage.grad_hop)
+        held, helping = arriving, next_helping
+    rows = rows if returning is None else loop.add(rows, *returning)
+    return Grads(rows.dq, at_home, rows.dbias)

@@ -1,0 +1,231 @@
+"""The loop of one program on all devices: move K/V, call a kernel for each step, merge.
+
+The step program is the plan's. What overlaps is said by ties (``together``): the K/V that arrive
+for the next step are tied to the result of this step's kernel (twice, see ``after``), so that the
+compiler starts the transfer before that kernel and waits for it after. dK/dV travel one step late:
+while a step's kernel runs, the sum of the steps before is on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ring_core import Stage
+from ring_jax.collectives import Ring
+from ring_jax.rank_view import Part, Side, of_step
+from ring_jax.records import (
+    Array,
+    Columns,
+    Grads,
+    Inputs,
+    Message,
+    Queries,
+    Result,
+    Rows,
+    Static,
+    Upstream,
+    Work,
+)
+from ring_jax.varying import axes_of, vary_alike
+
+
+def merge(a: Result, b: Result) -> Result:
+    """:func:`ring_core.merge`: the value of an output whose ``lse`` is ``-inf`` is never read."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    safe = jnp.where(lse == -jnp.inf, 0.0, lse)
+    parts = [
+        jnp.where(x.lse[..., None] == -jnp.inf, 0.0, x.out * jnp.exp(x.lse - safe)[..., None])
+        for x in (a, b)
+    ]
+    return Result(parts[0] + parts[1], lse)
+
+
+def heads_first(x: Array) -> Array:
+    """``[B, T, H, D]`` as ``[B, H, T, D]``."""
+    return x.swapaxes(1, 2)
+
+
+def own_message(x: Inputs) -> Message:
+    """What this device's keys travel as."""
+    return Message(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
+
+
+class RowGrads(NamedTuple):
+    """Gradients of some rank's queries and of the bias of all, or some, of the keys."""
+
+    dq: Array
+    dbias: Array | None
+
+
+class Helping(NamedTuple):
+    """What arrived of another rank's queries; the second part only in the backward."""
+
+    queries: Queries
+    upstream: Upstream | None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What both passes need: the ring, this device's side of the plan, accumulators."""
+
+    static: Static
+    inputs: Inputs
+    ring: Ring
+    side: Side
+    axes: frozenset[Any]  # of the mesh, over which the inputs vary
+
+    @classmethod
+    def of(cls, static: Static, x: Inputs) -> Loop:
+        """The loop of a call."""
+        ring = Ring(static.axis_name, static.plan.cp_size)
+        return cls(static, x, ring, Side(static, x, ring.rank()), axes_of(x))
+
+    def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
+        """A wide accumulator."""
+        filled: Array = vary_alike(jnp.full(shape, fill, self.static.wide), self.axes)
+        return filled
+
+    def nothing_seen(self, q: Array, v_dim: int) -> Result:
+        """The identity of the merge."""
+        return Result(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
+
+    def no_bias_grad(self, bias: Array | None) -> Array | None:
+        """Where the gradient of a bias is added, if it has one."""
+        return self.zeros(bias.shape) if bias is not None and self.static.bias_grad else None
+
+    def hop[T](self, x: T, hop: int | None) -> T:
+        """Move what travels round the ring."""
+        return x if hop is None else self.ring.move(x, hop)
+
+    def attend(
+        self, part: Part, q: Array, held: Message, into: Result, *, fresh: bool, last: bool
+    ) -> Result:
+        """Run a part's items for this device's own queries."""
+        work = self.side.own_work(part)
+        if work is None:
+            return into
+        rows, columns = self._own(part, q, held)
+        static = self._static(part, fresh=fresh, last=last)
+        result: Result = _kernel("forward", static, rows, columns, work, into)
+        return result
+
+    def differentiate(
+        self, part: Part, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array,
+        *, fresh: bool,
+    ) -> tuple[RowGrads, Array]:  # fmt: skip
+        """Add the gradients of a part's items for this device's own queries."""
+        work = self.side.own_work(part)
+        if work is None:
+            return grads, dkv
+        rows, columns = self._own(part, q, held)
+        into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
+        static = self._static(part, fresh=fresh)
+        dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
+        return RowGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
+
+    def ship(
+        self, stage: Stage | None, q: Array, upstream: Upstream | None = None
+    ) -> Helping | None:
+        """Send this device's queries to its helper in a stage; returns those it helps itself."""
+        if stage is None or not stage.helps:
+            return None
+        part = of_step(self.static.plan, stage.step)
+        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
+        upstream = None if upstream is None else upstream._replace(out=None)
+        return self.ring.move(Helping(queries, upstream), part.shift, part.helpers)
+
+    def help(self, part: Part, helping: Helping, own: Message) -> Result:
+        """Attend for another rank's queries, over this device's own keys."""
+        rows, columns, work = self._theirs(part, helping, own)
+        empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
+        static = replace(self.static, fresh=True)
+        result: Result = _kernel("forward", static, rows, columns, work, empty)
+        return result
+
+    def help_backward(
+        self, part: Part, helping: Helping, own: Message, at_home: Array
+    ) -> tuple[RowGrads, Array]:
+        """The gradients of another rank's queries, and of the own keys."""
+        rows, columns, work = self._theirs(part, helping, own)
+        into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
+        grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
+        return RowGrads(grads.dq, grads.dbias), grads.dkv
+
+    def home[R: (Result, RowGrads)](self, part: Part, results: R) -> R:
+        """Send results to whom they belong; a rank that nobody helped gets the identity."""
+        size, shift = self.static.plan.cp_size, part.shift
+        owners = [(r - shift) % size for r in part.helpers]
+        moved = self.ring.move(results, -shift, owners)
+        if isinstance(moved, RowGrads):
+            return moved
+        was_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
+        return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
+
+    def add(self, grads: RowGrads, part: Part, found: RowGrads) -> RowGrads:
+        """Add what a helper sent home."""
+        dbias = self._scattered(grads.dbias, self._helpers_keys(part), found.dbias)
+        return RowGrads(grads.dq + found.dq, dbias)
+
+    def _helpers_keys(self, part: Part) -> Array:
+        """Positions of the keys that this device's queries meet at its helper's."""
+        return self.side.key_positions(self.side.ahead(part.shift))
+
+    def _own(self, part: Part, q: Array, held: Message) -> tuple[Rows, Columns]:
+        side = self.side
+        if part.gathered:
+            positions = side.all_key_positions()
+        else:
+            positions = side.key_positions(side.behind(part.shift))
+        queries = Queries(q, self.inputs.q_ids, self._bias(positions))
+        return side.rows(part, side.rank, queries), side.columns(part, positions, held)
+
+    def _theirs(self, part: Part, helping: Helping, own: Message) -> tuple[Rows, Columns, Work]:
+        side = self.side
+        work = side.helped_work(part)
+        assert work is not None
+        rows = side.rows(part, side.behind(part.shift), helping.queries)
+        return rows, side.columns(part, side.key_positions(side.rank), own), work
+
+    def _static(self, part: Part, *, fresh: bool, last: bool = False) -> Static:
+        """What is known of a part of the call, for this device's own queries."""
+        return replace(
+            self.static, fresh=fresh, last=last, rectangles=part.rectangles, items=part.items
+        )
+
+    def _bias(self, keys: Array) -> Array | None:
+        """The columns of the bias for some keys."""
+        bias = self.inputs.bias
+        return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
+
+    def _scattered(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+        """Add the gradient of some columns of the bias."""
+        if dbias is None or part is None:
+            return dbias
+        return dbias + part if self._has_all_keys else dbias.at[..., keys].add(part)
+
+    @property
+    def _has_all_keys(self) -> bool:
+        """Whether this device's keys are all there are, in the order of the bias's columns."""
+        plan = self.static.plan
+        return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
+
+
+def _kernel(name: str, static: Static, *args: Any) -> Any:
+    """Call the kernel of the platform that is compiled for."""
+    left_out = () if name == "forward" else static.forward_only
+    kernels = [kernel for kernel in static.kernels if kernel not in left_out]
+    calls = [partial(getattr(kernel, name), static) for kernel in kernels]
+    if len(calls) == 1:
+        return calls[0](*args)
+    chosen = {
+        device: call
+        for kernel, call in zip(kernels, calls, strict=True)
+        for device in kernel.capabilities.devices or ("default",)
+    }
+    return lax.platform_dependent(*args, **chosen)

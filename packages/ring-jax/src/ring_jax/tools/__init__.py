@@ -1,0 +1,4 @@
+"""Command line, doctor, bench.
+
+May import all of the package.
+"""

@@ -1,0 +1,137 @@
+"""``python -m ring_jax bench``: what a ring keeps of one device's rate on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from ring_core import Mask
+from ring_core.tools import doctor
+from ring_core.tools.bench import Run, Setting, Timing, timings
+from ring_jax.context import ContextParallel
+
+Array = jax.Array
+Attend = Callable[[Array, Array, Array], Array]
+
+
+def defaults() -> Setting:
+    """What is timed where nothing else is asked for: all local devices."""
+    ranks = jax.local_device_count()
+    if jax.default_backend() == "cpu":
+        return Setting(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
+    return Setting(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto")
+
+
+def bench(
+    context: type[ContextParallel], setting: Setting, seconds: float
+) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
+    """Check a ring against float64 on a short sequence, then time it, and one device alone.
+
+    Host devices share the host's cores, which one device also has for itself: there the times
+    themselves are compared, elsewhere the rates a device.
+
+    Args:
+        context: The class with the kernels to use.
+        setting: What to run.
+        seconds: For all rounds together.
+
+    Returns:
+        The checks, and no timings if one of them failed.
+
+    Raises:
+        ValueError: More ranks than devices, or what the attention refuses.
+    """
+    devices = jax.local_devices()
+    if setting.ranks > len(devices):
+        raise ValueError(f"--ranks {setting.ranks}: there are {len(devices)} local devices")
+    ring, one = (_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
+    checks = list(_checks(ring, setting))
+    if not all(check.passed for check in checks):
+        return checks, ()
+    share = 1.0 if devices[0].platform == "cpu" else 1 / setting.ranks
+    runs = (_run(one, setting), _run(ring, setting))
+    return checks, timings(*runs, share=share, seconds=seconds)
+
+
+def _ring(context: type[ContextParallel], setting: Setting, ranks: int) -> ContextParallel:
+    devices = jax.local_devices()[:ranks]
+    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices)
+    return context(mesh, axis_name="ring", schedule=setting.schedule)
+
+
+def _attend(cp: ContextParallel, setting: Setting) -> Attend:
+    return partial(cp.attention, mask=setting.mask, kernel=setting.kernel)
+
+
+def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tuple[Array, ...]]:
+    """``(q, k, v, dout) -> (out, dq, dk, dv)``, compiled."""
+
+    @jax.jit
+    def both(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    return both
+
+
+def _checks(cp: ContextParallel, setting: Setting) -> Iterator[doctor.Check]:
+    """The ring on a short sequence."""
+    inputs = [
+        jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(cp.cp_size, setting.head_dim)
+    ]
+    results = out_and_grads(_attend(cp, setting))(*(cp.shard(x) for x in inputs))
+    yield from judged(
+        setting.kernel, [cp.unshard(x) for x in results], inputs, where=_where(cp.cp_size),
+        mask=setting.mask,
+    )  # fmt: skip
+
+
+def judged(
+    name: str, results: list[Array], inputs: list[Array], *, where: str, mask: Mask
+) -> Iterator[doctor.Check]:
+    """Results beside those of JAX's own dense attention on the same inputs."""
+    every = np.arange(inputs[0].shape[1])
+    dense = partial(
+        jax.nn.dot_product_attention, mask=mask.dense(every, every)[None, None],
+        implementation="xla",
+    )  # fmt: skip
+    found, exact, plain = (
+        [np.asarray(x, np.float64) for x in arrays]
+        for arrays in (results, inputs, out_and_grads(dense)(*inputs))
+    )
+    eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]
+    yield from doctor.judged(name, where, doctor.example_of(exact, mask), found, plain, eps)
+
+
+def _where(ranks: int) -> str:
+    return f"{ranks} {jax.default_backend()}"
+
+
+def _run(cp: ContextParallel, setting: Setting) -> Run:
+    attend = _attend(cp, setting)
+    forward, both = jax.jit(attend), out_and_grads(attend)
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+
+    def run(seed: int) -> tuple[float, float]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shapes = [(1, setting.seq_len, h, setting.head_dim) for h in heads]
+        q, k, v, dout = (
+            cp.shard(jax.random.normal(key, shape, setting.dtype))
+            for key, shape in zip(keys, shapes, strict=True)
+        )
+        jax.block_until_ready((q, k, v, dout))
+        return _seconds(partial(forward, q, k, v)), _seconds(partial(both, q, k, v, dout))
+
+    return run
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start

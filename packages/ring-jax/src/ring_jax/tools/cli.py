@@ -1,0 +1,108 @@
+"""``python -m ring_jax``: what can run here, and whether it is right.
+
+``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
+all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
+times a ring against one device that does all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+import ring_jax
+from ring_core import support_matrix
+from ring_core.tools import bench, doctor
+from ring_jax.tools import bench as _bench_jax
+from ring_jax.tools.doctor import (
+    HOST_DEVICES,
+    _imported,
+    _platform,
+    diagnose,
+    kernels,
+    shown,
+    versions,
+)
+
+
+def _ask_for_host_devices() -> None:
+    """Let the host show two devices to make a ring of, unless JAX was told how many, or started."""
+    told = jax.config.jax_num_cpu_devices >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
+    if not told:
+        with suppress(RuntimeError):  # it has started: the devices are what they are
+            jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
+
+
+def matrix() -> str:
+    """What each kernel of the installed packages supports, as a Markdown table."""
+    return support_matrix([kernel.capabilities for _, kernel in kernels()[0]])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 1 when something fails.
+
+    It is 2 for what the user got wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    doctor = commands.add_parser("doctor", help="show what can run here, and test it")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    commands.add_parser("matrix", help="show what each kernel supports")
+    bench.add_options(commands.add_parser("bench", help="time a ring against one device"))
+    args = parser.parse_args(argv)
+    if args.command == "matrix":
+        print(matrix())
+        return 0
+    _ask_for_host_devices()
+    if args.command == "bench":
+        return _bench(args)
+    try:
+        found = diagnose()
+    except RuntimeError as error:
+        print(f"ring_jax: error: {error}", file=sys.stderr)
+        return 1
+    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
+    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    return 0 if found.healthy else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """What the ``bench`` command prints and returns."""
+    try:
+        setting = bench.setting_of(args, _bench_jax.defaults())
+        checks, found = _bench_jax.bench(_context(), setting, args.seconds)
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(f"ring_jax: error: {error}", file=sys.stderr)
+        return 2
+    if not found:
+        print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
+        return 1
+    where = f"devices: {jax.devices()[0].device_kind}"
+    if found[0].share == 1:
+        where += ", which share the cores that one device has alone"
+    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
+    rows = [asdict(timing) | {"eta": timing.eta} for timing in found]
+    text = bench.shown(setting, where, found)
+    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    return 0
+
+
+def _context() -> type[ring_jax.ContextParallel]:
+    """The class whose kernels suit the default devices, of the packages there are."""
+    module = _imported({"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax"))
+    found: type[ring_jax.ContextParallel] = getattr(
+        module, "ContextParallel", ring_jax.ContextParallel
+    )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""``python -m ring_jax``: what can run here, and whether it is right.
+
+``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
+all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
+times a ring against one device that does all of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ring_jax
+from ring_core import Capabilities, Mask, Request, make_plan, refusals
+from ring_core.tools import doctor
+from ring_core.tools.doctor import Check
+from ring_jax.attention import RingAttention
+from ring_jax.records import Kernel
+from ring_jax.tools.bench import judged, out_and_grads
+
+LIBRARIES = (
+    "numpy", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton",
+    "triton", "torch", "flax", "equinox",
+)  # fmt: skip
+BACKENDS = {"ring_jax_tpu": "a TPU", "ring_jax_gpu": "an NVIDIA GPU"}
+MOST_DEVICES, HOST_DEVICES = 8, 2
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """Whether a kernel can run here; ``why`` is empty if it can."""
+
+    name: str
+    package: str
+    available: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that the doctor found."""
+
+    versions: dict[str, str]
+    clashes: tuple[str, ...] | None
+    backend: str
+    devices: tuple[str, ...]
+    kernels: tuple[KernelReport, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is a kernel that runs, and nothing failed."""
+        return doctor.is_healthy(self.clashes, self.checks)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and run the self-test on it.
+
+    Raises:
+        RuntimeError: JAX finds no device of the platform it was told to use.
+    """
+    try:
+        devices = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # which one, depends on the platform
+        told = os.environ.get("JAX_PLATFORMS", "")
+        raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={told!r}. {error}") from error
+    found, missing = kernels()
+    reports = [_report(package, kernel.capabilities) for package, kernel in found]
+    able = [kernel for (_, kernel), one in zip(found, reports, strict=True) if one.available]
+    libraries = versions()
+    return Diagnosis(
+        versions=libraries,
+        clashes=doctor.clashes(libraries),
+        backend=jax.default_backend(),
+        devices=tuple(f"{device} ({device.device_kind})" for device in devices),
+        kernels=(*reports, *missing),
+        checks=tuple(check for kernel in able for check in self_test(kernel)),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Python and the libraries of :data:`LIBRARIES` that there are."""
+    ours = [_imported(name) for name in ("ring_core", "ring_jax", *BACKENDS)]
+    return doctor.versions(LIBRARIES, [one for one in ours if isinstance(one, ModuleType)])
+
+
+def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
+    """Kernels with the packages they are from, and packages that bring none here."""
+    found = [("ring_jax", kernel) for kernel in ring_jax.ring_attention.kernels]
+    missing = []
+    for package, device in BACKENDS.items():
+        module = _imported(package)
+        known = {kernel.capabilities.name for _, kernel in found}
+        every = getattr(getattr(module, "ring_attention", None), "kernels", ())
+        own = [(package, one) for one in every if one.capabilities.name not in known]
+        found += own
+        if not own:
+            why = "has no kernels yet" if isinstance(module, ModuleType) else module
+            missing.append(KernelReport("-", package, False, f"{why}; it is for {device}"))
+    return found, missing
+
+
+def _imported(package: str) -> ModuleType | str:
+    """A package, or why there is none."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+
+
+def self_test(kernel: Kernel) -> Iterator[Check]:
+    """A causal ring with grouped heads over all local devices, forward and backward.
+
+    It is compared with JAX's own dense attention on the same devices, which also covers platforms
+    whose matmuls round their inputs.
+    """
+    can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
+    request, where = _request(can), f"{len(devices)} {_platform()}"
+    inputs = [
+        jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
+    ]
+    mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
+    attention = RingAttention((kernel,))
+    call = partial(attention, axis_name="ring", causal=True, kernel=can.name)
+    tokens = P(None, "ring")
+    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    try:
+        results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
+    except Exception:  # noqa: BLE001 - whatever it is, it is the finding
+        yield doctor.failed(can.name, where, traceback.format_exc())
+        return
+    yield from judged(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
+
+
+def _report(package: str, can: Capabilities) -> KernelReport:
+    """Whether a kernel could do the self-test on the default devices."""
+    plan = make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1)
+    reasons = refusals(can, replace(_request(can), device=_platform()), plan)
+    return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
+
+
+def _request(can: Capabilities) -> Request:
+    """A call that suits a kernel, on no device in particular."""
+    head_dim = max(64, can.head_dim_multiple)
+    dtype = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
+    return Request("", dtype, head_dim, head_dim, grad=True)
+
+
+def _platform() -> str:
+    """The platform that programs are compiled for by default, as kernels name it."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    version = jax.local_devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"
+
+
+def shown(found: Diagnosis) -> str:
+    """A diagnosis for people."""
+    lines = doctor.shown_versions(found.versions, found.clashes)
+    lines += ["", f"backend       {found.backend}, {len(found.devices)} local devices"]
+    lines += [f"              {device}" for device in found.devices]
+    lines += ["", "kernels"]
+    for kernel in found.kernels:
+        state = "available" if kernel.available else f"no: {kernel.why}"
+        lines.append(f"  {kernel.name:10}{kernel.package:14}{state}")
+    title = "a causal ring over the local devices"
+    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
