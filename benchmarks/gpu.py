@@ -36,8 +36,9 @@ from gpu_table import ALONE, table
 import ring_core
 from ring_core import make_plan
 from ring_core.checks import Sizes
-from ring_torch import _at_once, _call, _groups, _pulls
+from ring_torch import head_groups, prepare
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.transports import one_kernel, peer_copies
 
 DIM = 128
 GATE_LENGTH = 2048
@@ -119,15 +120,15 @@ def _as_long(setting: Setting) -> Iterator[None]:
     plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, schedule="zigzag")
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
-    groups = _groups.groups_of(plan, sizes, 2)
-    is_short = _at_once.is_short
-    _call._prepare.cache_clear()  # noqa: SLF001
+    groups = head_groups.groups_of(plan, sizes, 2)
+    is_short = one_kernel.is_short
+    prepare._prepare.cache_clear()  # noqa: SLF001
     with (
-        patch.object(_call, "groups_of", lambda *_: groups),
-        patch.object(_pulls, "is_short", lambda *x: setting.seq_len <= 8 * K and is_short(*x)),
+        patch.object(prepare, "groups_of", lambda *_: groups),
+        patch.object(peer_copies, "is_short", lambda *x: setting.seq_len <= 8 * K and is_short(*x)),
     ):
         yield
-    _call._prepare.cache_clear()  # noqa: SLF001
+    prepare._prepare.cache_clear()  # noqa: SLF001
 
 
 def _errors(

@@ -16,17 +16,18 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_core import Gather
-from ring_torch import _autograd, _call
-from ring_torch._call import Call, Inputs
-from ring_torch._comm import Ring
-from ring_torch._gather import Arriving, Returning
-from ring_torch._handshake import CallSignature
-from ring_torch._keys import Keys, Sums
+from ring_torch import autograd, prepare
+from ring_torch.call import Call
+from ring_torch.comm.handshake import CallSignature
+from ring_torch.comm.ranks import Ring
+from ring_torch.payload import Keys, Sums
+from ring_torch.records import Inputs
+from ring_torch.transports.api import Arriving, Returning
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A :class:`ring_torch._gather.Carrier` that moves nothing: any keys do for a time."""
+    """A :class:`ring_torch.transports.api.Carrier` that moves nothing: any keys do for a time."""
 
     call: Call
     keys: Keys
@@ -74,7 +75,7 @@ def alone() -> Iterator[None]:
             raise ValueError("only passes that gather their keys run without communication")
         return Alone(call, Keys.of(inputs, groups), groups, made)
 
-    with patch.object(_autograd, "_carrier", carrier):
+    with patch.object(autograd, "_carrier", carrier):
         yield
 
 
@@ -85,11 +86,11 @@ def as_rank[**P, R](
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         # The group is no nccl's, and there are no peers to ask for their memory.
-        with patch.object(_call, "choose_transport", _as_named):
+        with patch.object(prepare, "choose_transport", _as_named):
             return run(*args, **named)
     finally:
         dist.destroy_process_group()
-        _call._prepare.cache_clear()  # noqa: SLF001  # of the transports chosen here
+        prepare._prepare.cache_clear()  # noqa: SLF001  # of the transports chosen here
 
 
 def _as_named(transport: str, ring: Ring, *_: object, **__: object) -> str:

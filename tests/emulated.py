@@ -12,11 +12,11 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
-from ring_torch._autograd import _add_sinks, _sink_grads
-from ring_torch.kernels._api import (
+from ring_torch.autograd import _add_sinks, _sink_grads
+from ring_torch.kernels.api import Kernel
+from ring_torch.records import (
     ColumnGrads,
     Columns,
-    Kernel,
     Params,
     RowGrads,
     Rows,

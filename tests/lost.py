@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_torch import ring_attention
-from ring_torch._comm import Ring, Transfer
+from ring_torch.comm.ranks import Ring, Transfer
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0  # of the group, seconds

@@ -94,7 +94,7 @@ def _ring_reversed() -> Patches:
         return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
 
     patches: Patches = [(simulator, "_rotate", rotate)]
-    if comm := _torch("_comm"):
+    if comm := _torch("comm.ranks"):
 
         def start(ring: Any, sends: Any, receives: Any) -> Any:
             def turned(pairs: Any) -> Any:
@@ -144,7 +144,7 @@ def _sink_per_step() -> Patches:
         return right(*right(out, lse, sinks), sinks)
 
     patches: Patches = [(simulator, "finalize", wrong)]
-    if autograd := _torch("_autograd"):
+    if autograd := _torch("autograd"):
         add = autograd._add_sinks
         patches.append(
             (autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks))
@@ -175,7 +175,7 @@ def _grads_not_sent_home() -> Patches:
         return home
 
     patches: Patches = [(simulator, "_backward", wrong)]
-    if loop := _torch("_backward"):
+    if loop := _torch("strategies.ring_backward"):
         hop = loop.Moving.hop
 
         def kept(moving: Any, distance: int | None, *, home: bool) -> None:
@@ -264,7 +264,7 @@ def _lse_gradient_dropped() -> Patches:
         start(plan, ranks, dout, None, precision)
 
     patches: Patches = [(simulator, "_start_backward", wrong)]
-    if autograd := _torch("_autograd"):
+    if autograd := _torch("autograd"):
         backward = autograd.RingAttention.backward
 
         def without(ctx: Any, dout: Any, _: Any) -> Any:
@@ -317,7 +317,7 @@ def _fetched_from_the_wrong_rank() -> Patches:
 
 def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
     """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
-    gather = _torch("_gather")
+    gather = _torch("transports.p2p")
     if gather is None:
         return []
     right = gather.Messages.send_home
@@ -354,7 +354,7 @@ def _scattered_grads_dropped() -> Patches:
 
 def _groups_swapped() -> Patches:
     """The backward takes the gathered keys of the wrong heads."""
-    gathered = _torch("_gathered")
+    gathered = _torch("strategies.gather")
     if gathered is None:
         return []
     right = gathered._keys_by_group
@@ -367,13 +367,15 @@ def _groups_swapped() -> Patches:
 
 def _in_groups() -> Patches:
     """Heads go in groups, however little work they are: nothing may change."""
-    call = _torch("_call")
+    call = _torch("prepare")
     if call is None:
         return []
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return call.Groups(*(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True)
+        return _torch("head_groups").Groups(
+            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True
+        )
 
     return [(call, "groups_of", groups_of)]
 
@@ -415,5 +417,7 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 #: Other ways to the same results.
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
-    "by-copies": lambda: [(_torch("_pulls"), "is_short", lambda *_: False)],  # short calls, too
+    "by-copies": lambda: [
+        (_torch("transports.peer_copies"), "is_short", lambda *_: False)
+    ],  # short calls, too
 }

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import ring_core.plan.plan
-import ring_torch._call
-import ring_torch._comm
+import ring_torch.comm.ranks
+import ring_torch.prepare
 from ring_core import SCHEDULES, reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
@@ -61,9 +61,9 @@ class Held:
             files=len(list(Path("/proc/self/fd").iterdir())),
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
             plans=ring_core.plan.plan._make_plan.cache_info().currsize,
-            calls=ring_torch._call._prepare.cache_info().currsize,
+            calls=ring_torch.prepare._prepare.cache_info().currsize,
             agreed=max(
-                (len(state.agreed) for state in ring_torch._comm._states.values()), default=0
+                (len(state.agreed) for state in ring_torch.comm.ranks._states.values()), default=0
             ),
         )
 
@@ -135,8 +135,8 @@ def growth(warm: Held, end: Held) -> list[str]:
         wrong.append(f"threads grew from {warm.threads} to {end.threads}")
     limits = {
         "plans": ring_core.plan.plan._make_plan.cache_info().maxsize,
-        "calls": ring_torch._call._prepare.cache_info().maxsize,
-        "agreed": ring_torch._handshake._MOST_AGREED,
+        "calls": ring_torch.prepare._prepare.cache_info().maxsize,
+        "agreed": ring_torch.comm.handshake._MOST_AGREED,
     }
     for name, limit in limits.items():
         if getattr(end, name) != limit:  # fewer: the calls did not show that there is a bound

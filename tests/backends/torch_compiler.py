@@ -18,9 +18,10 @@ from unittest.mock import patch
 import torch
 
 from ring_core import KernelConfig, Mask
-from ring_torch import _call, ring_attention
-from ring_torch.kernels import Choice, _launch
+from ring_torch import prepare, ring_attention
+from ring_torch.kernels import Choice
 from ring_torch.kernels.triton import TritonKernel
+from ring_torch.kernels.triton import launch as _launch
 
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
@@ -46,7 +47,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def block_lists() -> dict[str, Any]:
     """What the lists of blocks of FlashAttention-4 are made from."""
-    from ring_torch.kernels import _fa4_block_lists
+    from ring_torch.kernels.fa4 import block_lists as _fa4_block_lists
 
     ids, kinds = torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, 8, 11, dtype=torch.int8)
     counts, blocks = (torch.zeros(size, dtype=torch.int32) for size in ((2, 1, 8), (2, 1, 8, 11)))
@@ -61,10 +62,10 @@ def block_lists() -> dict[str, Any]:
 
 def row_dots() -> dict[str, Any]:
     """What the backward of this package's kernels starts from."""
-    from ring_torch.kernels import _triton
+    from ring_torch import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
-    kernel: Any = _triton._row_dots
+    kernel: Any = memory_ops._row_dots
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
     given = (x, x, dots, None, None, 1024, *strides, 0, 0, 80, 128, 16, False)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
@@ -72,10 +73,10 @@ def row_dots() -> dict[str, Any]:
 
 def sink_sums() -> dict[str, Any]:
     """The gradient of sinks."""
-    from ring_torch.kernels import _triton
+    from ring_torch import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 16)
-    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", _triton._row_dots)
+    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", memory_ops._row_dots)
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2], *lse.stride()[:2])
     given = (x, x, dots, lse, lse, 1024, *strides, 80, 128, 64, True)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
@@ -116,9 +117,9 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     with (
         patch.object(_launch, "_start", keep),
         patch.object(_launch, "_capability", lambda _: arch),
-        patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())),
+        patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())),
     ):
-        _call._prepare.cache_clear()
+        prepare._prepare.cache_clear()
         ring_attention(q, k, v, **options).sum().backward()
     yield from kept
 

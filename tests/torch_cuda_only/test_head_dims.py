@@ -12,7 +12,7 @@ from tolerances import assert_close
 
 from ring_core import Mask
 from ring_torch.kernels import KERNELS
-from ring_torch.kernels._flash_library import Options
+from ring_torch.kernels.flash_library import Options
 from ring_torch.local import LocalRankError
 
 DIMS = [

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import SCHEDULES, Dealt, Mask, Schedule, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
-from ring_torch._comm import Ring
+from ring_torch.comm.ranks import Ring
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 

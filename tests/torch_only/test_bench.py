@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ring_core.choose import rates
-from ring_torch import _rates, ring_attention
-from ring_torch.__main__ import main
+from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
+from ring_torch.tools import rates as _rates
+from ring_torch.tools.cli import main
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
 from ring_core.choose.rates import Case, Rates, Times, written
-from ring_torch import ContextParallel, _call, _window, kernels, ring_attention
-from ring_torch._call import _prepare
-from ring_torch._comm import Ring
-from ring_torch._transport import choose_transport
+from ring_torch import ContextParallel, kernels, prepare, ring_attention
+from ring_torch.comm.ranks import Ring
 from ring_torch.kernels import cudnn, fa2, fa3, fa4
-from ring_torch.kernels._flash import FlashKernel
+from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
+from ring_torch.prepare import _prepare, choose_transport
+from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)
@@ -97,7 +97,7 @@ def test_pull_needs_gpus_that_reach_each_other(
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(
-        _window, "window_of", lambda _: SimpleNamespace(refusals=() if reaches else (REASON,))
+        symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=() if reaches else (REASON,))
     )
     assert chosen("pull", plan(), GPU, probe=False) == "pull"  # nobody is asked
     expected = "pull" if reaches else "p2p"
@@ -110,7 +110,7 @@ def test_pull_needs_gpus_that_reach_each_other(
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(_window, "window_of", lambda _: SimpleNamespace(refusals=()))
+    monkeypatch.setattr(symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=()))
     many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
     assert chosen("auto", many, GPU, size=32) == "p2p"
     assert chosen("pull", many, GPU, size=32) == "pull"
@@ -357,7 +357,7 @@ def test_a_table_of_ones_own(fastest: str, tmp_path: Path, monkeypatch: pytest.M
     slowest = {"sdpa": "eager", "eager": "sdpa"}[fastest]
     path = _times(tmp_path / "rates.json", **{fastest: (1.0, 2.0), slowest: (2.0, 4.0)})
     monkeypatch.setenv("RING_RATES", path)
-    monkeypatch.setattr(_call, "_prepare", _prepare.__wrapped__)
+    monkeypatch.setattr(prepare, "_prepare", _prepare.__wrapped__)
     x = torch.zeros(1, 64, 2, 16)
     lines = ContextParallel().explain(x, x, x, causal=True).splitlines()
     source = "(by a host, causal, head dim 16)"
@@ -368,7 +368,7 @@ def test_a_table_of_ones_own(fastest: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_table_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RING_RATES", str(tmp_path / "nothing.json"))
-    monkeypatch.setattr(_call, "_prepare", _prepare.__wrapped__)
+    monkeypatch.setattr(prepare, "_prepare", _prepare.__wrapped__)
     x = torch.zeros(1, 8, 2, 16)
     with pytest.raises(ValueError, match=r"nothing\.json is no table of rates"):
         ring_attention(x, x, x)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import Dealt, Mask
-from ring_torch import ContextParallel, KernelConfig, _compiled, ring_attention
-from ring_torch._call import Options
+from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch import compiled as _compiled
+from ring_torch.call import Options
 from ring_torch.local import LocalRanks
 
 LENGTH = 64

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ring_core import Dealt, Mask
 from ring_core.choose import rates
-from ring_torch import _store, ring_attention
-from ring_torch._call import _prepare
+from ring_torch import ring_attention
+from ring_torch.comm import store
 from ring_torch.local import LocalRanks
+from ring_torch.prepare import _prepare
 
 TIMEOUT = 2.0
 ODD = 1  # the rank that differs
@@ -181,9 +182,9 @@ def _silent_store(_: int) -> tuple[bool, bool]:
     """Whether asking a store over a link that is down comes back, and what it says."""
     never, patch = threading.Event(), pytest.MonkeyPatch()
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
-    patch.setattr(_store, "_PATIENCE", timedelta(seconds=0.1))
+    patch.setattr(store, "_PATIENCE", timedelta(seconds=0.1))
     try:
-        agreement = _store.StoreAgreement(silent, 1, "forward")
+        agreement = store.StoreAgreement(silent, 1, "forward")
         agreement.report_mismatch("words")
         return agreement.read_report() is None, never.is_set()
     finally:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ring_core.tools.doctor import RESULTS
-from ring_torch import _doctor
-from ring_torch.__main__ import main
 from ring_torch.kernels import KERNELS
-from ring_torch.kernels._api import Result
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import FA4, Flash4
+from ring_torch.records import Result
+from ring_torch.tools import doctor
+from ring_torch.tools.cli import main
 
 EAGER = EagerKernel()
 
@@ -39,9 +39,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "get_device_capability": capability, "can_device_access_peer": reach,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        monkeypatch.setattr(_doctor, "accelerator", lambda: "cuda")
+        monkeypatch.setattr(doctor, "accelerator", lambda: "cuda")
         for test in ("self_test", "ring_test"):
-            monkeypatch.setattr(_doctor, test, lambda *_, **__: iter(()))
+            monkeypatch.setattr(doctor, test, lambda *_, **__: iter(()))
 
     return show
 
@@ -94,9 +94,9 @@ def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixt
 
 def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
     two_gpus(reach=False)
-    found = _doctor.diagnose()
+    found = doctor.diagnose()
     assert found.transports[-1].why == "GPUs do not reach each other's memory: 0 and 1"
-    text = _doctor.shown(found)
+    text = doctor.shown(found)
     assert "H200, compute capability 9.0, reaches no other" in text
     assert text.endswith("something is wrong")
 
@@ -104,7 +104,7 @@ def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
 @pytest.mark.parametrize("why", [None, "flash-attn 2.8 has put an older flash_attn/cute over it"])
 def test_what_a_kernel_says_of_itself(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flash4, "missing", lambda _: why)
-    report = _doctor.kernel_report(FA4, "cuda")
+    report = doctor.kernel_report(FA4, "cuda")
     assert (report.available, report.why) == (why is None, why or "")
 
 
@@ -113,10 +113,10 @@ def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("undefined symbol")
 
     monkeypatch.setattr(Flash4, "missing", broken)
-    assert _doctor.kernel_report(FA4, "cuda").why == (
+    assert doctor.kernel_report(FA4, "cuda").why == (
         "looking for it failed: RuntimeError('undefined symbol')"
     )
-    assert "finds no such device" in _doctor.kernel_report(FA4, "cpu").why  # it is not asked
+    assert "finds no such device" in doctor.kernel_report(FA4, "cpu").why  # it is not asked
 
 
 def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(EagerKernel, "forward", fail)
-    (check,) = _doctor.self_test(EAGER, "cpu")
+    (check,) = doctor.self_test(EAGER, "cpu")
     assert (check.what, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
 
@@ -138,16 +138,16 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
         into.out.mul_(factor)
 
     monkeypatch.setattr(EagerKernel, "forward", wrong)
-    checks = {check.what: check for check in _doctor.self_test(EAGER, "cpu")}
+    checks = {check.what: check for check in doctor.self_test(EAGER, "cpu")}
     assert not checks["out"].passed
     assert (checks["out"].error is None) == (factor != 1.001)
     assert checks["dv"].passed
-    monkeypatch.setattr(_doctor, "in_order", lambda _: (EAGER,))
-    monkeypatch.setattr(_doctor, "TRANSPORTS", ())
+    monkeypatch.setattr(doctor, "in_order", lambda _: (EAGER,))
+    monkeypatch.setattr(doctor, "TRANSPORTS", ())
     assert main(["doctor"]) == 1
 
 
 def test_a_ring_that_fails() -> None:
-    (check,) = _doctor.ring_test(["pull"], cuda=False)
+    (check,) = doctor.ring_test(["pull"], cuda=False)
     assert (check.name, check.what, check.passed) == ("pull", "runs", False)
     assert "UnsupportedError" in check.trace

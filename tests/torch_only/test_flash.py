@@ -30,9 +30,11 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_torch import _call
+from ring_torch import prepare
 from ring_torch.kernels import Choice
-from ring_torch.kernels._api import (
+from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.flash_library import HeadDims, Options, Pass
+from ring_torch.records import (
     ColumnGrads,
     Columns,
     Params,
@@ -42,13 +44,11 @@ from ring_torch.kernels._api import (
     Upstream,
     empty_result,
 )
-from ring_torch.kernels._flash import FlashKernel, aligned
-from ring_torch.kernels._flash_library import HeadDims, Options, Pass
 
 
 @dataclass(frozen=True)
 class PlainFlash:
-    """A library as :class:`ring_torch.kernels._flash.Flash` says: one call, one dense formula.
+    """A library as :class:`ring_torch.kernels.flash.Flash` says: one call, one dense formula.
 
     Where a row sees nothing it writes NaN and a ``lse`` of plus infinity, as libraries may.
     """
@@ -381,12 +381,12 @@ def test_in_the_ring(case: Case, transport: str, backend: Any) -> None:
 
 def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
     """A rank's part of a case with this kernel."""
-    _call._prepare.cache_clear()
+    prepare._prepare.cache_clear()
     try:
-        with patch.object(_call, "choose", lambda *_: Choice(PLAIN, ())):
+        with patch.object(prepare, "choose", lambda *_: Choice(PLAIN, ())):
             return run_rank(rank, case, ("auto", transport), None, cuda=False)
     finally:
-        _call._prepare.cache_clear()
+        prepare._prepare.cache_clear()
 
 
 def test_documents_keep_their_right_side() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ring_core import Mask, make_plan
 from ring_core.checks import Sizes
-from ring_torch._groups import ONE_GROUP, Groups, groups_of
+from ring_torch.head_groups import ONE_GROUP, Groups, groups_of
 
 K = 1024
 

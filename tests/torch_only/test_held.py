@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError
-from ring_torch import _call, _held, ring_attention
+from ring_torch import capture, prepare, ring_attention
 
 
 def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    @_held.cached_tensors(maxsize=1)
+    @capture.cached_tensors(maxsize=1)
     def make(n: int) -> Tensor:
         return torch.full((1,), n)
 
@@ -25,7 +25,7 @@ def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     assert passing() is None
     with monkeypatch.context() as patch:
-        patch.setattr(_held, "is_capturing", lambda: True)
+        patch.setattr(capture, "is_capturing", lambda: True)
         captured = ref(make(2))
     make(3)
     gc.collect()
@@ -48,11 +48,11 @@ def test_options_that_a_graph_cannot_hold_are_refused(
 ) -> None:
     x = torch.zeros(1, 8, 2, 4)
     ring_attention(x, x, x, **options)
-    monkeypatch.setattr(_call, "is_capturing", lambda: True)
+    monkeypatch.setattr(prepare, "is_capturing", lambda: True)
     ring_attention(x, x, x, kernel="sdpa")
     with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
         ring_attention(x, x, x, **options)
 
 
 def test_nothing_is_captured_without_cuda() -> None:
-    assert torch.cuda.is_initialized() or not _held.is_capturing()
+    assert torch.cuda.is_initialized() or not capture.is_capturing()

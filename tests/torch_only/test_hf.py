@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_core import SCHEDULES, KernelConfig, RankMismatchError, Schedule, UnsupportedError
 from ring_torch import ContextParallel, hf
-from ring_torch.hf._register import _layer_seed
+from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
 
 ANY = torch.nn.Identity()  # where no model is called

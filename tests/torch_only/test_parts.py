@@ -12,24 +12,26 @@ from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem
 from ring_core.programs import own_key_rows
-from ring_torch import ContextParallel, _call
-from ring_torch._groups import ONE_GROUP, Groups
-from ring_torch.kernels import Choice, _fa4_hopper
-from ring_torch.kernels._api import Columns, Kernel, Params, Parts, Rows, Upstream
+from ring_torch import ContextParallel, prepare
+from ring_torch.head_groups import ONE_GROUP, Groups
+from ring_torch.kernels import Choice
+from ring_torch.kernels.api import Kernel, Parts
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.fa4 import hopper
+from ring_torch.records import Columns, Params, Rows, Upstream
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """See :class:`ring_torch.kernels._api.Parts`: a tile's numbers stand in reverse."""
+    """See :class:`ring_torch.kernels.api.Parts`: a tile's numbers stand in reverse."""
 
     used: list[bool]
 
     def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
         del q, k, v, params
-        self.used.append(_fa4_hopper._is_tiled(plan))
+        self.used.append(hopper._is_tiled(plan))
         return self.used[-1]
 
     def add_sums(
@@ -79,16 +81,16 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[lis
     mine = [cp.shard(x.detach()).requires_grad_() for x in whole]
     used: list[bool] = []
     kernel: Kernel = TiledKernel(used)
-    _call._prepare.cache_clear()
+    prepare._prepare.cache_clear()
     with (
-        patch.object(_call, "choose", lambda *_: Choice(kernel, ())),
-        patch.object(_call, "groups_of", lambda *_: groups),
-        patch.object(_fa4_hopper, "KEYS", KEYS),
+        patch.object(prepare, "choose", lambda *_: Choice(kernel, ())),
+        patch.object(prepare, "groups_of", lambda *_: groups),
+        patch.object(hopper, "KEYS", KEYS),
         patch.object(own_key_rows, "TILE", KEYS),
     ):
         out = cp.attention(*mine, mask=mask, transport="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))
-    _call._prepare.cache_clear()
+    prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
     return used, float(torch.stack(errors).max())
 

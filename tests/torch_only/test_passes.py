@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ring_torch._gather import add_landed
-from ring_torch.kernels import _triton as passes
+from ring_torch import memory_ops as passes
+from ring_torch.transports.p2p import add_landed
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
 

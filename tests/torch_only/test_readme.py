@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ring_torch.__main__ import main
+from ring_torch.tools.cli import main
 
 README = Path(__file__).parents[2] / "README.md"
 

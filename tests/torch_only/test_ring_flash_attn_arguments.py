@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
-from ring_torch._comm import Ring
+from ring_torch.comm.ranks import Ring
 from ring_torch.local import LocalRanks
 
 H, D = 4, 8

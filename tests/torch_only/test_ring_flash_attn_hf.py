@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ring_core import UnsupportedError, reference
 from ring_torch.compat import substitute_hf_flash_attn, update_ring_flash_attn_params
-from ring_torch.compat._hf import RingFlashAttention
+from ring_torch.compat.hf import RingFlashAttention
 from ring_torch.local import LocalRanks
 
 DOCUMENTS = (0, 5, 26, 32)
@@ -201,7 +201,7 @@ def test_what_a_model_asks_for(name: str) -> None:
 
 
 def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_torch.compat import _hf
+    from ring_torch.compat import hf
 
     asked = []
 
@@ -209,7 +209,7 @@ def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(deterministic)
         return q
 
-    monkeypatch.setattr(_hf, "ring_attention", attention)
+    monkeypatch.setattr(hf, "ring_attention", attention)
     for value in ("1", "0"):
         monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
         q, k, v = inputs()

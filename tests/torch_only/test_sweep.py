@@ -73,7 +73,7 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ring_torch._context.check_model", lambda _: hf.ModelReport())
+        patch.setattr("ring_torch.context.check_model", lambda _: hf.ModelReport())
         return compare(rank, name, model_type)
 
 

@@ -23,14 +23,18 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
-from ring_torch import _at_once, _autograd, _comm
-from ring_torch._call import Call, Inputs
-from ring_torch._comm import Packing, Ring
-from ring_torch._handshake import CallSignature, agree
-from ring_torch._keys import Keys
-from ring_torch._pulls import _room
-from ring_torch.kernels import _at_once as kernels
+from ring_torch import autograd
+from ring_torch.buffers import Packing
+from ring_torch.call import Call
+from ring_torch.comm import ranks as _comm
+from ring_torch.comm.handshake import CallSignature, agree
+from ring_torch.comm.ranks import Ring
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import Keys
+from ring_torch.records import Inputs
+from ring_torch.transports import exchange_kernel as kernels
+from ring_torch.transports import one_kernel
+from ring_torch.transports.peer_copies import _room
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -41,14 +45,14 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = Keys(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return _at_once.is_short(case.plan, keys, 1)
+    return one_kernel.is_short(case.plan, keys, 1)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
 
 
 class OnFiles:
-    """In the place of :class:`ring_torch._shared.Shared`: a file for each rank."""
+    """In the place of :class:`ring_torch.comm.symmetric_memory.Shared`: a file for each rank."""
 
     folder: Path
     made = 0
@@ -90,9 +94,9 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Any:
         keys = Keys.of(inputs, groups)
         agree(call.ring, call.number, call.seed, facts, call.device)
-        assert _at_once.is_short(call.plan, keys, groups)
+        assert one_kernel.is_short(call.plan, keys, groups)
         digest = facts.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
-        return _at_once.AtOnce.of(call, keys, _room(call.plan, keys, call.wide), digest)
+        return one_kernel.AtOnce.of(call, keys, _room(call.plan, keys, call.wide), digest)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
@@ -104,10 +108,10 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         return run
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_at_once, "Shared", OnFiles)
-        patched.setattr(_at_once, "_programs", lambda _: 1)
-        patched.setattr(_at_once.Meeting, "_follow", lambda _: None)
-        patched.setattr(_autograd, "_carrier", carrier)
+        patched.setattr(one_kernel, "Shared", OnFiles)
+        patched.setattr(one_kernel, "_programs", lambda _: 1)
+        patched.setattr(one_kernel.Meeting, "_follow", lambda _: None)
+        patched.setattr(autograd, "_carrier", carrier)
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)

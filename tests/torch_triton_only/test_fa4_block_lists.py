@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ring_core import FULL, PARTIAL, Mask, WorkItem, make_plan
-from ring_torch.kernels._fa4_block_lists import BlockLists, block_lists
-from ring_torch.kernels._visits import Grid, kinds_on
+from ring_torch.kernels.block_index import Grid, kinds_on
+from ring_torch.kernels.fa4.block_lists import BlockLists, block_lists
 
 Q_LEN, K_LEN = 420, 650
 SIZES = [(128, 128), (128, 96), (128, 80), (128, 112), (128, 64)]

@@ -14,7 +14,7 @@ from cases import CASES, Case, diagonals, prefix
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask
-from ring_torch import _call
+from ring_torch import prepare
 from ring_torch.kernels import Choice
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
@@ -76,9 +76,9 @@ def run(
 
 
 def _on_a_rank(rank: int, case: Case, config: KernelConfig, transport: str) -> Arrays:
-    _call._prepare.cache_clear()
+    prepare._prepare.cache_clear()
     kernel: Any = config
-    with patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())):
+    with patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())):
         return run_rank(rank, case, (kernel, transport), None, cuda=False)
 
 

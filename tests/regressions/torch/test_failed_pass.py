@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_torch import ContextParallel, _handshake, ring_attention
-from ring_torch._comm import QueuedPass, ring_of, state_of
-from ring_torch._watch import watch
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.comm import handshake
+from ring_torch.comm.ranks import QueuedPass, ring_of, state_of
+from ring_torch.comm.watch import watch
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
 
@@ -58,7 +59,7 @@ def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
     kept = _attend(length, broken, transport=transport)[1]
     if rank == BROKEN:
         if where == "agreement":
-            patch.setattr(_handshake.Header, "of", _no_memory)
+            patch.setattr(handshake.Header, "of", _no_memory)
         else:
             for kernel in (eager.EagerKernel, sdpa.CpuFlashKernel):
                 patch.setattr(kernel, where, _no_memory)
@@ -162,7 +163,7 @@ def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
     if ends == "destroyed":
         dist.destroy_process_group()
     elif rank == BROKEN:
-        _handshake.fail(ring, "played")
+        handshake.fail(ring, "played")
     thread.join(20)
     assert not thread.is_alive()
     if ends == "failed" and rank != BROKEN:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, _gradients, ring_attention
+from ring_torch import ContextParallel, gradients, ring_attention
 from ring_torch.local import LocalRanks
 
 T = 16
@@ -132,6 +132,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
             return 4
 
     count = 2000
-    buckets: Any = list(_gradients._buckets([Counted() for _ in range(count)]))  # type: ignore[misc]
+    buckets: Any = list(gradients._buckets([Counted() for _ in range(count)]))  # type: ignore[misc]
     assert [len(bucket) for bucket in buckets] == [count]
     assert Counted.looked <= 3 * count

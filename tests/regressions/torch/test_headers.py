@@ -10,8 +10,8 @@ import torch
 
 from ring_core import Dealt, Mask
 from ring_torch import ring_attention
-from ring_torch._comm import ring_of
-from ring_torch._handshake import _COMPARED, CallSignature, Header, _compare_on_stream
+from ring_torch.comm.handshake import _COMPARED, CallSignature, Header, _compare_on_stream
+from ring_torch.comm.ranks import ring_of
 from ring_torch.local import LocalRanks
 
 FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}

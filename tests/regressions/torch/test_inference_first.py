@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ring_core import Mask
 from ring_torch import ring_attention
-from ring_torch._comm import Ring, flat
-from ring_torch._held import cached_tensors
-from ring_torch._shared import Shared
+from ring_torch.buffers import flat
+from ring_torch.capture import cached_tensors
+from ring_torch.comm.ranks import Ring
+from ring_torch.comm.symmetric_memory import Shared
 
 
 def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tensor:

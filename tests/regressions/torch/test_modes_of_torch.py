@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, _attention, _autograd, _call, _held, ring_attention
+from ring_torch import ContextParallel, attention, autograd, capture, prepare, ring_attention
 
 
 def _x(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,13 +54,13 @@ def only_warns(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    check = _call.check_call
+    check = prepare.check_call
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(args[6].deterministic)
         return check(*args, **kwargs)
 
-    monkeypatch.setattr(_attention, "check_call", spy)
+    monkeypatch.setattr(attention, "check_call", spy)
     ring_attention(_x(), _x(), _x())
     assert seen == [not only_warns]
 
@@ -87,7 +87,7 @@ def test_forward_mode_gradients_are_refused_in_words() -> None:
 def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: ("on", device.index))
-    entered: list[Any] = [_held.on_device(torch.device("cuda", n)) for n in (0, 1)]
+    entered: list[Any] = [capture.on_device(torch.device("cuda", n)) for n in (0, 1)]
     assert entered[0] != ("on", 0)
     assert entered[1] == ("on", 1)
     seen: list[torch.device] = []
@@ -96,7 +96,7 @@ def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -
         seen.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(_autograd, "on_device", spy)
+    monkeypatch.setattr(autograd, "on_device", spy)
     x = _x().requires_grad_()
     ring_attention(x, x, x).sum().backward()
     assert seen == [x.device] * 2

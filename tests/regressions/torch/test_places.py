@@ -7,9 +7,9 @@ import torch
 
 from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
-from ring_torch._comm import Ring
-from ring_torch._transport import describe_transport
-from ring_torch._window import Place, refusals
+from ring_torch.comm.ranks import Ring
+from ring_torch.prepare import describe_transport
+from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts
 ALL = [[1, 1], [1, 1]]

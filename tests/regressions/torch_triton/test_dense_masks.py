@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig
-from ring_torch import ContextParallel, _call
-from ring_torch.kernels import Choice, _launch
-from ring_torch.kernels._visits import in_blocks, visits
-from ring_torch.kernels.triton import TritonKernel
+from ring_torch import ContextParallel, prepare
+from ring_torch.kernels import Choice
+from ring_torch.kernels.block_index import in_blocks, visits
+from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
 
 T, HEADS, BLOCK = 96, 2, 16
@@ -53,8 +53,8 @@ def _compared(_: int, shape: tuple[int, ...], schedule: Any, options: dict[str, 
     expected = _by_hand(q, k, v, shown)
     expected.square().sum().backward()
     leaves = [cp.shard(x.detach()).requires_grad_() for x in whole]
-    _call._prepare.cache_clear()
-    with patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())):
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())):
         out = cp.attention(*leaves, mask=cp.shard(mask, dim=-2), kernel=KERNEL, **options)
         out.square().sum().backward()
     torch.testing.assert_close(out, cp.shard(expected.detach()), rtol=1e-4, atol=1e-5)
@@ -90,10 +90,10 @@ def _visited(_: int, schedule: Any) -> tuple[int, int]:
         return listed
 
     with (
-        patch.object(_call, "choose", lambda *_: Choice(TritonKernel(), ())),
-        patch.object(_launch, "visits", counting),
+        patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())),
+        patch.object(launch, "visits", counting),
     ):
-        _call._prepare.cache_clear()
+        prepare._prepare.cache_clear()
         cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)
     rows, live = cp.shard(mask, dim=-2)[:, 0], 0
     for rank in range(cp.cp_size):

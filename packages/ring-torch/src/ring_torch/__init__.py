@@ -7,8 +7,8 @@ from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask as Mask
 from ring_core import RankMismatchError as RankMismatchError
 from ring_core import UnsupportedError as UnsupportedError
-from ring_torch._attention import ring_attention as ring_attention
-from ring_torch._context import ContextParallel as ContextParallel
+from ring_torch.attention import ring_attention as ring_attention
+from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix
 
 __all__ = [

@@ -1,8 +1,8 @@
 """What one rank's queries see of another rank's keys, for many pairs of ranks at once.
 
-Between two runs of tokens the mask is a band over a rectangle (see ``_band``); chunk and document
-borders clip the rectangle first. All functions take arrays of ranks and work on all pairs together,
-so that a plan for a thousand ranks costs a thousand numpy calls, not a million.
+Between two runs of tokens the mask is a band over a rectangle (:mod:`ring_core.masks.band`); chunk
+and document borders clip the rectangle first. All functions take arrays of ranks and work on all
+pairs together, so that a plan for a thousand ranks costs a thousand numpy calls, not a million.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backward for Hopper in one kernel; what ``_hopper`` is to the forward.
+"""The backward for Hopper in one kernel; what ``forward`` is to the forward.
 
 A block of keys walks along the queries that see it, five products of matrices a block, and adds to
 their gradients in memory, in an order that differs from run to run. Gluon; no JAX.

@@ -18,13 +18,13 @@ from ring_core import (
     support_matrix,
 )
 from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
-from ring_torch.kernels._api import Kernel
-from ring_torch.kernels._flash import FlashKernel, capability
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa2 import FA2
 from ring_torch.kernels.fa3 import FA3
 from ring_torch.kernels.fa4 import FA4
+from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
-from ring_torch.kernels._api import (
+from ring_torch.kernels.api import added_up
+from ring_torch.kernels.philox import dropout_keep
+from ring_torch.records import (
     ColumnGrads,
     Columns,
     ItemGrads,
@@ -25,10 +27,8 @@ from ring_torch.kernels._api import (
     RowGrads,
     Rows,
     Upstream,
-    added_up,
     empty_result,
 )
-from ring_torch.kernels._philox import dropout_keep
 
 BLOCK_K = 256
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels._api import Result
-from ring_torch.kernels._flash import FlashKernel, capability, unbounded
-from ring_torch.kernels._flash_library import Options
+from ring_torch.kernels.flash import FlashKernel, capability, unbounded
+from ring_torch.kernels.flash_library import Options
+from ring_torch.records import Result
 
 
 class Flash3:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
-from ring_torch.kernels._api import (
+from ring_torch.kernels.api import added_up
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.flash import FlashKernel, capability, unbounded
+from ring_torch.kernels.flash_library import Options
+from ring_torch.kernels.merge import merge_into
+from ring_torch.records import (
     ColumnGrads,
     Columns,
     ItemGrads,
@@ -23,13 +28,8 @@ from ring_torch.kernels._api import (
     RowGrads,
     Rows,
     Upstream,
-    added_up,
     empty_result,
-    merge_into,
 )
-from ring_torch.kernels._flash import FlashKernel, capability, unbounded
-from ring_torch.kernels._flash_library import Options
-from ring_torch.kernels.eager import EagerKernel
 
 aten = torch.ops.aten
 

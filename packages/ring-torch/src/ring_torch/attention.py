@@ -1,0 +1,243 @@
+"""The public function on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ring_core import KernelConfig, Mask, Schedule, UnsupportedError
+from ring_torch.autograd import RingAttention
+from ring_torch.call import Options
+from ring_torch.comm.ranks import Group, ring_of
+from ring_torch.compiled import attend_in_graph
+from ring_torch.dense_mask import with_dense_mask
+from ring_torch.prepare import check_call
+
+Window = tuple[int | None, int | None]
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ...,
+    cu_seqlens: Sequence[int] | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
+    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
+    kernel: str | KernelConfig = ..., transport: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    causal: bool = ...,
+    window: Window | None = ..., chunk_size: int | None = ...,
+    cu_seqlens: Sequence[int] | None = ...,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
+    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+    kernel: str | KernelConfig = ..., transport: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    schedule: Schedule = "plain",
+    causal: bool = False,
+    window: Window | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask: Mask | Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    kernel: str | KernelConfig = "auto",
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence whose shards lie on the ranks of a group.
+
+    Every rank calls it with its own shards, in the order the ``schedule`` lays tokens out
+    (``plain`` and ``balanced``: contiguous), and gets its own slice of the answer of dense
+    attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
+
+    Args:
+        q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64. Under autocast q, k and v
+            are cast to its dtype, except from float64, as by torch's own attention.
+        k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h // (H
+            // K)``.
+        v: ``[B, T_kv_local, K, Dv]``.
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised.
+        schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data
+            is in that order), ``balanced`` (causal work is even; data is in natural order), or what
+            :func:`ring_core.deal` returns (the work of a mask is even; data is in that order).
+        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
+            queries, positions are ``i + T_kv - T_q``.
+        window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
+            unbounded.
+        chunk_size: Sees keys of its own chunk of this many positions only.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves only.
+        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids
+            see each other, negative ones see nothing and are not seen.
+        mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
+            Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
+            query may see a key: rows in layout order, columns for all keys in natural order, at
+            most 64 MiB a rank; beside the other options. Blocks that all heads hide are skipped.
+        softmax_scale: Default ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
+        sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their
+            gradient here is this rank's part: sum it over ranks with the other replicated
+            parameters.
+        bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
+            columns for all keys in natural order; has a gradient; ``-inf`` masks.
+        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
+        dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
+            global indices alone, not on ring size, schedule or kernel.
+        dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
+        deterministic: Only use kernels whose backward repeats bit for bit. As if set under
+            ``torch.use_deterministic_algorithms(True)``, unless that only warns.
+        return_lse: Return ``lse`` too. If it gets a gradient, the backward may run another kernel
+            than the forward; over gathered keys it gets one on all ranks, or on none.
+        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
+            :class:`KernelConfig`. A kernel that is named never falls back.
+        transport: How keys travel: ``p2p``, round the ring in messages of ``torch.distributed``;
+            ``gather``, all that a rank needs at once, in messages; ``pull``, the same copied out of
+            the peers' memory (GPUs of one host). ``auto`` is ``pull`` where that is possible and
+            takes at most three times a ring's memory, else ``p2p``.
+
+    Returns:
+        ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
+        T_local]``, natural log, float32 (float64 for float64 inputs), differentiable, ``-inf``
+        where a row sees nothing (its ``out`` is 0).
+
+    Raises:
+        ValueError: An argument is malformed; nothing was sent.
+        UnsupportedError: No kernel, or not the one named, can do this; nothing was sent.
+        RankMismatchError: Ranks make different calls; no data of the other call was used.
+        RuntimeError: A peer failed or did not answer within the group's timeout.
+
+    Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
+    context", arXiv 2310.01889.
+    """
+    return attend(
+        group, schedule, q, k, v,
+        Options(
+            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+            dropout_seed, deterministic, return_lse, kernel, transport,
+        ),
+        segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+
+
+def attend(
+    group: Group,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check a call and run it, or put it in the graph that is being compiled.
+
+    A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
+    """
+    q, k, v = _as_autocast(q, k, v)
+    if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        options = options._replace(deterministic=not only_warns)
+    if isinstance(options.mask, Tensor):
+        options, bias = with_dense_mask(options, bias, q, k, _size_of(group))
+    run = _run
+    if torch.compiler.is_compiling():
+        plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
+        run = attend_in_graph if plain else _run_outside
+    out, lse = run(
+        group, schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return (out, lse) if options.return_lse else out
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _size_of(group: Group) -> int:
+    """Ranks of a group."""
+    return ring_of(group).size
+
+
+def _run(
+    group: Group,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``."""
+    _check_transforms()
+    ring = ring_of(group)
+    call, inputs = check_call(
+        ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+        bias=bias, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
+    return results
+
+
+def _as_autocast(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
+    kind = qkv[0].device.type if isinstance(qkv[0], Tensor) else "none"
+    if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
+        return qkv
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in qkv
+    )
+
+
+def _check_transforms() -> None:
+    """Refuse what an operation over several processes has no rule for.
+
+    Raises:
+        UnsupportedError: Inside a transform of ``torch.func``, or under forward-mode gradients.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
+            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
+        )
+    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
+            "outside of torch.autograd.forward_ad.dual_level"
+        )
+
+
+_run_outside = torch.compiler.disable(_run)

@@ -1,0 +1,58 @@
+"""Several tensors in one buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several tensors as one message: where each lies in a flat buffer of bytes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> Packing:
+        """The packing of tensors of these shapes and dtypes."""
+        offsets, at = [], 0
+        for shape, dtype in parts:
+            offsets.append(at)
+            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        shapes = tuple(tuple(shape) for shape, _ in parts)
+        return cls(shapes, tuple(dtype for _, dtype in parts), tuple(offsets), at)
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """An uninitialised message."""
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors inside a message."""
+        views = []
+        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            views.append(buffer[offset : offset + size].view(dtype).view(shape))
+        return views
+
+    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """A new message that holds copies of the tensors."""
+        buffer = self.buffer(device)
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            view.copy_(tensor)
+        return buffer
+
+
+@lru_cache(maxsize=256)
+def flat(numel: int, dtype: torch.dtype) -> Packing:
+    """The packing of so many numbers."""
+    return Packing.of(((numel,), dtype))

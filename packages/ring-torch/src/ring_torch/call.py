@@ -1,0 +1,126 @@
+"""Everything static about one call, and the options it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_core import KernelConfig, Mask, Plan
+from ring_core.triton.tile_sizes import come_in_eights
+from ring_torch.comm.handshake import CallSignature
+from ring_torch.comm.ranks import Ring
+from ring_torch.head_groups import Groups
+from ring_torch.kernels import Choice
+from ring_torch.kernels.api import Kernel
+from ring_torch.positions import key_runs, positions_of, query_runs
+from ring_torch.records import (
+    Columns,
+    Inputs,
+    Params,
+    RowGrads,
+    Rows,
+)
+
+
+class Call(NamedTuple):
+    """Everything static about a call."""
+
+    ring: Ring
+    plan: Plan
+    params: Params
+    kernel: Kernel
+    choice: Choice
+    dtype: torch.dtype  # of the inputs
+    wide: torch.dtype  # of accumulators
+    device: torch.device
+    needs_index: bool  # some option asks for global positions
+    needs_grad: bool
+    transport: str
+    groups: Groups  # of heads, over gathered keys
+    number: int  # of the calls on this group
+    forward_signature: CallSignature
+    backward_signature: CallSignature
+    prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
+
+    @property
+    def seed(self) -> int:
+        """The seed of dropout, or 0."""
+        return self.params.dropout_seed
+
+    def with_lse_grad(self) -> Call:
+        """The call whose backward takes a gradient of ``lse``: maybe with another kernel.
+
+        Raises:
+            UnsupportedError: The kernel that was named has none.
+        """
+        if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
+            return self
+        call = self.prepare_lse_grad()
+        if self.transport == "p2p":  # what is sent does not depend on kernels
+            call = call._replace(backward_signature=self.backward_signature)
+        params = replace(call.params, dropout_seed=self.seed)
+        return call._replace(number=self.number, params=params)
+
+    def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Query indices, query positions, key positions of a rank, where an option needs them."""
+        if not self.needs_index:
+            return None, None, None
+        return positions_of(self.plan, rank, self.device)
+
+    def rows(self, inputs: Inputs) -> Rows:
+        """This rank's queries."""
+        index, position, _ = self.positions(self.ring.rank)
+        slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
+        runs = query_runs(self.plan, self.ring.rank) if self.needs_index else ()
+        return Rows(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
+
+    def columns(self, rank: int, tensors: Sequence[Tensor]) -> Columns:
+        """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
+        segments = tensors[2] if len(tensors) > 2 else None
+        eights = self.needs_index and _come_in_eights(self.plan, rank)
+        runs = key_runs(self.plan, rank) if self.needs_index else ()
+        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
+
+
+class Options(NamedTuple):
+    """A call's options beside tensors, as given."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    cu_seqlens: Sequence[int] | None = None
+    mask: Mask | Tensor | None = None  # no tensor once the bias says it
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    kernel: str | KernelConfig = "auto"
+    transport: str = "auto"
+    bias_masks: bool = False  # the bias says a mask that was a tensor
+
+
+@lru_cache(maxsize=256)
+def _come_in_eights(plan: Plan, rank: int) -> bool:
+    return come_in_eights(plan.k_positions(rank))
+
+
+def header_device(call: Call) -> torch.device:
+    """Where headers lie: gloo sends from the host, others from the inputs' device."""
+    backend = torch.distributed.get_backend(call.ring.group) if call.ring.size > 1 else "gloo"
+    return torch.device("cpu") if backend == "gloo" else call.device
+
+
+def zero_row_grads(call: Call, rows: Rows) -> RowGrads:
+    """Accumulators of what a backward adds up for queries."""
+    dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
+    dbias = None
+    if rows.bias is not None and call.params.bias_grad:
+        dbias = torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
+    return RowGrads(dq, dbias)

@@ -1,0 +1,320 @@
+"""Ranks that are about to exchange tensors make sure that they mean the same call.
+
+Everybody sends a header of fixed size to the rank ahead, before any tensor: what it is about to do
+and, so that a difference can be named, that in readable fields. And a pass that fails on a rank
+ends on the others with that rank's words, and closes the group for later calls: what was sent may
+still be under way, and would be read as something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ring_core import RankMismatchError
+from ring_torch.capture import is_capturing
+from ring_torch.comm.ranks import PeerError, QueuedPass, Ring, naming, others, state_of
+from ring_torch.comm.store import (
+    StoreAgreement,
+    clear_failure,
+    read_failure,
+    report_failure,
+    timeout_of,
+)
+from ring_torch.comm.watch import watch
+
+_HEADER_BYTES = 2048
+_DIGEST_BYTES = 8
+_MOST_AGREED = 4096
+_LONGEST = 96  # characters of a field of a header
+_HEAD = struct.Struct("<4sIQ8sQ")
+_MAGIC = b"RING"
+_READABLE, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What must be equal on all ranks for a pass of a call, beside its number and seed."""
+
+    fields: dict[str, Any]  # anything that ``json`` writes
+    digest: bytes
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
+        """The signature of the pass of this name."""
+        fields = {"pass": name, **fields}
+        text = json.dumps(fields, sort_keys=True).encode()
+        return cls(fields, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+    def for_call(self, number: int, seed: int) -> bytes:
+        """What tells this call from any other: the digest of all, number and seed included."""
+        text = self.digest + struct.pack("<QQ", number, seed)
+        return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+
+    def as_int64(self, number: int, seed: int) -> int:
+        """The same as a number, int64."""
+        return int.from_bytes(self.for_call(number, seed), "little", signed=True)
+
+
+class Header(NamedTuple):
+    """What a rank sends ahead of a pass: 2,048 bytes.
+
+    ======  =====  ============================================================
+    bytes   field
+    ======  =====  ============================================================
+    0-3     magic  ``RING``: tensors that arrive in a header's place have none
+    4-7     status 1: all is here; 2: this call was compared before, and the
+                   digest is that of signature, number and seed
+    8-15    number of the call on the group
+    16-23   digest of the signature
+    24-31   seed   of dropout, two words of 32 bits
+    32-     fields JSON, padded with zeros
+    ======  =====  ============================================================
+    """
+
+    status: int
+    number: int
+    digest: bytes
+    seed: int
+    fields: bytes
+
+    @classmethod
+    def of(cls, signature: CallSignature, number: int, seed: int) -> Self:
+        """The header of a pass, in readable fields."""
+        fields = {name: _shortened(value) for name, value in signature.fields.items()}
+        text = json.dumps(fields, sort_keys=True).encode()
+        assert len(text) <= _HEADER_BYTES - _HEAD.size, "a header holds all fields"
+        return cls(_READABLE, number, signature.digest, seed, text)
+
+    @classmethod
+    def read(cls, message: bytes) -> Self | None:
+        """The header in a message, unless that is something else."""
+        magic, status, number, digest, seed = _HEAD.unpack_from(message)
+        if magic != _MAGIC or status not in {_READABLE, _COMPARED}:
+            return None
+        return cls(status, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
+
+    def bytes(self) -> bytearray:
+        """As it is sent."""
+        head = _HEAD.pack(_MAGIC, self.status, self.number, self.digest, self.seed)
+        return bytearray((head + self.fields).ljust(_HEADER_BYTES, b"\0"))
+
+    def difference(self, theirs: Header | None) -> str:
+        """What another rank's header says that this one does not, in words."""
+        if theirs is None:
+            return (
+                "what arrived is no header. It is left over from a call that failed, or something "
+                "else sends messages over this process group"
+            )
+        mine, other = self.as_fields(), theirs.as_fields()
+        names = sorted(
+            name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)
+        )
+        return "; ".join(
+            f"{name} is {other.get(name)!r} there and {mine.get(name)!r} here" for name in names
+        )
+
+    def as_fields(self) -> dict[str, Any]:
+        """All that it says."""
+        if self.status == _COMPARED:
+            return {"status": "a call like an earlier one"}
+        found: object = None
+        with suppress(ValueError):
+            found = json.loads(self.fields)
+        fields = found if isinstance(found, dict) else {"fields": self.fields[:_LONGEST]}
+        return {**fields, "call": self.number, "dropout_seed": self.seed}
+
+
+def agree(
+    ring: Ring, number: int, seed: int, signature: CallSignature, device: torch.device
+) -> None:
+    """Check that the rank behind makes the same call, before any of its data is used.
+
+    Messages of unequal size would crash gloo, and of equal size but other shapes would pass
+    unnoticed. On a GPU the host reads the header of the first such call; from then on the stream
+    compares digests, and a difference ends it in an error. The first such call also waits for all
+    ranks to find the same.
+
+    Args:
+        ring: The ranks.
+        number: The call's number.
+        seed: Of dropout.
+        signature: What else must be equal on all ranks.
+        device: Where headers have to lie for this group.
+
+    Raises:
+        RankMismatchError: The rank behind is making another call, or another rank has found that
+            one does.
+        PeerError: A rank did not come within the group's timeout.
+    """
+    if ring.size == 1:
+        return
+    if device.type != "cpu" and has_agreed(ring, signature):
+        _compare_on_stream(ring, number, seed, signature, device)
+        return
+    assert ring.group is not None
+    state, header = state_of(ring), Header.of(signature, number, seed)
+    if not state.agreed and ring.rank == 0:
+        clear_failure(ring.group)
+    mine = torch.frombuffer(header.bytes(), dtype=torch.uint8).to(device)
+    received = bytes(_from_behind(ring, mine).cpu().numpy())
+    agreement = StoreAgreement.of(ring.group, number, signature.fields["pass"])
+    theirs = Header.read(received)
+    if theirs is None or not _are_same(header, theirs, signature):
+        text = (
+            f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
+            f"{header.difference(theirs)}. All ranks must make the same calls in the same order "
+            f"with equal local shapes, dtypes and options"
+        )
+        agreement.report_mismatch(text)
+        known = theirs is not None and theirs.digest in state.agreed
+        # Who finds no difference waits for all in the first such call, and goes on in a later one.
+        if theirs is None or (ring.size > 2 and (known or has_agreed(ring, signature))):
+            fail(ring, text)
+        raise RankMismatchError(text)
+    if not has_agreed(ring, signature):
+        digest = signature.for_call(number, seed)
+        patience = timeout_of(ring.group, device)
+        with naming(others(ring)):
+            note = agreement.wait_for_all(digest, ring.size, patience)
+        if note is not None:
+            raise RankMismatchError(note)
+        _remember(ring, signature, agreement, digest)
+    if device.type != "cpu" and not state.is_watched:
+        state.is_watched = True
+        watch(ring, timeout_of(ring.group, device))
+
+
+def _compare_on_stream(
+    ring: Ring, number: int, seed: int, signature: CallSignature, device: torch.device
+) -> None:
+    """Exchange headers of a call compared before; a difference ends the stream in an error."""
+    mine = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+    words = mine.view(torch.int64)
+    words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
+    words[2].fill_(signature.as_int64(number, seed))
+    theirs = _from_behind(ring, mine)
+    same = words[2] == theirs.view(torch.int64)[2]
+    torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
+
+
+def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
+    if theirs.status == _COMPARED:
+        return theirs.digest == signature.for_call(mine.number, mine.seed)
+    return theirs[:4] == mine[:4]
+
+
+def _from_behind(ring: Ring, mine: Tensor) -> Tensor:
+    """Send a header ahead; returns that of the rank behind."""
+    theirs = torch.empty_like(mine)
+    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    return theirs
+
+
+def _remember(
+    ring: Ring, signature: CallSignature, agreement: StoreAgreement, digest: bytes
+) -> None:
+    """Note that all ranks make such calls; what they said before this one, all have read."""
+    state = state_of(ring)
+    if state.last is not None and ring.rank == 0:
+        last, read = state.last
+        last.clear(read)
+    state.last = agreement, digest
+    state.agreed[signature.digest] = None
+    while len(state.agreed) > _MOST_AGREED:
+        state.agreed.pop(next(iter(state.agreed)))
+
+
+def has_agreed(ring: Ring, signature: CallSignature) -> bool:
+    """Whether this group has compared such calls in words before."""
+    return signature.digest in state_of(ring).agreed
+
+
+def check_graph(ring: Ring, signature: CallSignature, device: torch.device) -> None:
+    """Check that a pass that is being captured into a CUDA graph was compared before.
+
+    Raises:
+        ValueError: It was not.
+    """
+    if ring.size == 1 or not is_capturing():
+        return
+    if device.type == "cpu" or not has_agreed(ring, signature):
+        raise ValueError(
+            "a call is captured into a CUDA graph before the ranks have compared it: make it once "
+            "outside of a graph, forward and backward, then capture it"
+        )
+
+
+@contextmanager
+def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Iterator[None]:
+    """Around a pass: its failure on one rank ends it on all, in the words of that rank.
+
+    The rank that fails leaves its words in the store. The others wait for it until the group's
+    timeout, and find them there. On all of them the group is then closed for later calls.
+
+    Raises:
+        RankMismatchError: Ranks make different calls.
+        RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
+    """
+    if ring.group is None or ring.size == 1:
+        yield
+        return
+    state_of(ring).check()
+    name = signature.fields["pass"]
+    try:
+        yield
+        _note_queued(ring, f"call {number} ({name})")
+    except RankMismatchError:
+        raise
+    except PeerError as error:
+        agreement = StoreAgreement.of(ring.group, number, name)
+        mismatch, failure = agreement.read_report(), read_failure(ring.group)
+        own = f"call {number} ({name}): rank {ring.rank} {error}"
+        fail(ring, mismatch or failure or own, report=False)
+        if mismatch is not None:
+            raise RankMismatchError(mismatch) from error
+        raise RuntimeError(own if failure is None else f"{failure}; {own}") from error
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {error}"
+        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {problem}")
+        raise
+
+
+def _note_queued(ring: Ring, name: str) -> None:
+    """Keep what the host has queued, for the thread that looks whether it ends.
+
+    Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
+    """
+    state = state_of(ring)
+    if not state.is_watched:
+        return
+    state.queued = None
+    if not is_capturing():
+        ended = torch.cuda.current_stream().record_event()
+        state.queued = QueuedPass(name, time.monotonic(), ended)
+
+
+def fail(ring: Ring, text: str, *, report: bool = True) -> None:
+    """Close a group for later calls, and say why to the others."""
+    assert ring.group is not None
+    state_of(ring).failure = text
+    if report:
+        report_failure(ring.group, text)
+
+
+def _shortened(value: Any) -> Any:
+    """A field that leaves room for the others: its beginning, and a digest of all of it."""
+    text = json.dumps(value)
+    if len(text) <= _LONGEST:
+        return value
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{text[: _LONGEST - 12]}... {digest}"

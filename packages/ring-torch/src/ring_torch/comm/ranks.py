@@ -1,0 +1,237 @@
+"""Messages between the ranks of a process group. Nothing here knows of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_torch.comm.store import StoreAgreement
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+class PeerError(RuntimeError):
+    """Ranks that this one exchanges with failed, or did not answer within the group's timeout."""
+
+    def __init__(self, peers: Sequence[int], reason: object) -> None:
+        ranks = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+        super().__init__(f"waited in vain for {ranks} of the group: {reason}")
+
+
+class QueuedPass(NamedTuple):
+    """A pass that a host has queued on its GPU and does not wait for."""
+
+    name: str  # with the call's number
+    since: float  # seconds, of ``time.monotonic``
+    ended: Any  # a CUDA event
+
+
+@dataclass
+class GroupState:
+    """What has happened on a group."""
+
+    ring: Ring
+    calls: int = 0
+    agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
+    last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
+    failure: str | None = None  # of a pass: what its ranks sent may still be under way
+    is_watched: bool = False  # whether a thread looks for failures of other ranks
+    queued: QueuedPass | None = None  # the last, while it is watched
+
+    def check(self) -> None:
+        """Refuse to send anything after a failure.
+
+        Raises:
+            RuntimeError: An earlier call failed.
+        """
+        if self.failure is not None:
+            raise RuntimeError(
+                f"an earlier call on this process group failed, and its messages may still be "
+                f"under way: {self.failure}. Make a new group (torch.distributed.new_group, or "
+                f"destroy_process_group and init_process_group) and go on with that"
+            )
+
+
+# Facts about groups, which are not ours to extend.
+_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """This rank's place among those that hold one sequence; without a group it is alone.
+
+    A ring does not keep its group: calls are cached, and a group that is kept after it is destroyed
+    keeps its threads, which may end with the interpreter in an abort.
+    """
+
+    weak: ref[dist.ProcessGroup] | None
+    rank: int
+    size: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group.
+
+        Raises:
+            RuntimeError: It was destroyed.
+        """
+        if self.weak is None:
+            return None
+        if (group := self.weak()) is None:
+            raise RuntimeError("the ring's process group was destroyed; give another group")
+        return group
+
+    def behind(self, distance: int) -> int:
+        """The rank this far behind."""
+        return (self.rank - distance) % self.size
+
+    def ahead(self, distance: int) -> int:
+        """The rank this far ahead."""
+        return (self.rank + distance) % self.size
+
+    def next_call(self) -> int:
+        """The number of a new call on this group, counted on every rank, failed calls included.
+
+        A rank whose call fails before anything is sent is one call behind its peers' messages.
+        Numbers tell: otherwise its next call would meet the one that its peers still wait in.
+
+        Raises:
+            RuntimeError: A pass of an earlier call failed.
+        """
+        if self.group is None:
+            return 0
+        state = state_of(self)
+        if self.size > 1:
+            state.check()
+        state.calls += 1
+        return state.calls
+
+    def start(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Transfer:
+        """Start moving contiguous tensors, which may not be touched until that is done.
+
+        Raises:
+            PeerError: A peer is gone.
+        """
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, peer in pairs
+        ]
+        peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
+        with naming(peers):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Transfers under way, with the tensors they read kept alive."""
+
+    works: tuple[dist.Work, ...] = ()
+    sent: tuple[Tensor, ...] = ()
+    peers: tuple[int, ...] = ()
+
+    def wait(self) -> None:
+        """Wait until all have arrived (on CUDA: make the current stream wait).
+
+        Raises:
+            PeerError: A peer failed, or did not answer within the group's timeout.
+        """
+        with naming(self.peers):
+            for work in self.works:
+                work.wait()
+
+
+NOTHING = Transfer()
+
+
+@contextmanager
+def naming(peers: Sequence[int]) -> Iterator[None]:
+    """Name the ranks of the group that something inside is exchanged with, if that fails.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(peers, error) from error
+
+
+@contextmanager
+def collective(ring: Ring, what: str) -> Iterator[None]:
+    """Around a collective: name it if it fails; it is not entered after a failed pass.
+
+    Raises:
+        RuntimeError: A pass of an earlier call failed, or a peer did.
+    """
+    state_of(ring).check()
+    try:
+        with naming(others(ring)):
+            yield
+    except PeerError as error:
+        raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+
+
+def others(ring: Ring) -> list[int]:
+    """The ranks beside this one."""
+    return [rank for rank in range(ring.size) if rank != ring.rank]
+
+
+def state_of(ring: Ring) -> GroupState:
+    """What has happened on a ring's group."""
+    assert ring.group is not None
+    if (state := _states.get(ring.group)) is None:
+        state = _states[ring.group] = GroupState(ring)
+    return state
+
+
+def ring_of(group: Any) -> Ring:
+    """The ring of a process group, a one-dimensional ``DeviceMesh``, or ``None``.
+
+    ``None`` is the default group, or one rank alone where none is initialised.
+
+    Raises:
+        ValueError: Not a group, a mesh of several dimensions, a group this rank is not in, or one
+            that was destroyed.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ring(None, 0, 1)
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
+            raise ValueError("the process group was destroyed; give another group")
+        if (state := _states.get(group)) is not None:
+            return state.ring
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a process group or a one-dimensional DeviceMesh, got a mesh of {group.ndim} dimensions; "
+                f"slice it: mesh['cp']"
+            )
+        group = group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        is_other = group == dist.GroupMember.NON_GROUP_MEMBER
+        problem = (
+            "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
+        )
+        raise ValueError(
+            f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {problem}"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            "group must be a process group that this rank belongs to; this rank is not in it"
+        )
+    return Ring(ref(group), rank, dist.get_world_size(group))

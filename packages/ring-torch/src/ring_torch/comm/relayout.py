@@ -1,0 +1,107 @@
+"""Rows brought from one order over the ranks to another. Nothing here knows of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ring_torch.comm.ranks import Ring, naming, others
+
+Ints = npt.NDArray[np.int64]
+Guard = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Which rows go where: ``received[after]`` of what ``sent[before]`` brings.
+
+    Attributes:
+        ring: The ranks.
+        before: Order in which rows are sent, int64 ``[T_local]``.
+        sent: How many go to each rank.
+        received: How many come from each rank.
+        after: Order in which those that arrive are wanted, int64 ``[T_local]``.
+    """
+
+    ring: Ring
+    before: Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    after: Tensor
+
+    def __call__(self, x: Tensor, guard: Guard) -> Tensor:
+        """Rows ``[T_local, ...]`` in their new order; differentiable, with a guard each way."""
+        moved: Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
+        return moved.reshape(x.shape)
+
+    def back(self) -> Moves:
+        """The moves that undo these."""
+        return Moves(
+            self.ring, self.after.argsort(), self.received, self.sent, self.before.argsort()
+        )
+
+
+def moves_between(ring: Ring, source: Ints, target: Ints, device: torch.device) -> Moves:
+    """The moves from one order to another.
+
+    Args:
+        ring: The ranks.
+        source: The position of each row of each rank now, ``[P, T_local]``.
+        target: The position of each row wanted, ``[P, T_local]``.
+        device: Where the rows lie.
+    """
+    me = ring.rank
+    lies, wanted = _owners(source), _owners(target)
+    to, come = wanted[source[me]], lies[target[me]]
+    # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
+    arriving = np.concatenate([row[wanted[row] == me] for row in source])
+    after = np.empty(len(arriving), dtype=np.int64)
+    after[np.argsort(target[me])] = np.argsort(arriving)
+    before = np.argsort(to, kind="stable")
+    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, come))
+    sent, received = (tuple(count) for count in counts)
+    return Moves(ring, torch.as_tensor(before, device=device), sent, received,
+                 torch.as_tensor(after, device=device))  # fmt: skip
+
+
+def _owners(positions: Ints) -> Ints:
+    """The rank of each position."""
+    owners = np.empty(positions.size, dtype=np.int64)
+    for rank, row in enumerate(positions):
+        owners[row] = rank
+    return owners
+
+
+class _Move(torch.autograd.Function):
+    """One all-to-all; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: Moves, guard: Guard) -> Tensor:
+        """Send the rows."""
+        ctx.moves, ctx.guard = moves, guard
+        return _move(x, moves, guard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Send their gradients back."""
+        return _move(grad, ctx.moves.back(), ctx.guard), None, None
+
+
+def _move(x: Tensor, moves: Moves, guard: Guard) -> Tensor:
+    rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
+    arrived = torch.empty_like(rows)
+    with guard(), naming(others(moves.ring)):
+        dist.all_to_all_single(
+            arrived, rows, list(moves.received), list(moves.sent), group=moves.ring.group
+        )
+    return arrived.view(x.dtype).index_select(0, moves.after)

@@ -1,0 +1,129 @@
+"""What all functions share: foreign arguments in our words, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_core import Schedule, checks
+from ring_torch.attention import Window
+from ring_torch.autograd import RingAttention
+from ring_torch.call import Call
+from ring_torch.call import Options as CallOptions
+from ring_torch.comm.ranks import Group, Ring, ring_of
+from ring_torch.prepare import check_call
+from ring_torch.records import Inputs
+
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+
+#: What runs on data of a layout. ``balanced`` would take contiguous data, too, but loses to
+#: ``plain`` where there are documents or keys can be pulled.
+SCHEDULES: dict[LayoutName, Schedule] = {
+    "contiguous": "plain", "zigzag": "zigzag", "striped": "striped",
+}  # fmt: skip
+
+
+class Options(NamedTuple):
+    """The arguments that every function has."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_batch(
+    layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options, group: Group
+) -> Any:
+    """Attention of shards ``[B, T_local, H, D]`` that lie in this layout."""
+    call, inputs = checked(ring_of(group), layout, q, k, v, options)
+    return returned(*run(call, inputs), options)
+
+
+def checked(
+    ring: Ring,
+    layout: LayoutName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    cu_seqlens: tuple[int, ...] | None = None,
+) -> tuple[Call, Inputs]:
+    """A call whose arguments are all right; nothing is sent.
+
+    Raises:
+        ValueError: An argument is malformed.
+        UnsupportedError: No kernel can do the call.
+    """
+    checks.check_flag("causal", options.causal)
+    checks.check_flag("return_attn_probs", options.return_attn_probs)
+    return check_call(
+        ring, ring.next_call(), SCHEDULES[layout], q, k, v,
+        CallOptions(
+            causal=options.causal, window=window_of(options.window_size), chunk_size=None,
+            cu_seqlens=cu_seqlens, mask=None, softmax_scale=options.softmax_scale, softcap=None,
+            dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
+            deterministic=options.deterministic, return_lse=False, kernel="auto", transport="auto",
+        ),
+        alibi_slopes=options.alibi_slopes,
+    )  # fmt: skip
+
+
+def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` of a checked call.
+
+    A gradient through ``lse``, which no caller there can have had, would rule out fused kernels.
+    """
+    out, lse = RingAttention.apply(call, *inputs)
+    return out, lse.detach()
+
+
+def returned(out: Tensor, lse: Tensor, options: Options) -> Any:
+    """``out``, or ``(out, lse, None)`` where more was asked for."""
+    return (out, lse, None) if options.return_attn_probs else out
+
+
+def window_of(window_size: tuple[int, int]) -> Window | None:
+    """``(left, right)``, where -1 stands for a side without a limit.
+
+    Raises:
+        ValueError: Not two counts of keys.
+    """
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not pair or not all(type(side) is int and side >= -1 for side in window_size):
+        raise ValueError(
+            f"window_size must be a pair (left, right) of numbers of keys besides the query's own, "
+            f"-1 where a side has no limit, got {window_size!r}"
+        )
+    left, right = (None if side == -1 else side for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def seed_of(dropout_p: float) -> int | None:
+    """A seed drawn from torch's default generator of the CPU, where something is to drop.
+
+    Ranks that are seeded alike draw alike, and checkpointing, which restores that generator,
+    drops the same elements again.
+    """
+    if dropout_p == 0:
+        return None
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def unpacked(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
+    """The ``count`` tensors stacked along a dimension.
+
+    Raises:
+        ValueError: There are others than that many.
+    """
+    shape = ["B", "T_local", str(count), "heads", "D"][2 - dim :]
+    if not isinstance(packed, Tensor) or packed.ndim != len(shape) or packed.shape[dim] != count:
+        got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise ValueError(f"{name} must be a tensor [{', '.join(shape)}], got {got}")
+    return packed.unbind(dim)

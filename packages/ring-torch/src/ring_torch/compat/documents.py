@@ -1,0 +1,234 @@
+"""Packed documents that were each split over the ranks on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_core import Layout, UnsupportedError
+from ring_torch.call import Call, header_device
+from ring_torch.comm.handshake import CallSignature, agree, with_peer_errors
+from ring_torch.comm.ranks import Group, Ring, ring_of
+from ring_torch.comm.relayout import Ints, Moves, moves_between
+from ring_torch.compat.call import LayoutName, Options, checked, returned, run
+from ring_torch.records import Inputs
+
+#: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8
+#: key/value heads, head dim 128, forward and backward) its kernels then run for longer than the
+#: 4 ms that a call takes the host, and even work for each rank is worth more than few calls.
+LONG = 4096
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents that share a call: where their pieces lie in a rank's tokens, and that call."""
+
+    spans: tuple[tuple[int, int], ...]
+    offsets: tuple[int, ...]  # of those pieces, put together
+    call: Call
+    inputs: Inputs
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_documents(
+    layout: LayoutName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int | Tensor,
+    options: Options,
+    group: Group,
+) -> Any:
+    """Attention of shards ``[T_local, H, D]`` that hold a piece of every document.
+
+    Each document is a sequence in the layout: long ones get a call each. Short ones share a call,
+    and positions inside them, on which windows, slopes and dropout depend, jump from rank to rank
+    by the document's own length, which no order of all tokens has. So one exchange brings the rows
+    of Q, K and V to where the layout has the packed documents, and another one the answer back.
+    """
+    ring = ring_of(group)
+    check_shards(q, k, v)
+    offsets = offsets_of("cu_seqlens", cu_seqlens, q.shape[0])
+    lengths = np.diff(offsets)
+    check_longest("max_seqlen", max_seqlen, int(lengths.max(initial=0)))
+    check_slopes(options.alibi_slopes, int(np.count_nonzero(lengths)))
+    odd = np.flatnonzero(lengths % _pieces(layout))
+    if odd.size:
+        raise ValueError(
+            f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
+            f"even, for each rank holds two chunks of a document: pad documents to multiples of "
+            f"{2 * ring.size} tokens"
+        )
+    parts = [
+        _part(ring, layout, q, k, v, options, spans) for spans in _shared(ring, offsets)
+    ]  # all are checked before any runs
+    answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for part in parts:
+        out, lse = _attend(ring, layout, part, options)
+        sizes = [stop - start for start, stop in part.spans]
+        pieces = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
+        answers |= dict(zip(part.spans, pieces, strict=True))
+    outs, lses = zip(*(answers[span] for span in sorted(answers)), strict=True)
+    return returned(torch.cat(outs), torch.cat(lses, dim=1), options)
+
+
+def _shared(ring: Ring, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    """Which documents share a call."""
+    spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
+    if ring.size == 1 or len(spans) < 2:
+        return [tuple(spans) or ((0, 0),)]
+    short = tuple(span for span in spans if span[1] - span[0] < LONG)
+    return [(span,) for span in spans if span not in short] + ([short] if short else [])
+
+
+def _part(
+    ring: Ring, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
+    spans: tuple[tuple[int, int], ...],
+) -> _Part:  # fmt: skip
+    """Check a call of some of the documents."""
+    offsets = (0, *accumulate(stop - start for start, stop in spans))
+    documents = None
+    if len(spans) == 1:
+        q, k, v = (x[slice(*spans[0])] for x in (q, k, v))
+    else:
+        q, k, v = (torch.cat([x[slice(*span)] for span in spans]) for x in (q, k, v))
+        documents = tuple(ring.size * offset for offset in offsets)
+    call, inputs = checked(ring, layout, q[None], k[None], v[None], options, documents)
+    return _Part(spans, offsets, call, inputs)
+
+
+def _attend(ring: Ring, layout: LayoutName, part: _Part, options: Options) -> tuple[Tensor, Tensor]:
+    """``out [T, H, Dv]`` and ``lse [H, T]`` of a part's ``T`` rows."""
+    call, inputs = part.call, part.inputs
+    if ring.size == 1 or len(part.spans) == 1:  # the rows are where the layout has them
+        out, lse = run(call, inputs)
+        return out[0], lse[0]
+    moves = _moves(ring, layout, part.offsets, call.device)
+    signature = _signature(call, layout, options)
+    guard = partial(with_peer_errors, ring, call.number, signature)
+    with guard():
+        agree(ring, call.number, call.seed, signature, header_device(call))
+    qkv = (inputs.q, inputs.k, inputs.v)
+    widths = [x.shape[2] * x.shape[3] for x in qkv]
+    moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)
+    q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
+    out, lse = run(call, inputs._replace(q=q, k=k, v=v))
+    back = moves.back()
+    out = back(out[0], guard)
+    return out, back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0]
+
+
+def offsets_of(
+    name: str, cu_seqlens: Tensor | Sequence[int], tokens: int | None = None
+) -> tuple[int, ...]:
+    """Offsets of documents on the host, ``(0, ..., tokens)``; any number of tokens if ``None``.
+
+    Raises:
+        ValueError: They are not ascending integers from 0 to the number of tokens.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+            raise ValueError(
+                f"{name} must be integers [documents + 1], got {cu_seqlens.dtype} "
+                f"{list(cu_seqlens.shape)}"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    offsets = tuple(cu_seqlens)
+    if not all(isinstance(offset, int | np.integer) for offset in offsets):
+        raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
+    if len(offsets) < 2 or offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0 and end a document, got {_shortened(offsets)}")
+    if tokens is not None and offsets[-1] != tokens:
+        raise ValueError(
+            f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "
+            f"tokens that belong to no document can be one of their own"
+        )
+    if any(stop < start for start, stop in pairwise(offsets)):
+        raise ValueError(f"{name} must be ascending, got {_shortened(offsets)}")
+    return offsets
+
+
+def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that these are tensors of packed tokens.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor [T_local, heads, D], got {got}")
+
+
+def check_longest(name: str, stated: int | Tensor, longest: int) -> None:
+    """Check a stated maximum of documents' lengths, which may be larger than the longest.
+
+    Raises:
+        ValueError: A document is longer.
+    """
+    if int(stated) < longest:
+        raise ValueError(f"{name} is {int(stated)}, but the longest document has {longest} tokens")
+
+
+def check_slopes(slopes: Tensor | None, documents: int) -> None:
+    """Check that slopes are the same for all documents.
+
+    Raises:
+        UnsupportedError: They are one row a document.
+    """
+    if slopes is not None and slopes.ndim == 2 and (slopes.shape[0] != 1 or documents > 1):
+        raise UnsupportedError(
+            f"alibi_slopes {list(slopes.shape)}: packed documents share one row of slopes, [H]; "
+            f"documents with slopes of their own need a call each"
+        )
+
+
+@lru_cache(maxsize=16)
+def _moves(ring: Ring, layout: LayoutName, offsets: tuple[int, ...], device: torch.device) -> Moves:
+    """From every document split by the layout to the whole pack split by it; once a pack."""
+    seq_len = ring.size * offsets[-1]
+    pack = Layout(layout, seq_len, ring.size)
+    target = np.stack([pack.positions(rank) for rank in range(ring.size)])
+    return moves_between(ring, positions_in_documents(layout, offsets, ring.size), target, device)
+
+
+def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
+    """Where in the pack each token of each rank lies, ``[P, T_local]``.
+
+    Args:
+        layout: How each document was split.
+        offsets: Of the documents' shards in a rank's tokens.
+        cp_size: Ranks, ``P``.
+    """
+    starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
+    start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
+    pieces = _pieces(layout)
+    run, inside = np.divmod(np.arange(offsets[-1]) - start, length // pieces)
+    chunks = np.stack(
+        [Layout(layout, pieces * cp_size, cp_size).positions(rank) for rank in range(cp_size)]
+    )
+    return cp_size * start + chunks[:, run] * (length // pieces) + inside
+
+
+def _pieces(layout: LayoutName) -> int:
+    """Chunks of a sequence that a rank holds."""
+    return 2 if layout == "zigzag" else 1
+
+
+def _signature(call: Call, layout: LayoutName, options: Options) -> CallSignature:
+    """What ranks have to agree on before rows are exchanged."""
+    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
+    words["lse"] = options.return_attn_probs
+    return CallSignature.of(words, "exchange")
+
+
+def _shortened(offsets: tuple[int, ...]) -> str:
+    return str(offsets) if len(offsets) < 9 else f"({offsets[0]}, ..., {offsets[-1]})"

@@ -1,0 +1,345 @@
+"""The ring in the graphs of ``torch.compile``: two operations, which the compiler cannot look into.
+
+What is static about a call goes into them as text; tensors, and numbers that may change from call
+to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
+them. What these numbers cannot change is checked when a graph is traced, the rest when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ring_core import Dealt, KernelConfig, Mask, Schedule, gather_program
+from ring_torch.autograd import backward_pass, forward_pass
+from ring_torch.call import Call, Options
+from ring_torch.capture import owned
+from ring_torch.comm.ranks import Ring, ring_of
+from ring_torch.payload import Keys, keys_of, packing_of
+from ring_torch.prepare import ask_peers, check_call
+from ring_torch.records import Inputs
+from ring_torch.strategies.gather import keeps_gathered
+
+_OTHER_GROUP = (
+    "the process group that this graph was compiled for is gone, or another one is the default "
+    "group by now; compile it anew (torch.compiler.reset())"
+)
+_LOW = (1 << 32) - 1
+
+#: What of :class:`Options` is static, and written as it is.
+PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks")
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def static_text(
+    group: Any,
+    schedule: Schedule,
+    kernel: str | KernelConfig,
+    plain: tuple[Any, ...],
+    grad: bool,
+) -> str:
+    """What is static about a call, as text, which the compiler takes for a constant."""
+    ring = ring_of(group)
+    ask_peers(ring)  # operations may not, while they are traced
+    facts = {
+        "group": None if ring.group is None else ring.group.group_name,
+        "ranks": [ring.rank, ring.size],
+        "schedule": schedule.chunks if isinstance(schedule, Dealt) else schedule,
+        "grad": grad,
+        "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
+        **dict(zip(PLAIN, plain, strict=True)),
+    }
+    return json.dumps(facts)
+
+
+def _group(name: str) -> Any:
+    """The process group of a name, which has no public way to it."""
+    return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))  # type: ignore[attr-defined] # noqa: SLF001
+
+
+class Numbers(NamedTuple):
+    """What may change from call to call without compiling anew, but for the floats."""
+
+    left: int | None
+    right: int | None
+    chunk_size: int | None
+    offsets: Sequence[int] | None
+    documents: Tensor | None  # the same, of a tensor
+    softmax_scale: float | None
+    softcap: float | None
+    dropout_p: float
+    seed_low: int | None  # 32 bits: as one number it may exceed an int64
+    seed_high: int
+
+    @property
+    def shape_the_plan(self) -> bool:
+        """Whether there are numbers that the plan depends on, and no compiler knows."""
+        return any(x is not None for x in self[:5])
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of dropout."""
+        return None if self.seed_low is None else self.seed_high << 32 | self.seed_low
+
+
+class _Static(NamedTuple):
+    """The text, read."""
+
+    group: str | None
+    ranks: tuple[int, int]  # this one and how many, when the graph was traced
+    schedule: Schedule
+    grad: bool
+    kernel: str | KernelConfig
+    plain: dict[str, Any]
+
+    @property
+    def ring(self) -> Ring:
+        """The ranks; asked for anew, for a group may be gone and another have its name.
+
+        Raises:
+            ValueError: It is gone, or has other ranks.
+        """
+        try:
+            ring = ring_of(None if self.group is None else _group(self.group))
+        except RuntimeError as error:
+            raise ValueError(f"{_OTHER_GROUP}: {error}") from error
+        if (ring.rank, ring.size) != self.ranks:
+            raise ValueError(_OTHER_GROUP)
+        return ring
+
+    def options(self, numbers: Numbers) -> Options:
+        """The options of a call."""
+        window = (numbers.left, numbers.right)
+        documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
+        return Options(
+            window=None if window == (None, None) else window, chunk_size=numbers.chunk_size,
+            cu_seqlens=documents, mask=None, softmax_scale=numbers.softmax_scale,
+            softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
+            kernel=self.kernel, **self.plain,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _read(text: str) -> _Static:
+    facts: dict[str, Any] = json.loads(text)
+    schedule, kernel = facts["schedule"], facts["kernel"]
+    if isinstance(schedule, list):
+        schedule = Dealt(schedule)  # type: ignore[arg-type] # it makes tuples of lists
+    config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
+    plain = {name: facts[name] for name in PLAIN}
+    return _Static(facts["group"], tuple(facts["ranks"]), schedule, facts["grad"], config, plain)
+
+
+def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
+    """The call of an operation; segment ids have been told apart before.
+
+    How keys travel may not depend on numbers that the compiler does not know, for what the forward
+    leaves to the backward does: ``auto`` decides as if there were none.
+    """
+    static = _read(text)
+    ids = None if inputs.q_ids is None or inputs.k_ids is None else (inputs.q_ids, inputs.k_ids)
+
+    def checked(options: Options) -> tuple[Call, Inputs]:
+        return check_call(
+            static.ring, number, static.schedule, inputs.q, inputs.k, inputs.v, options,
+            segment_ids=ids, sinks=inputs.sinks, bias=inputs.bias, alibi_slopes=inputs.slopes,
+            grad=static.grad,
+        )  # fmt: skip
+
+    options = static.options(numbers)
+    if numbers.shape_the_plan and options.transport == "auto":
+        widest = checked(static.options(_widest(numbers)))[0]
+        options = options._replace(transport=widest.transport)
+    return checked(options)
+
+
+def _widest(numbers: Numbers) -> Numbers:
+    """The same without those that the plan depends on, which show more then."""
+    return numbers._replace(left=None, right=None, chunk_size=None, offsets=None, documents=None)
+
+
+def attend_in_graph(
+    group: Any,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``, of an operation in the graph that is being traced."""
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sinks, bias)
+    )
+    q_ids, k_ids = (
+        (segment_ids[0], segment_ids[1])
+        if isinstance(segment_ids, (tuple, list))
+        else (segment_ids, segment_ids)
+    )
+    causal, numbers = _numbers(options)
+    given = (options.deterministic, options.return_lse, options.transport, options.bias_masks)
+    text = static_text(group, schedule, options.kernel, (causal, *given), grad)
+    out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
+    return out, lse
+
+
+def _numbers(options: Options) -> tuple[bool, Numbers]:
+    """Whether a call is causal, and what may change; traced, so there is no look at a number."""
+    rule: Options | Mask = options
+    if isinstance(options.mask, Mask):
+        if options.causal or any(
+            x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
+        ):
+            raise ValueError(
+                "mask was given together with options that it has, too; put them there"
+            )
+        rule = options.mask
+    window = (None, None) if rule.window is None else rule.window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError("window must be a pair (left, right); for the last W tokens, (W - 1, 0)")
+    offsets: Any = rule.cu_seqlens
+    documents = None
+    if offsets is not None and not isinstance(offsets, (tuple, list)):
+        documents = torch.as_tensor(offsets)
+        if documents.device.type != "cpu":
+            raise ValueError(
+                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
+            )
+        offsets, documents = None, documents.clone()  # the given one may be refilled
+    seed = options.dropout_seed
+    return rule.causal, Numbers(
+        window[0], window[1], rule.chunk_size, None if offsets is None else list(offsets),
+        documents, options.softmax_scale, options.softcap, options.dropout_p,
+        None if seed is None else seed & _LOW, 0 if seed is None else seed >> 32,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("ring_torch::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
+    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
+    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """``(out, lse)`` of a call, and what its backward starts from."""
+    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+    )
+    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    out, lse, kept = forward_pass(call, inputs)
+    if call.transport == "p2p":
+        kept = kept or _kept_like(call, inputs, numbers)
+    elif numbers.shape_the_plan:
+        kept = []
+    return owned(out), owned(lse), [owned(x) for x in kept]  # as operations have to
+
+
+@attention.register_fake
+def _attention_like(
+    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
+    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
+    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Tensors of those shapes; what no number can make right is refused here."""
+    del seed_high
+    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p,
+        None if seed_low is None else 0, 0,
+    )  # fmt: skip
+    call, inputs = _call(text, given, _widest(numbers), number=1)
+    batch, length, heads, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3])
+    lse = q.new_empty(batch, heads, length, dtype=call.wide)
+    return out, lse, _kept_like(call, inputs, numbers)
+
+
+def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
+    """Tensors like those that the forward leaves to the backward."""
+    if call.transport == "p2p":
+        travels = call.ring.size > 1
+        return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
+    groups = call.groups.forward
+    keys = Keys.of(inputs, groups)
+    if numbers.shape_the_plan or not keeps_gathered(call, keys):
+        return []
+    length = gather_program(call.plan, call.ring.rank).length
+    both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]
+    ids = [] if inputs.k_ids is None else [inputs.k_ids.new_empty(keys.batch, length)]
+    return [*both, *ids]
+
+
+@torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
+    slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
+    left: int | None, right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
+    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
+    seed_low: int | None, seed_high: int,
+) -> list[Tensor]:  # fmt: skip
+    """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
+    numbers = Numbers(
+        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+    )
+    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    if call.transport == "p2p" and call.plan.num_steps == 1:
+        kept = []  # nothing travelled
+    grads = backward_pass(call, inputs, (out, lse), kept, (dout, dlse))
+    return [owned(grad) for grad in grads if grad is not None]
+
+
+@attention_backward.register_fake
+def _attention_backward_like(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
+    slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
+    *numbers: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Tensors like the inputs."""
+    del dout, dlse, q_ids, k_ids, slopes, out, lse, kept, text, numbers
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
+
+
+_TENSORS = len(Inputs._fields)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    ctx.text, numbers = inputs[_TENSORS], Numbers(*inputs[_TENSORS + 1 :])
+    ctx.numbers = numbers._replace(documents=None)
+    out, lse, kept = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *kept)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # read once: checkpointing asks for it
+    inputs, (documents, out, lse, *kept) = Inputs(*saved[:_TENSORS]), saved[_TENSORS:]
+    numbers = ctx.numbers._replace(documents=documents)
+    found = iter(attention_backward(dout, dlse, *inputs, out, lse, kept, ctx.text, *numbers))
+    dq, dk, dv = next(found), next(found), next(found)
+    dsinks = None if inputs.sinks is None else next(found)
+    dbias = None if inputs.bias is None else next(found)
+    rest = (None,) * (1 + len(numbers))  # the text and the numbers
+    return dq, dk, dv, None, None, dsinks, dbias, None, *rest
+
+
+attention.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,257 @@
+"""A layout belongs to the data, so one object owns both and they cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ring_core import KernelConfig, Layout, Mask, Schedule, viz
+from ring_torch.attention import Window, attend
+from ring_torch.call import Options
+from ring_torch.comm.ranks import Group
+from ring_torch.dense_mask import with_dense_mask
+from ring_torch.gradients import reduce_gradients
+from ring_torch.models.batch import shard_batch
+from ring_torch.models.check import ModelReport, check_model
+from ring_torch.prepare import check_call, describe_transport
+from ring_torch.sharding import Sharding, check_group
+
+
+class ContextParallel:
+    """Sequences split over the ranks of a group.
+
+    Args:
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised when the object is first used.
+        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
+            :func:`ring_core.deal` returns; it decides the layout.
+
+    Raises:
+        ValueError: No such schedule, or it is dealt to another number of ranks. Later, of every
+            method: the group is gone, or the default group another than at the first use.
+
+    Example::
+
+        cp = ContextParallel(group)
+        q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))
+        out = cp.attention(q, k, v, causal=True)
+        full = cp.unshard(out, dim=1)
+    """
+
+    def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
+        self._sharding = Sharding(group, schedule)
+        self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
+
+    @property
+    def group(self) -> Group:
+        """The process group, as given."""
+        return self._sharding.group
+
+    @property
+    def schedule(self) -> Schedule:
+        """As given."""
+        return self._sharding.schedule
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that hold a sequence."""
+        return self._sharding.ring.size
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place among them."""
+        return self._sharding.ring.rank
+
+    def layout(self, seq_len: int) -> Layout:
+        """Which rank holds which of ``seq_len`` tokens.
+
+        Raises:
+            ValueError: The schedule cannot divide this length; the message names the length to pad
+                to.
+        """
+        return self._sharding.layout(seq_len)
+
+    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """This rank's slice, contiguous, of a whole tensor that every rank holds.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+        """
+        return self._sharding.shard(x, dim=dim)
+
+    def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """The whole tensor, on every rank, from every rank's slice.
+
+        Its gradient is taken to be the same on every rank, as when each computes the same loss from
+        it: each rank keeps its own slice of it.
+
+        Raises:
+            ValueError: ``x`` has no such dimension, or one that is no rank's slice.
+        """
+        return self._sharding.unshard(x, dim=dim)
+
+    def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
+        return self._sharding.positions(seq_len, device=device)
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], *, model: nn.Module, dropout_seed: int | None = None
+    ) -> dict[str, Any]:
+        """This rank's part of the batch of a language model of transformers (``ring_torch.hf``).
+
+        Every rank gives the same whole batch. Sequences are padded on the right to a length that
+        the schedule divides, and split.
+
+        The model is checked the first time (:func:`ring_torch.hf.check_model`): one that would not
+        compute what it does on whole sequences is refused. What wraps it (DDP, FSDP, PEFT,
+        ``torch.compile``) may be given as well. A module that is none of transformers is not
+        checked, and counts as a causal language model with positions from 0.
+
+        Args:
+            batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``, and where wanted
+                ``labels`` int ``[B, T]`` (label ``i`` is of token ``i``; -100 is ignored),
+                ``attention_mask`` ``[B, T]`` (1, or 0 for padding, on either side),
+                ``position_ids`` int ``[B, T]`` (default: as the model counts; without an attention
+                mask, a document begins where they do not go on by one), ``token_type_ids``,
+                ``shift_labels``, ``num_items_in_batch``.
+            model: The model that is called with what is returned.
+            dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on
+                all ranks and new with every batch.
+
+        Returns:
+            Keyword arguments of the model's forward: the tensors given, ``[B, T_local, ...]``, and
+            ``position_ids``, global ones; an ``attention_mask`` that ring attention alone can read;
+            for ``labels``, ``shift_labels`` (label ``i`` is of token ``i + 1``, shifted before the
+            split) and ``num_items_in_batch``, the labels of the whole batch that are not ignored.
+            Where the model's loss is of labels as they are (masked language models, classes of
+            tokens), ``labels`` that a cross entropy alone can read, and divides by that number.
+            The loss of the model then is this rank's part: the sum over ranks is the mean over all
+            tokens.
+
+        Raises:
+            ValueError: Shapes do not fit; labels of padding are not -100; ``model`` is no module.
+            UnsupportedError: The model is not exact on split sequences, or the batch holds what
+                cannot be split; the message says what to do.
+            RankMismatchError: Ranks were given different batches.
+        """
+        report = self._reports.get(model) if isinstance(model, nn.Module) else None
+        if report is None:
+            report = self._reports[model] = check_model(model)
+        return shard_batch(self._sharding, batch, report, dropout_seed)
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
+
+        After the backward of each rank's part of the loss they are those of the whole loss. A
+        gradient that no rank has stays ``None``.
+
+        Raises:
+            UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
+        """
+        reduce_gradients(self._sharding.ring, model)
+
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
+        kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
+        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
+        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+        kernel: str | KernelConfig = ..., transport: str = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        mask: Mask | Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
+        check_group(self._sharding)
+        return attend(
+            self.group, self.schedule, q, k, v,
+            Options(
+                causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+                dropout_seed, deterministic, return_lse, kernel, transport,
+            ),
+            segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        chunk_size: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        mask: Mask | Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        kernel: str | KernelConfig = "auto",
+        transport: str = "auto",
+    ) -> str:
+        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
+
+        The kernel it would choose, why not the faster ones, how keys travel, and the plan in
+        figures; :func:`ring_core.viz.describe` draws it.
+        """
+        options = Options(
+            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
+            dropout_seed, deterministic, return_lse, kernel, transport,
+        )  # fmt: skip
+        if isinstance(mask, Tensor):
+            options, bias = with_dense_mask(options, bias, q, k, self.cp_size)
+        call, _ = check_call(
+            self._sharding.ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+            bias=bias, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+        widths = (
+            q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
+        )  # fmt: skip
+        way = describe_transport(
+            call.transport, self._sharding.ring, call.plan, call.device, widths
+        )
+        return f"{call.choice.describe()}\n{way}\n{viz.describe(call.plan, pictures=False)}"

@@ -1,0 +1,350 @@
+"""The attention and mask function that transformers is given, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from ring_core import KernelConfig, UnsupportedError, checks
+from ring_torch.attention import attend
+from ring_torch.call import Options
+from ring_torch.kernels import KERNEL_NAMES
+from ring_torch.models.batch import ShardedMask
+from ring_torch.models.check import SERVED_LAYERS
+from ring_torch.models.labels import Sealed
+from ring_torch.prepare import TRANSPORTS
+from ring_torch.sharding import check_group
+
+__all__ = ["register"]
+
+_READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
+
+#: What models hand to attention functions beside what these compute with.
+_IDLE = frozenset({
+    "cache_position", "labels", "num_items_in_batch", "output_hidden_states", "position_embeddings",
+    "position_ids", "return_dict", "shift_labels", "use_cache",
+})  # fmt: skip
+
+_REASONS = {
+    "output_attentions": "the weights are never held; use eager attention on a short sequence",
+    "output_router_logits": "the router's loss is no sum over ranks; add it yourself from logits "
+    "of the whole sequence, or leave it out",
+    "past_key_values": "a split sequence has no cache; generate with another implementation",
+    "cache": "a split sequence has no cache; generate with another implementation",
+    "cu_seq_lens_q": "documents are read from the position_ids that shard_batch is given",
+    "cu_seq_lens_k": "documents are read from the position_ids that shard_batch is given",
+}
+
+MaskFunction = Callable[..., Any]
+
+
+def register(
+    name: str = "ring",
+    *,
+    kernel: str | KernelConfig = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+) -> str:
+    """Give transformers an ``attn_implementation`` that computes over all ranks of a ring.
+
+    Args:
+        name: What it is called there; another for each set of options.
+        kernel: As in :func:`ring_torch.ring_attention`.
+        transport: As there.
+        deterministic: As there.
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: The name is taken, or means something to transformers; an option is unknown.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
+        loss = model(**cp.shard_batch(batch, model=model)).loss  # this rank's part
+    """
+    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
+    checks.check_choice("kernel", config.name, KERNEL_NAMES)
+    checks.check_choice("transport", transport, TRANSPORTS)
+    checks.check_flag("deterministic", deterministic)
+    if name in ("", "eager") or any(word in name for word in _READ_BY_TRANSFORMERS):
+        raise ValueError(
+            f"name must not be eager nor hold any of {', '.join(_READ_BY_TRANSFORMERS)}, which mean "
+            f"something to transformers, got {name!r}"
+        )
+    function = _RingAttention(config, transport, deterministic)
+    if AttentionInterface().get(name, function) != function:
+        raise ValueError(
+            f"attention of the name {name!r} is registered already, as something else or with other "
+            f"options; choose another name"
+        )
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ring_mask)
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask(Sealed):
+    """What a layer's attention needs: the batch's documents and the layer's pattern."""
+
+    batch: ShardedMask
+    causal: bool
+    window: tuple[int, int] | None  # other keys to the left and right
+
+    _words = (
+        "ring attention has no mask that could be read or changed: a layer of this model does more "
+        "with its attention_mask than hand it to the attention function, which is not supported"
+    )
+
+
+def ring_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    attention_mask: object = None,
+    *,
+    cache_position: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: object = None,
+    device: object = None,
+    dtype: object = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+) -> LayerMask:
+    """Name the pattern that transformers asks for, in place of building a mask.
+
+    The arguments are those of the mask functions of ``transformers.masking_utils`` (before 5.2
+    with ``cache_position`` for lengths and offset of the queries).
+
+    Raises:
+        ValueError: The batch is not one of ``shard_batch``.
+        UnsupportedError: The pattern is not known, or keys are others than the batch's.
+    """
+    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
+    batch = _sharded(attention_mask)
+    if cache_position is not None:
+        q_length = cache_position.shape[0]
+    offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
+    if (batch_size, q_length, kv_length, offset, kv_offset) != (*batch.shape, batch.shape[1], 0, 0):
+        raise UnsupportedError(
+            f"{q_length} queries from {q_offset} on and {kv_length} keys, where the batch holds "
+            f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
+            f"attention; generate with another attn_implementation"
+        )
+    types = {*(getattr(config, "layer_types", None) or ())}
+    if others := sorted(types.difference(SERVED_LAYERS)):
+        raise UnsupportedError(
+            f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
+            f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
+        )
+    if use_vmap:
+        raise UnsupportedError(
+            "the model lays another mask over its pattern (tokens of images that see each other, "
+            "prefixes, blocks); only causal, bidirectional and sliding ones are supported"
+        )
+    causal, window = _pattern(mask_function, local_size)
+    return LayerMask(batch, causal, window)
+
+
+def _sharded(attention_mask: object) -> ShardedMask:
+    if isinstance(attention_mask, ShardedMask):
+        return attention_mask
+    kind = "no attention_mask" if attention_mask is None else type(attention_mask).__name__
+    raise ValueError(
+        f"ring attention was given {kind}: the batch must come from ContextParallel.shard_batch, "
+        f"and its attention_mask reach every attention layer. To generate, to run an unsplit batch, "
+        f"or for parts of the model that see no split sequence (images, sound), use another "
+        f"attn_implementation"
+    )
+
+
+def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
+    """``causal`` and ``window`` of a mask function of transformers.
+
+    It is told by building the known ones again and comparing: their closures hold all they do.
+    """
+    if _is_same(mask_function, masking_utils.causal_mask_function):
+        return True, None
+    if _is_same(mask_function, masking_utils.bidirectional_mask_function):
+        return False, None
+    if size is not None:
+        if _is_same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
+            return True, (size - 1, 0)
+        both = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+        if both is not None and _is_same(mask_function, both(size)):
+            return False, (size, size)
+    raise UnsupportedError(
+        "the model asks for a mask other than causal, bidirectional or sliding attention (chunks, or "
+        "blocks of tokens that see each other, as those of images); it is not supported"
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether functions are of one definition and enclose the same."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one.__code__ is other.__code__ and _is_same(_enclosed(one), _enclosed(other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return type(one) is type(other) and one == other
+
+
+def _enclosed(function: FunctionType) -> tuple[object, ...]:
+    return tuple(cell.cell_contents for cell in function.__closure__ or ())
+
+
+@dataclass(frozen=True)
+class _RingAttention:
+    """An attention function of transformers."""
+
+    kernel: KernelConfig
+    transport: str
+    deterministic: bool
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention ``[B, T_local, H, D]`` of ``query [B, H, T_local, D]`` to all ranks' keys.
+
+        Raises:
+            ValueError: The batch is not one of ``shard_batch``.
+            UnsupportedError: An argument would change the result and cannot be honoured.
+        """
+        mask = _layer_mask(attention_mask)
+        _check_arguments(kwargs)
+        _check_pattern(mask, sliding_window, is_causal)
+        _check_positions(module, mask.batch)
+        batch, length = mask.batch, query.shape[2]
+        if (query.shape[0], length, key.shape[2]) != (*batch.shape, batch.shape[1]):
+            raise UnsupportedError(
+                f"queries {tuple(query.shape)} and keys {tuple(key.shape)}, where the batch holds "
+                f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "
+                f"attention"
+            )
+        q, k, v = (_narrowed(x).transpose(1, 2) for x in (query, key, value))
+        is_told = mask.causal and batch.single
+        ids = batch.segment_ids
+        check_group(batch.sharding)
+        out = attend(
+            batch.sharding.group, batch.sharding.schedule, q, k, v,
+            Options(
+                causal=mask.causal, window=mask.window,
+                cu_seqlens=None if is_told else batch.cu_seqlens,
+                softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
+                dropout_seed=_layer_seed(module, batch) if dropout else None,
+                deterministic=self.deterministic, kernel=self.kernel, transport=self.transport,
+            ),
+            segment_ids=None if is_told or ids is None else ids.to(query.device), sinks=s_aux,
+            bias=None, alibi_slopes=None,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out, None
+
+
+def _layer_mask(attention_mask: object) -> LayerMask:
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask
+    if isinstance(attention_mask, Tensor):
+        raise UnsupportedError(
+            f"ring attention takes no mask of shape {tuple(attention_mask.shape)}, only the batch of "
+            f"ContextParallel.shard_batch, whose attention_mask names padding and documents"
+        )
+    if isinstance(attention_mask, ShardedMask):
+        raise UnsupportedError(
+            "the model makes its masks itself, not through transformers.masking_utils, so that its "
+            "pattern is not known; it is not supported"
+        )
+    _sharded(attention_mask)
+    raise AssertionError
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    reasons = [
+        f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
+        for name, value in kwargs.items()
+        if name not in _IDLE
+        and value is not None
+        and value is not False
+        and (name, value) != ("logits_to_keep", 0)  # all of them
+    ]
+    if reasons:
+        raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
+
+
+def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool | None) -> None:
+    """Refuse arguments that say something else than the mask, as some attention obeys these."""
+    left = None if mask.window is None else mask.window[0]
+    if sliding_window is not None and mask.causal and left != sliding_window - 1:
+        raise UnsupportedError(
+            f"the layer asks for sliding_window={sliding_window}, and its mask for "
+            f"{'no window' if left is None else left + 1}; kernels obey one or the other"
+        )
+    if is_causal is not None and is_causal is not mask.causal:
+        raise UnsupportedError(
+            f"the layer asks for is_causal={is_causal}, and its mask for causal={mask.causal}; "
+            f"kernels obey one or the other"
+        )
+
+
+def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
+    """Refuse what models compute from positions of a rank's tokens, where ranks would differ."""
+    if batch.sharding.ring.size == 1:
+        return
+    config = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    low, high = batch.last_positions
+    for parameters in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+        kind = parameters.get("rope_type") or ""
+        longest = getattr(config, "max_position_embeddings", 0)
+        if kind == "longrope":
+            longest = parameters.get("original_max_position_embeddings", longest)
+        if (kind == "longrope" and low < longest <= high) or (
+            "dynamic" in kind and longest <= high
+        ):
+            raise UnsupportedError(
+                f"rotary embeddings of type {kind} depend on a rank's largest position, here from "
+                f"{low} to {high}, on either side of {longest}: ranks would turn by other angles"
+            )
+
+
+def _layer_seed(module: nn.Module, batch: ShardedMask) -> int:
+    """A seed that is equal on all ranks and differs by batch and layer."""
+    layer = getattr(module, "layer_idx", None)
+    if batch.dropout_seed is None or layer is None:
+        raise UnsupportedError(
+            "attention dropout needs a seed that all ranks share and a layer_idx in each layer: give "
+            "shard_batch a new dropout_seed with every batch, or set attention_dropout to 0"
+        )
+    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN) % (1 << 64)
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """In the dtype of autocast, as torch does for its own attention."""
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x

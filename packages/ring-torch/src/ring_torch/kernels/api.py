@@ -1,0 +1,121 @@
+"""What a kernel is: one work item, no rank, no group, no step in sight.
+
+Shapes are in :mod:`ring_torch.records`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities, Plan, WorkItem
+from ring_torch.records import (
+    ColumnGrads,
+    Columns,
+    ItemGrads,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    wide,
+)
+
+
+class Parts(Protocol):
+    """A kernel's backward by parts: sums of several launches and ranks are rounded once.
+
+    The sums are ``[B, K, m, D]`` and ``[B, K, m, Dv]``, float32, in an order of the kernel's own
+    inside each of its tiles of keys.
+    """
+
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+        """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
+        ...
+
+    def add_sums(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        dq: Tensor, sums: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write ``dq`` and add to the sums of dK and dV."""
+        ...
+
+    def round(
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+    ) -> None:
+        """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
+        ...
+
+
+class Kernel(Protocol):
+    """A way to compute work items. Stateless."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; it is only ever given calls that fit."""
+        ...
+
+    @property
+    def parts(self) -> Parts | None:
+        """Its backward by parts, if it has one."""
+        ...
+
+    @property
+    def needs_delta(self) -> bool:
+        """Whether its backward is given ``delta``, or computes it from the global ``out``."""
+        ...
+
+    @property
+    def adds_sinks(self) -> bool:
+        """Whether a launch that is all of a call can add its sinks (``Params.sinks``)."""
+        ...
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
+        ...
+
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
+        """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
+
+        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``place`` is where
+        a kernel may write it; what it returns tells if it has.
+        """
+        ...
+
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
+        """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
+        ...
+
+    def backward(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        row_grads: RowGrads, column_grads: ColumnGrads,
+    ) -> None:  # fmt: skip
+        """Add the item's gradients to the accumulators."""
+        ...
+
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """The item's gradients by themselves; ``place`` is where a kernel may write ``dq``."""
+        ...
+
+
+def added_up(
+    kernel: Kernel, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+) -> ItemGrads:
+    """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
+    dtype = wide(rows.q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
+    dbias = None
+    if rows.bias is not None and params.bias_grad:
+        dbias = torch.zeros_like(rows.bias, dtype=dtype)
+    kernel.backward(rows, columns, upstream, item, params, RowGrads(dq, dbias), ColumnGrads(dk, dv))
+    return ItemGrads(dq, dk, dv, dbias)

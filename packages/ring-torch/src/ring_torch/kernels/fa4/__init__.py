@@ -1,0 +1,196 @@
+"""``fa4``: FlashAttention-4 (``pip install flash-attn-4``), for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities, Plan, Request
+from ring_torch.kernels.fa4.hopper import Function, HopperParts, recorded
+from ring_torch.kernels.fa4.options import Modded
+from ring_torch.kernels.flash import FlashKernel, capability
+from ring_torch.kernels.flash_library import HeadDims, Options, Pass
+from ring_torch.records import Result
+
+_WIDE = 128  # head dims above have kernels of their own, on Hopper alone
+_MOST_LAUNCHES = 256
+_COUNTS_PACKED = "4.0.0b36"  # the version whose backward does (_fa4_options._packed)
+
+
+class Flash4:
+    """The functions of ``flash_attn.cute.interface``, and what they compiled for calls so far."""
+
+    drops_right = False
+
+    def __init__(self) -> None:
+        self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}
+
+    def missing(self) -> str | None:
+        """Not installed, shadowed by another package, or a GPU it has no backward for."""
+        return _missing()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``.
+
+        The library's own way to a launch takes 0.1 ms of the host and more; what it calls in the
+        end is kept for calls that are alike.
+        """
+        modded = Modded.of("forward", q, v, options)
+        if place is None or capability()[0] != 9:
+            return _forward(q, k, v, options, modded, None)
+        known = (
+            q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
+            options._replace(mods=None), modded.facts,
+        )  # fmt: skip
+        if known in self._launches:
+            launch, before, after = self._launches[known]
+            launch(
+                q.detach(), k.detach(), v.detach(), place.out, place.lse, *before, modded.sinks,
+                modded.launched_lists(q), modded.launched_numbers(), *after,
+            )  # fmt: skip
+        else:
+            with recorded(_interface()._flash_attn_fwd) as (calls,):
+                _forward(q, k, v, options, modded, place)
+            ((launch, given),) = calls
+            if len(self._launches) >= _MOST_LAUNCHES:
+                del self._launches[next(iter(self._launches))]
+            self._launches[known] = launch, given[5:13], given[16:]
+        return place.out, place.lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``; of grouped heads and unlike head dims dK and dV are float32.
+
+        For these the library has no backward: each query head gets its keys and values.
+        """
+        group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+        modded = Modded.of("backward", q, v, options)
+        dq, dk, dv = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
+            score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
+            block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
+            deterministic=options.deterministic, **_common(options),
+        )  # fmt: skip
+        if group > 1:
+            dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: Result | None
+) -> tuple[Tensor, Tensor]:
+    """By the library's own way."""
+    where = {} if place is None else {"out": place.out, "lse": place.lse}
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        q, k, v, return_lse=True, learnable_sink=modded.sinks, score_mod=modded.score_mod,
+        mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
+        **where, **_common(options),
+    )  # fmt: skip
+    return out, lse
+
+
+def _common(options: Options) -> dict[str, Any]:
+    left, right = options.window
+    given: dict[str, Any] = {
+        "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
+    }  # fmt: skip
+    if (documents := options.documents) is not None:
+        given |= {
+            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
+            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
+        }  # fmt: skip
+    return given
+
+
+def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
+    """What it has on Hopper alone, and not together."""
+    listed = request.segment_ids or plan.mask.predicate is not None
+    documents = plan.traits.several_documents
+    found = {
+        "has segment_ids, predicates and alibi_slopes on Hopper only": (
+            (listed or request.alibi) and capability()[0] != 9
+        ),
+        "has alibi_slopes with version 4.0.0b36 only, which counts rows in a way of its own": (
+            request.alibi and request.grad and version("flash-attn-4") != _COUNTS_PACKED
+        ),
+        "is not deterministic with segment_ids or a predicate": listed and request.deterministic,
+        "has no segment_ids together with documents": request.segment_ids and documents,
+        "has no alibi_slopes together with documents": request.alibi and documents,
+        "the partial tiles of this predicate take more than 64 MiB": (
+            plan.blocks is not None and plan.blocks.tiles is None
+        ),
+    }
+    return tuple(reason for reason, holds in found.items() if holds)
+
+
+def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
+    """Head dims at which version 4.0.0b36 is right, measured on Hopper.
+
+    The forward is at all multiples of 16. At 48, 80 and 112 dQ is wrong, and dK and dV of grouped
+    heads; with V wider than Q and K the backward does not launch, and 64 beside 128 is wrong with
+    documents.
+    """
+    widest = max(head_dim, v_head_dim)
+    if widest > _WIDE and capability()[0] != 9:
+        return None
+    if direction == "forward" and capability()[0] == 9:
+        return HeadDims(_rounded(head_dim, 16), _rounded(v_head_dim, 16))
+    if v_head_dim <= _WIDE < head_dim <= 192:
+        return HeadDims(192, _WIDE)
+    dim = _rounded(widest, 32 if widest <= _WIDE else 16)
+    return HeadDims(dim, dim)
+
+
+def _rounded(dim: int, multiple: int) -> int:
+    return -(-dim // multiple) * multiple
+
+
+@cache
+def _interface() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        installed = version("flash-attn-4")
+    except PackageNotFoundError:
+        return "flash-attn-4 is not installed; pip install flash-attn-4"
+    try:
+        interface = _interface()
+    except ImportError as error:
+        return f"flash-attn-4 {installed} does not load: {error}"
+    if not hasattr(interface, "_bwd_postprocess_convert"):
+        return (
+            f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
+            f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
+        )
+    if capability()[0] not in (9, 10, 11):
+        return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
+    return None
+
+
+FA4 = FlashKernel(
+    Flash4(),
+    Capabilities(
+        name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        mixed_head_dims=True, bands="any", documents=True, segment_ids=True, predicate=True,
+        softcap=True, alibi=True, deterministic=True, exact_nan=False,
+    ),
+    parts=HopperParts(),
+    head_dims=_head_dims,
+    limits=_limits,
+    adds_sinks=True,
+    predicate_compile_seconds=10,
+)  # fmt: skip

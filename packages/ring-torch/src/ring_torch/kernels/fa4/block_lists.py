@@ -1,0 +1,114 @@
+"""Which blocks FlashAttention-4 computes, and which of them need their mask.
+
+It takes two lists for each block of the outer side, with the numbers of inner blocks in rising
+order: those that need their mask, and those that show all. Where the host knows the mask, lists are
+made there, once. Segment ids lie on the device: one kernel compares each block's least and largest.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_core import EMPTY, FULL, PARTIAL, WorkItem
+from ring_torch.capture import cached_tensors
+from ring_torch.kernels.block_index import Grid, kinds_on
+
+_INNER = 32  # blocks that a program looks at, at a time
+
+
+class BlockLists(NamedTuple):
+    """Inner blocks of each outer block, int32: counts ``[B, outer]``, ``[B, outer, inner]``."""
+
+    partial_counts: Tensor
+    partial_blocks: Tensor
+    full_counts: Tensor
+    full_blocks: Tensor
+
+
+def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -> BlockLists:
+    """The lists of an item; segment ids are int32 ``[B, n]`` of its rows, ``[B, m]`` of columns."""
+    if segments is None:
+        return _known_lists(item, grid)
+    q_ids, k_ids = (x.contiguous() for x in segments)
+    kinds = kinds_on(item, grid)
+    (_, down, across), batch = kinds.shape, q_ids.shape[0]
+    sides = (q_ids, grid.block_q, down), (k_ids, grid.block_k, across)
+    (outer_ids, outer_size, outer), (inner_ids, inner_size, inner) = (
+        reversed(sides) if grid.by_columns else sides
+    )
+    counts = torch.empty(2, batch, outer, dtype=torch.int32, device=q_ids.device)
+    blocks = torch.empty(2, batch, outer, inner, dtype=torch.int32, device=q_ids.device)
+    steps = (1, across) if grid.by_columns else (across, 1)
+    _list_blocks[(outer, batch)](
+        outer_ids, inner_ids, kinds, counts, blocks, outer_ids.shape[1], inner_ids.shape[1],
+        outer, inner, *steps, OUTER_SIZE=outer_size, INNER_SIZE=inner_size,
+        OUTER_PADDED=triton.next_power_of_2(outer_size),
+        INNER_PADDED=triton.next_power_of_2(inner_size),
+        INNER=min(_INNER, triton.next_power_of_2(inner)),
+        FULL=FULL, EMPTY=EMPTY,
+    )  # fmt: skip
+    return BlockLists(counts[0], blocks[0], counts[1], blocks[1])
+
+
+@cached_tensors(maxsize=64)  # of a long sequence each takes megabytes
+def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
+    kinds = kinds_on(item, grid)
+    if grid.by_columns:
+        kinds = kinds.transpose(1, 2).contiguous()
+    found: list[Tensor] = []
+    for kind in (PARTIAL, FULL):
+        chosen = kinds == kind
+        order = torch.argsort((~chosen).to(torch.int8), dim=2, stable=True)
+        counts = chosen.sum(dim=2)
+        longest = max(1, int(counts.max()))
+        found += [counts.to(torch.int32), order[..., :longest].to(torch.int32).contiguous()]
+    return BlockLists(*found)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list_blocks(
+    outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens, outers, inners,
+    outer_step, inner_step,
+    OUTER_SIZE: tl.constexpr, INNER_SIZE: tl.constexpr, OUTER_PADDED: tl.constexpr,
+    INNER_PADDED: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    outer, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tl.arange(0, OUTER_PADDED)
+    at = outer * OUTER_SIZE + token
+    inside = (token < OUTER_SIZE) & (at < outer_tokens)
+    ids = tl.load(outer_ids + batch * outer_tokens + at, mask=inside, other=0)
+    least = tl.min(tl.where(inside, ids, 2147483647), axis=0)
+    largest = tl.max(tl.where(inside, ids, -2147483648), axis=0)
+    row = (batch * outers + outer) * inners
+    partial_place, full_place = blocks + row, blocks + tl.num_programs(1) * outers * inners + row
+    partials, fulls = 0, 0
+    for start in range(0, inners, INNER):
+        inner = start + tl.arange(0, INNER)
+        kind = tl.load(
+            kinds + outer * outer_step + inner * inner_step, mask=inner < inners, other=EMPTY
+        )
+        place = tl.arange(0, INNER_PADDED)[None, :]
+        place_at = inner[:, None] * INNER_SIZE + place
+        there = (place < INNER_SIZE) & (place_at < inner_tokens)
+        theirs = tl.load(inner_ids + batch * inner_tokens + place_at, mask=there, other=0)
+        inner_least = tl.min(tl.where(there, theirs, 2147483647), axis=1)
+        inner_largest = tl.max(tl.where(there, theirs, -2147483648), axis=1)
+        meets = (least <= inner_largest) & (inner_least <= largest)
+        meets = meets & (largest >= 0) & (inner_largest >= 0) & (kind != EMPTY)
+        alike = (least == largest) & (inner_least == inner_largest) & (least == inner_least)
+        full = meets & alike & (kind == FULL)
+        partial = (meets & ~full).to(tl.int32)
+        full = full.to(tl.int32)
+        tl.store(partial_place + partials + tl.cumsum(partial, 0) - 1, inner, mask=partial != 0)
+        tl.store(full_place + fulls + tl.cumsum(full, 0) - 1, inner, mask=full != 0)
+        partials += tl.sum(partial, axis=0)
+        fulls += tl.sum(full, axis=0)
+    tl.store(counts + batch * outers + outer, partials)
+    tl.store(counts + (tl.num_programs(1) + batch) * outers + outer, fulls)

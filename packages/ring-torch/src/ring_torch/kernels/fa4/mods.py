@@ -1,0 +1,217 @@
+"""What FlashAttention-4 does to scores, and which it hides: its ``score_mod`` and ``mask_mod``.
+
+Functions in its language, which it compiles into its kernels; imported where one is asked for. All
+they read comes as numbers: what the library is given as tensors it reads with bounds that it works
+out for every score, so tensors are given by their addresses.
+"""
+
+
+# They are compiled: their arguments have no types in Python.
+# ruff: noqa: ANN001, ANN202, ARG001
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator, arg-type"
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from cutlass import (  # type: ignore[import-not-found]
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    const_expr,
+    cute,
+    range_constexpr,
+)
+from cutlass import max as maximum
+from cutlass._mlir.dialects import llvm  # type: ignore[import-not-found]
+from cutlass.cutlass_dsl import dsl_user_op  # type: ignore[import-not-found]
+from flash_attn.cute.utils import scalar_to_ssa
+
+from ring_core.masks.expression import OPERATORS, Expression, evaluated
+
+#: How ALiBi finds out how far a key is: from numbers of rows and columns, as no key is ahead, or in
+#: any direction, or from positions that are read.
+Alibi = Literal["behind", "counted", "read"]
+_OPERATORS = {**OPERATORS, "max": maximum}
+_MOST = 1 << 30  # elements of a tensor: layouts want a number, and nothing is done with it
+
+
+class Numbers(NamedTuple):
+    """What the functions read, in this order; addresses are 0 where there is no tensor.
+
+    Attributes:
+        slopes: Address of ALiBi's slopes, float32 ``[B or 1, H]``.
+        slopes_batch: From sequence to sequence.
+        q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, up to the last tile's end.
+        apart: The first row's position less the first column's.
+        q_ids, k_ids: Addresses of segment ids, int32 ``[B, n]`` and ``[B, m]``.
+        bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
+            together; the last two show nothing and all.
+        tiles: Address of the number of each tile of the rectangle, int32, and some beyond it.
+        across: How many of them there are in a row.
+        q_len, k_len: Rows and columns.
+        q_first, k_first: The first row's position, and the first column's.
+        lo, hi: The band, ``lo <= i - j <= hi``.
+    """
+
+    slopes: int = 0
+    slopes_batch: int = 0
+    q_at: int = 0
+    k_at: int = 0
+    apart: int = 0
+    q_ids: int = 0
+    k_ids: int = 0
+    bits: int = 0
+    tiles: int = 0
+    across: int = 0
+    q_len: int = 0
+    k_len: int = 0
+    q_first: int = 0
+    k_first: int = 0
+    lo: int = 0
+    hi: int = 0
+
+    def typed(self) -> tuple[Any, ...]:
+        """As the library takes them."""
+        addresses = {"slopes", "q_at", "k_at", "q_ids", "k_ids", "bits", "tiles"}
+        return tuple(
+            (Int64 if name in addresses else Int32)(value)
+            for name, value in zip(self._fields, self, strict=True)
+        )
+
+
+@lru_cache(maxsize=64)
+def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
+    """``cap * tanh(score / cap)``, and then ALiBi: ``score - slope * |i - j|``.
+
+    ``packed`` of row ``i`` and head ``h`` above 1: the numbers given are ``i // packed`` and ``h *
+    packed + i % packed``. All of a tile are of one head then.
+    """
+
+    @cute.jit
+    def modified(
+        scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=None
+    ):
+        found = cute.make_rmem_tensor(scores.shape, Float32)
+        for n in range_constexpr(cute.size(scores.shape)):
+            score = scores[n]
+            if const_expr(cap is not None):
+                score = cap - cap * 2.0 * _falling(score, cap)
+            if const_expr(alibi is not None):
+                given = Numbers(*aux_scalars)
+                head, row = head_idx[n], q_idx[n]
+                if const_expr(packed > 1):
+                    head = _divided(head_idx[0], packed)
+                    row = row * packed + head_idx[n] - head * packed
+                slope = _constant(given.slopes, batch_idx[0] * given.slopes_batch + head)
+                if const_expr(alibi == "read"):
+                    far = _at(given.q_at, Float32)[row] - _at(given.k_at, Float32)[kv_idx[n]]
+                else:
+                    far = Float32(row + given.apart) - Float32(kv_idx[n])
+                if const_expr(alibi != "behind"):
+                    far = cute.arch.fmax(far, -far)
+                score = score - slope * far
+            found[n] = score
+        return found.load()
+
+    return modified
+
+
+@lru_cache(maxsize=64)
+def score_mod_bwd(cap: float | None) -> Any:
+    """The gradient of a score from that of what became of it."""
+
+    @cute.jit
+    def modified(
+        gradients, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors,
+        aux_scalars=None,
+    ):  # fmt: skip
+        if const_expr(cap is None):
+            return gradients
+        found = cute.make_rmem_tensor(scores.shape, Float32)
+        for n in range_constexpr(cute.size(scores.shape)):
+            part = _falling(scores[n], cap)
+            found[n] = gradients[n] * (4.0 * part * (1.0 - part))
+        return found.load()
+
+    return modified
+
+
+@lru_cache(maxsize=16)
+def mask_mod(
+    ids: bool, tiles: bool, by_columns: bool, rule: Expression | None, from_0: bool
+) -> Any:
+    """Whether a cell is seen: by the band, or the mask's rule, and by its segment ids.
+
+    Args:
+        ids: There are segment ids.
+        tiles: The rule is there as bits.
+        by_columns: The bits of a column lie together, for kernels whose threads hold columns.
+        rule: The rule, if positions count on from the first one's.
+        from_0: Positions are the numbers of rows and columns. Compilers work out more of a rule
+            then.
+    """
+    banded = not tiles and rule is None
+
+    @cute.jit
+    def seen(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+        given = Numbers(*aux_scalars)
+        i, j = q_idx[0], kv_idx[0]
+        shown = True
+        if const_expr(banded):
+            shown = (i - j >= given.lo) & (i - j <= given.hi)
+        if const_expr(rule is not None and from_0):
+            shown = evaluated(rule, i, j, _OPERATORS)
+        if const_expr(rule is not None and not from_0):
+            shown = evaluated(rule, i + given.q_first, j + given.k_first, _OPERATORS)
+        if const_expr(ids):
+            # The last tiles reach beyond what there is.
+            row, column = min(i, given.q_len - 1), min(j, given.k_len - 1)
+            q_id = _at(given.q_ids, Int32)[batch_idx[0] * given.q_len + row]
+            k_id = _at(given.k_ids, Int32)[batch_idx[0] * given.k_len + column]
+            shown = shown & (q_id == k_id) & (q_id >= 0)
+        if const_expr(tiles):
+            line, bit = (j, i) if const_expr(by_columns) else (i, j)
+            tile = _at(given.tiles, Int32)[(i >> 7) * given.across + (j >> 7)]
+            word = _at(given.bits, Int32)[(tile * 128 + (line & 127)) * 4 + ((bit & 127) >> 5)]
+            shown = shown & (((word >> (bit & 31)) & 1) != 0)
+        return scalar_to_ssa(shown, Boolean)
+
+    return seen
+
+
+@cute.jit
+def _falling(score, cap):
+    """``(1 - tanh(score / cap)) / 2``, to the rounding of its parts."""
+    return cute.arch.rcp_approx(1.0 + cute.arch.exp2(score * (2.0 * math.log2(math.e) / cap)))
+
+
+@cute.jit
+def _divided(number, by):
+    """``number // by`` of what is no less than 0."""
+    if const_expr(by & (by - 1) == 0):
+        return number >> (by.bit_length() - 1)
+    return number // by
+
+
+@dsl_user_op
+def _constant(address, index, *, loc=None, ip=None):
+    """A float32 that nothing writes meanwhile: read ahead of waits for matrix products, too."""
+    at = address + Int64(index) * 4
+    read = ("ld.global.nc.f32 $0, [$1];", "=f,l")
+    found = llvm.inline_asm(
+        Float32.mlir_type, [Int64(at).ir_value(loc=loc, ip=ip)], *read,
+        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc, ip=ip,
+    )  # fmt: skip
+    return Float32(found)
+
+
+@cute.jit
+def _at(address, dtype):
+    """The numbers that begin at an address."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(_MOST))

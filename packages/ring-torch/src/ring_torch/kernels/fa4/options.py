@@ -1,0 +1,234 @@
+"""From the options of a launch to what FlashAttention-4 takes for them."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
+from ring_core.masks.expression import Expression, expression_of
+from ring_torch.capture import cached_tensors
+from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
+from ring_torch.kernels.flash_library import Mods, Options, Pass
+
+_BLOCK_Q = 128  # queries of a block in lists, in both passes
+_LARGEST_TILE = 256  # tokens; no tile of the library's is larger
+_FEW_KEYS = 64
+# From what a predicate took in blocks of 128 and of 64 keys (docs/performance.md).
+_FEW_KEYS_COST = 1.15  # of a cell in such small blocks
+_PARTIAL_COST = 1.3  # of a cell that is shown if a rule says so
+
+
+class Modded(NamedTuple):
+    """Arguments of a launch; ``kept`` has to live until it is made, as it is given by addresses."""
+
+    score_mod: Any = None
+    score_mod_bwd: Any = None
+    mask_mod: Any = None
+    lists: Any = None
+    numbers: tuple[Any, ...] | None = None
+    sinks: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
+        """Those of a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
+        mods, cap = options.mods, options.softcap
+        alibi = mods is not None and mods.slopes is not None
+        masked = None if mods is None else mods.masked
+        found = cls(sinks=None if mods is None else mods.sinks)
+        if cap is None and not alibi and masked is None:
+            return found
+        functions = import_module("ring_torch.kernels.fa4.mods")
+        if cap is not None or alibi:
+            found = found._replace(
+                score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
+                score_mod_bwd=functions.score_mod_bwd(cap),
+            )
+        if mods is None or not (alibi or masked is not None):
+            return found
+        rule = _rule(masked, mods.geometry)
+        by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
+        kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
+        addresses = {name: x.data_ptr() for name, x in kept.items()}
+        numbers = functions.Numbers(**addresses, **_integers(mods, kept, rule))
+        found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
+        if masked is None:
+            return found
+        lists = _lists(direction, q, v, masked, mods)
+        mask_mod = functions.mask_mod(
+            mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
+            None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
+        )  # fmt: skip
+        return found._replace(mask_mod=mask_mod, lists=lists)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a launch is compiled for."""
+        size = None if self.lists is None else self.lists.block_size
+        has = self.numbers is not None, self.sinks is not None
+        return self.score_mod, self.mask_mod, size, *has
+
+    def launched_lists(self, q: Tensor) -> tuple[Any, ...] | None:
+        """The lists as a compiled function takes them, for each sequence and head."""
+        if self.lists is None:
+            return None
+        each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists[:4])
+        return *each, None, None, None, None
+
+    def launched_numbers(self) -> Any:
+        """What the functions read, as a compiled function takes it."""
+        return import_module("flash_attn.cute.utils").AuxData(None, self.numbers)
+
+
+def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
+    """How many heads the library packs into a row, as it says to ``score_mod``, but does not undo.
+
+    On Hopper its backward counts rows and heads as its forward packs them, though it packs none.
+    """
+    return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
+
+
+def _alibi(mods: Mods | None) -> str | None:
+    """How ALiBi finds out how far keys are, if there is any (:data:`_fa4_mods.Alibi`)."""
+    if mods is None or mods.slopes is None:
+        return None
+    if mods.apart is None:
+        return "read"
+    return "behind" if mods.behind else "counted"
+
+
+class Rule(NamedTuple):
+    """A predicate's mask as an expression, and where an item's positions begin."""
+
+    expression: Expression
+    q_first: int
+    k_first: int
+
+
+def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
+    return None if item is None or geometry is None else _known_rule(item, geometry)
+
+
+@lru_cache(maxsize=256)
+def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
+    """``None`` where there is no expression, or positions do not count on one by one."""
+    offset, k_layout = geometry.q_offset, geometry.k_layout
+    q_span = offset, geometry.q_layout.seq_len + offset
+    expression = expression_of(geometry.mask, q_span, (0, k_layout.seq_len))
+    rows = geometry.q_layout.positions(item.q_rank)[item.q_slice] + offset
+    columns = k_layout.positions(item.kv_rank)[item.k_slice]
+    if expression is None or any((np.diff(x) != 1).any() for x in (rows, columns)):
+        return None
+    return Rule(expression, int(rows[0]), int(columns[0]))
+
+
+def _tensors(
+    mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
+) -> dict[str, Tensor]:
+    """What the functions read, by the names of their numbers."""
+    found: dict[str, Tensor] = {}
+    if mods.slopes is not None:
+        found["slopes"] = mods.slopes.float().contiguous()
+    if mods.positions is not None and mods.apart is None:
+        rows, columns = mods.positions
+        # From the first row on: float32 has all integers up to 2^24 only.
+        for name, x in (("q_at", rows), ("k_at", columns)):
+            found[name] = pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+    if mods.segments is not None:
+        found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
+    if tiles and mods.geometry is not None and mods.masked is not None:
+        found["bits"] = _bits(mods.geometry, by_columns, device)
+        found["tiles"] = _tiles(mods.masked, mods.geometry, device)
+    return found
+
+
+def _integers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+    """The other numbers that the functions read."""
+    found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
+    if mods.slopes is not None:
+        slopes = kept["slopes"]
+        found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        found["apart"] = mods.apart or 0
+    if (item := mods.masked) is not None:
+        found |= {
+            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
+            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
+        }  # fmt: skip
+    if "tiles" in kept:
+        found["across"] = kept["tiles"].shape[1]
+    return found
+
+
+def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) -> Any:
+    """The library's ``BlockSparseTensorsTorch``; heads share theirs."""
+    from ring_torch.kernels.fa4.block_lists import block_lists
+
+    block_k = int(_tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
+    if direction == "forward" and mods.geometry is not None and mods.segments is None:
+        block_k = _fewest_keys(item, mods.geometry, block_k)
+    size = _BLOCK_Q, block_k
+    grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
+    lists = block_lists(item, grid, mods.segments)
+    sparse = import_module("flash_attn.cute.block_sparsity")
+    return sparse.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+
+
+@lru_cache(maxsize=256)
+def _fewest_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
+    """Keys of a block: the library's tile, or a smaller one that leaves less to compute.
+
+    The library's forward takes either.
+    """
+
+    def cost(block_k: int) -> float:
+        grid = Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry)
+        kinds = kinds_on(item, grid)
+        full, partial = (int((kinds == kind).sum()) for kind in (FULL, PARTIAL))
+        return (full + _PARTIAL_COST * partial) * block_k
+
+    return _FEW_KEYS if _FEW_KEYS_COST * cost(_FEW_KEYS) < cost(tile) else tile
+
+
+@cache
+def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
+    """Whether a thread holds a few columns of scores, and many of their rows."""
+    return direction == "backward" and bool(_tile(direction, head_dim, v_head_dim).SdP_swapAB)
+
+
+def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
+    """How the library's kernels for masks work on Hopper."""
+    library = import_module("flash_attn.cute.interface")
+    tiles = library._tile_size_fwd_sm90 if direction == "forward" else library._tile_size_bwd_sm90
+    return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
+
+
+@cached_tensors(maxsize=32)
+def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
+    """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
+    assert geometry.tiles is not None
+    tiles = geometry.tiles[0]
+    if by_columns:
+        cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)
+        tiles = np.packbits(cells, axis=2, bitorder="little")
+    two = np.broadcast_to(np.array([0, 255], np.uint8)[:, None, None], (2, *tiles.shape[1:]))
+    return torch.tensor(np.concatenate([tiles, two]).view(np.int32), device=device)
+
+
+@cached_tensors(maxsize=256)
+def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """The number of each tile of an item, int32, whose last two are those of :func:`_bits`.
+
+    Blocks may reach two tiles beyond the rectangle.
+    """
+    assert geometry.tiles is not None
+    which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
+    return torch.as_tensor(
+        np.where(which < 0, len(geometry.tiles[0]) + 2 + which, which), device=device
+    )

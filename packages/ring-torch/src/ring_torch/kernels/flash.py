@@ -1,0 +1,338 @@
+"""What the fused CUDA kernels have in common: each is a forward and a backward of one call.
+
+A library gives its calls (:mod:`ring_torch.kernels.flash_library`); :class:`FlashKernel` makes a
+kernel of them. Masked weights, which are 0, are multiplied with whatever stands in their tile, so a
+NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
+from ring_torch.capture import cached_tensors
+from ring_torch.kernels.api import Parts
+from ring_torch.kernels.flash_library import (
+    Documents,
+    Flash,
+    HeadDims,
+    Mods,
+    Options,
+    Pass,
+    Window,
+    as_given,
+    no_limits,
+)
+from ring_torch.kernels.merge import merge_into
+from ring_torch.memory_ops import has_triton
+from ring_torch.records import (
+    ColumnGrads,
+    Columns,
+    ItemGrads,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+    wide,
+)
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """A kernel made of a library's calls.
+
+    Attributes:
+        flash: The library.
+        capabilities: What it can do.
+        needs_delta: As for every kernel.
+        parts: As for every kernel.
+        head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
+            that are right or faster there, to which zeros are added; ``None`` if there are none.
+        limits: What it cannot do together, or not on this GPU.
+        adds_sinks: As for every kernel.
+        predicate_compile_seconds: About how long the first call with a predicate compiles.
+    """
+
+    flash: Flash
+    capabilities: Capabilities
+    needs_delta: bool = False
+    parts: Parts | None = None
+    head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
+    limits: Callable[[Request, Plan], tuple[str, ...]] = no_limits
+    adds_sinks: bool = False
+    predicate_compile_seconds: int = 0
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine; ``None`` if it can."""
+        return self.flash.missing()
+
+    def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+        """What a call asks of it that it cannot do on this machine."""
+        del config
+        dims = request.head_dim, request.v_head_dim
+        if self.head_dims("backward" if request.grad else "forward", *dims) is None:
+            return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
+        return self.limits(request, plan)
+
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
+        """One launch, or one a document where their windows differ."""
+        pieces = self._pieces(item)
+        if pieces:
+            return self._attend_each(rows, columns, pieces, params)
+        q, k, v = aligned(rows.q), aligned(columns.k), aligned(columns.v)
+        if item.cu_q is None:
+            options = _with_mods(_options(item, params), rows, columns, item, params)
+            out, lse = self._forward(q, k, v, options, place)
+            if options.mods is not None and options.mods.masked is not None:
+                return Result(out, _numbers_where_seen(out, lse))
+            return Result(out, _numbers(lse))
+        batch, device = q.shape[0], q.device
+        options = _options(item, params, item.documents_window, _documents(item, batch, device))
+        unseen, inside = _unseen(item, device), None
+        if place is not None and batch == 1 and unseen is None:
+            inside = Result(place.out[0], place.lse[0])
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = self._forward(q, k, v, options, inside)
+        lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
+        out = out.unflatten(0, (batch, -1))
+        if unseen is not None:
+            # Libraries write either infinity there, and anything.
+            lse = lse.masked_fill(unseen, -torch.inf)
+            out = out.masked_fill(unseen[:, None, None], 0.0)
+        return Result(out, lse)
+
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
+        """Attend and merge into ``into``."""
+        merge_into(into, *self.attend(rows, columns, item, params))
+
+    def backward(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        row_grads: RowGrads, column_grads: ColumnGrads,
+    ) -> None:  # fmt: skip
+        """Add what :meth:`gradients` gives."""
+        grads = self.gradients(rows, columns, upstream, item, params)
+        row_grads.dq.add_(grads.dq)
+        column_grads.dk.add_(grads.dk)
+        column_grads.dv.add_(grads.dv)
+
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """One launch with the global ``out`` and ``lse``, or one a document."""
+        pieces = self._pieces(item)
+        if pieces:
+            return self._gradients_each(rows, columns, upstream, pieces, params)
+        given = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+        dout, q, k, v, out = map(aligned, given)
+        if item.cu_q is None:
+            options = _with_mods(_options(item, params), rows, columns, item, params)
+            lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
+            grads = self._backward(dout, q, k, v, out, lse, options, place)
+            return ItemGrads(*grads, None)
+        batch = rows.q.shape[0]
+        documents = _documents(item, batch, rows.q.device)
+        options = _options(item, params, item.documents_window, documents)
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+        lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
+        inside = place[0] if place is not None and batch == 1 else None
+        grads = self._backward(dout, q, k, v, out, lse, options, inside)
+        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
+        return ItemGrads(dq, dk, dv, None)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+    ) -> tuple[Tensor, Tensor]:
+        """The library's, at head dims that it has."""
+        dims, v_dim = self._dims("forward", q, v), v.shape[-1]
+        if dims.v != v_dim:
+            place = None
+        q, k, v = padded(q, dims.qk), padded(k, dims.qk), padded(v, dims.v)
+        out, lse = self.flash.forward(q, k, v, options, place)
+        return _narrow(out, v_dim), lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The library's, at head dims that it has."""
+        dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
+        if dims.qk != qk_dim:
+            place = None
+        q, k = padded(q, dims.qk), padded(k, dims.qk)
+        dout, v, out = (padded(x, dims.v) for x in (dout, v, out))
+        dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
+        return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
+
+    def _dims(self, direction: Pass, q: Tensor, v: Tensor) -> HeadDims:
+        dims = self.head_dims(direction, q.shape[-1], v.shape[-1])
+        assert dims is not None, "the kernel was not chosen for these"
+        return dims
+
+    def _pieces(self, item: WorkItem) -> list[WorkItem]:
+        """The launches of an item that is not one, counted from its corner; else none."""
+        if item.cu_q is not None and item.cu_k is not None:
+            window = item.documents_window
+            longest = (int(np.diff(cu).max()) for cu in (item.cu_q, item.cu_k))
+            split = window is None or self._drops(window, *longest)
+            return list(item.each_document()) if split else []
+        keys = item.k_stop - item.k_start
+        if not self._drops(item.window, item.q_stop - item.q_start, keys):
+            return []
+        corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
+        cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
+        return [piece for piece in cuts if piece is not None]
+
+    def _drops(self, window: Window, queries: int, keys: int) -> bool:
+        left, right = window
+        wide = left is not None if right is None else right >= keys
+        return self.flash.drops_right and wide and queries > keys
+
+    def _attend_each(
+        self, rows: Rows, columns: Columns, pieces: Sequence[WorkItem], params: Params
+    ) -> Result:
+        """One launch a piece; no two share a row."""
+        batch, length, heads, _ = rows.q.shape
+        out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
+        lse = torch.full(
+            (batch, heads, length), -torch.inf, dtype=wide(out.dtype), device=out.device
+        )
+        whole = Result(out, lse)
+        for one in pieces:
+            part = whole.take(one.q_slice)
+            result = self.attend(*_part(rows, columns, one), one, params)
+            part.out.copy_(result.out)
+            part.lse.copy_(result.lse)
+        return whole
+
+    def _gradients_each(
+        self, rows: Rows, columns: Columns, upstream: Upstream, pieces: Sequence[WorkItem],
+        params: Params,
+    ) -> ItemGrads:  # fmt: skip
+        """One launch a piece; pieces of a window share keys."""
+        dq = torch.zeros_like(rows.q)
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
+        for one in pieces:
+            part = *_part(rows, columns, one), upstream.take(one.q_slice)
+            grads = self.gradients(*part, one, params)
+            dq[:, one.q_slice].copy_(grads.dq)
+            dk[:, one.k_slice].add_(grads.dk)
+            dv[:, one.k_slice].add_(grads.dv)
+        return ItemGrads(dq, dk, dv, None)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A tensor whose rows all begin at multiples of 16 bytes, as libraries take it for granted."""
+    if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """A tensor with zeros added to its last dimension, which change no score and no output."""
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    """Without what stands in columns that were added."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
+
+
+def _numbers(lse: Tensor) -> Tensor:
+    """With NaN where a library writes an infinity, of rows that see something.
+
+    A score was no number there.
+    """
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+
+
+def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
+    """The same where rows may see nothing, of which a library says ``-inf``, and 0.
+
+    It says ``-inf`` of rows whose scores are no numbers, too; no number of theirs is one.
+    """
+    if out.is_cuda and has_triton():
+        from ring_torch.memory_ops import mark_on_gpu
+
+        mark_on_gpu(out, lse)
+        return lse
+    odd = (lse == torch.inf) | ((lse == -torch.inf) & out[..., 0].isnan().transpose(1, 2))
+    return lse.masked_fill_(odd, torch.nan)
+
+
+@cached_tensors(maxsize=256)
+def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
+    """Which rows of an item of several documents see nothing, ``[n]``; ``None`` if none are."""
+    first, stop = item.seen
+    hidden = stop <= first
+    return torch.as_tensor(hidden, device=device) if hidden.any() else None
+
+
+def _part(rows: Rows, columns: Columns, item: WorkItem) -> tuple[Rows, Columns]:
+    return rows.take(item.q_slice), columns.take(item.k_slice)
+
+
+def _options(
+    item: WorkItem, params: Params, window: Window | None = None, documents: Documents | None = None
+) -> Options:
+    sides = item.window if window is None else window
+    return Options(params.scale, params.softcap, sides, documents, params.deterministic)
+
+
+def _with_mods(
+    options: Options, rows: Rows, columns: Columns, item: WorkItem, params: Params
+) -> Options:
+    """What else a launch is told. What its lists and mask hide, no window needs to hide again."""
+    segments, positions, apart = None, None, None
+    if rows.segments is not None and columns.segments is not None:
+        segments = rows.segments, columns.segments
+    if rows.slopes is not None and rows.position is not None and columns.position is not None:
+        positions = rows.position, columns.position
+        if len(rows.runs) == len(columns.runs) == 1:
+            apart = rows.runs[0].position - columns.runs[0].position
+    behind = apart is not None and item.lo is not None and item.lo + apart >= 0
+    masked = item if segments is not None or item.tiles is not None else None
+    geometry = None if item.tiles is None else params.blocks
+    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
+    if masked is None and rows.slopes is None and params.sinks is None:
+        return options
+    window = options.window if masked is None else (None, None)
+    return options._replace(window=window, mods=mods)
+
+
+@cached_tensors(maxsize=256)
+def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
+    """The documents of an item, once for each sequence of a batch."""
+    assert item.cu_q is not None and item.cu_k is not None
+    cu_q, cu_k = (
+        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))])
+        for cu in (item.cu_q, item.cu_k)
+    )
+    return Documents(
+        torch.as_tensor(cu_q, dtype=torch.int32).to(device),
+        torch.as_tensor(cu_k, dtype=torch.int32).to(device),
+        int(np.diff(item.cu_q).max()),
+        int(np.diff(item.cu_k).max()),
+    )
+
+
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a CUDA device, of the current one by default."""
+    return torch.cuda.get_device_capability(device)
+
+
+def unbounded(side: int | None) -> int:
+    """A window's side as FlashAttention 2 and 3 take it: -1 is unbounded."""
+    return -1 if side is None else side

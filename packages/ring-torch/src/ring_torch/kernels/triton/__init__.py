@@ -1,0 +1,157 @@
+"""``triton``: the kernels of :mod:`ring_core.triton`, every mask and option on NVIDIA GPUs.
+
+Only blocks that are not empty are visited, and full ones skip their mask. Triton comes with torch.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, WorkItem
+from ring_core.triton.tile_configs import Pass
+from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
+from ring_torch.kernels.flash import capability
+from ring_torch.kernels.triton.launch import Launch
+from ring_torch.memory_ops import has_triton
+from ring_torch.records import (
+    ColumnGrads,
+    Columns,
+    ItemGrads,
+    Params,
+    Result,
+    RowGrads,
+    Rows,
+    Upstream,
+)
+
+
+class TritonKernel:
+    """See the module's text.
+
+    A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
+    to run.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="triton",
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16", "float16"),
+        max_head_dim=256,
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        bias=True,
+        alibi=True,
+        dropout=True,
+        deterministic=True,
+        any_scale=True,
+        lse_grad=True,
+        block_sizes=True,
+        fused_backward=True,
+    )
+
+    needs_delta = True
+    adds_sinks = False
+    parts = None
+
+    def missing(self) -> str | None:
+        """No Triton, or no NVIDIA GPU from Ampere on."""
+        if not has_triton():
+            return "triton is not installed (torch for Linux brings it)"
+        if torch.version.cuda is None:
+            return "is for NVIDIA GPUs"
+        if capability()[0] < 8:
+            return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+        return None
+
+    def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+        """What the settings of a call, or its predicate, ask of it that it cannot do here."""
+        reasons = []
+        if config.fused_backward and request.deterministic:
+            reasons.append(
+                "fused_backward=True adds to dQ in an order that differs from run to run, which "
+                "deterministic=True rules out"
+            )
+        if plan.blocks is not None and plan.blocks.tiles is None:
+            reasons.append("the partial tiles of this predicate take more than 64 MiB")
+        return (*reasons, *_no_room(config, request))
+
+    def attend(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
+        place: Result | None = None,
+    ) -> Result:  # fmt: skip
+        """``(out, lse)`` of the item, in ``place`` if there is one."""
+        into = place or _empty(rows, columns)
+        Launch(rows, columns, item, params).attend(into, fresh=True)
+        return into
+
+    def forward(
+        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+    ) -> None:
+        """Attend and merge into ``into``, in one pass."""
+        Launch(rows, columns, item, params).attend(into, fresh=False)
+
+    def backward(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        row_grads: RowGrads, column_grads: ColumnGrads,
+    ) -> None:  # fmt: skip
+        """Add the item's gradients to the accumulators."""
+        launch = Launch(rows, columns, item, params)
+        if params.fused_backward:
+            launch.add_to_all(upstream, row_grads.dq, *column_grads, fresh=False)
+        else:
+            launch.add_to_queries(upstream, row_grads.dq, fresh=False)
+            launch.add_to_keys(upstream, *column_grads, fresh=False)
+        if row_grads.dbias is not None:
+            launch.add_to_bias(upstream, row_grads.dbias)
+
+    def gradients(
+        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """The item's gradients, wide; ``dq`` is in ``place`` if there is one."""
+        launch = Launch(rows, columns, item, params)
+        dq = torch.empty_like(rows.q, dtype=torch.float32) if place is None else place
+        dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
+        if params.fused_backward:
+            launch.add_to_all(upstream, dq.zero_(), dk, dv, fresh=True)
+        else:
+            launch.add_to_queries(upstream, dq, fresh=True)
+            launch.add_to_keys(upstream, dk, dv, fresh=True)
+        dbias = None
+        if rows.bias is not None and params.bias_grad:
+            dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
+            launch.add_to_bias(upstream, dbias)
+        return ItemGrads(dq, dk, dv, dbias)
+
+
+def _empty(rows: Rows, columns: Columns) -> Result:
+    """Room for the result of an item alone."""
+    batch, length, heads, _ = rows.q.shape
+    out = rows.q.new_empty(batch, length, heads, columns.v.shape[3])
+    lse = rows.q.new_empty(batch, heads, length, dtype=torch.float32)
+    return Result(out, lse)
+
+
+def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
+    """Why blocks of the sizes that were asked for cannot be had on this GPU."""
+    passes: tuple[Pass, ...] = ("attend",)
+    if request.grad:
+        passes += ("add_to_all",) if config.fused_backward else ("add_to_queries", "add_to_keys")
+        passes += ("add_to_bias",) if request.bias else ()
+    dims = request.head_dim, request.v_head_dim
+    itemsize = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
+    major, minor = capability()
+    try:
+        for name in passes:
+            blocks = choose_blocks(config, name, max(dims), itemsize, crowded=False)
+            stages_that_fit(name, blocks, dims, itemsize, 10 * major + minor)
+    except UnsupportedError as error:
+        return (str(error).removeprefix("kernel 'triton': ").partition(". Instead")[0],)
+    return ()

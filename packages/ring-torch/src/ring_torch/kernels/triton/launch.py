@@ -1,0 +1,301 @@
+"""From a work item to what a kernel of :mod:`ring_core.triton` takes, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_core import BlockGeometry, KernelConfig, WorkItem
+from ring_core.philox import dropout_threshold
+from ring_core.triton.tile_configs import Blocks, Pass
+from ring_core.triton.tile_sizes import choose_blocks, heads_together, padded, stages_that_fit
+from ring_torch.capture import cached_tensors
+from ring_torch.kernels.block_index import FAR, Grid, tile_numbers, visits
+from ring_torch.records import Columns, Params, Result, Rows, Upstream
+
+_OLDEST = 80  # compute capability
+
+#: Parameters of kernels that are other views of a tensor: the blocks that are done with care.
+_VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
+#: What each tensor's strides are called.
+_ROLES = {"dout": "out", "delta": "lse"}
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """The work of an item for the kernels."""
+
+    rows: Rows
+    columns: Columns
+    item: WorkItem
+    params: Params
+
+    def attend(self, into: Result, *, fresh: bool) -> None:
+        """Merge what the queries see into a result, or, if ``fresh``, write it there."""
+        self._run("attend", {"out": into.out, "lse": into.lse}, fresh=fresh)
+
+    def add_to_queries(self, upstream: Upstream, dq: Tensor, *, fresh: bool) -> None:
+        """Add the gradient of the queries, or, if ``fresh``, write it."""
+        self._run("add_to_queries", {**_given(upstream), "dq": dq}, fresh=fresh)
+
+    def add_to_keys(self, upstream: Upstream, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
+        """Add the gradients of keys and values, or, if ``fresh``, write them."""
+        self._run("add_to_keys", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
+
+    def add_to_all(
+        self, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
+    ) -> None:
+        """Both in one kernel; only ``dk`` and ``dv`` may be fresh."""
+        self._run("add_to_all", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
+
+    def add_to_bias(self, upstream: Upstream, dbias: Tensor) -> None:
+        """Add the gradient of the bias."""
+        batch, _, heads, _ = self.rows.q.shape
+        numbers = {
+            "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
+            "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
+            "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
+        }  # fmt: skip
+        self._run("add_to_bias", {**_given(upstream), "dbias": dbias}, numbers=numbers)
+
+    def _run(
+        self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch a kernel."""
+        q, k, v = self.rows.q, self.columns.k, self.columns.v
+        batch, q_len, heads, dim = q.shape
+        k_len, kv_heads = k.shape[1:3]
+        blocks = self.blocks(name)
+        down, across = -(-q_len // blocks.q), -(-k_len // blocks.k)
+        by_columns = name in ("add_to_keys", "add_to_all")
+        tensors = {"q": _with_rows(q), "k": _with_rows(k), "v": _with_rows(v), **given}
+        known: dict[str, Any] = {
+            **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
+            **_strides(tensors), **self._masks(by_columns=by_columns), **self._options(),
+            "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
+            **(numbers or {}),
+        }  # fmt: skip
+        if name == "add_to_bias":
+            assert self.rows.bias is not None
+            programs = (across, down, self.rows.bias.shape[0] * self.rows.bias.shape[1])
+        else:
+            known |= self._visits(blocks, by_columns=by_columns)
+            row = (dim + v.shape[3]) * q.element_size()
+            known["together"] = heads_together(
+                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
+            )
+            programs = (across * batch * kv_heads if by_columns else down * batch * heads, 1, 1)
+        facts = self._facts(name, blocks, tensors, fresh=fresh)
+        _launch(name, programs, known, facts, blocks, _capability(q.device), q.device)
+
+    def blocks(self, name: Pass) -> Blocks:
+        """How large blocks are."""
+        q, v, params = self.rows.q, self.columns.v, self.params
+        config = KernelConfig("triton", params.block_q, params.block_k)
+        crowded = self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
+        widest = max(q.shape[3], v.shape[3])
+        return choose_blocks(config, name, widest, q.element_size(), crowded=crowded)
+
+    @property
+    def _is_listed(self) -> bool:
+        by_ids, by_bias = self.rows.segments is not None, self.params.bias_masks
+        return self.item.tiles is not None or by_ids or by_bias
+
+    def _facts(
+        self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
+    ) -> dict[str, Any]:
+        """What a kernel is compiled for."""
+        q, k, v, params = *(tensors[name] for name in "qkv"), self.params
+        steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
+        for role, x in tensors.items():
+            step = f"{_ROLES.get(role, role).upper()}_STEP"
+            if step in steps:
+                steps[step] = x.stride(1)
+        dropped = dropout_threshold(params.dropout_p) if params.dropout_p > 0 else None
+        return {
+            "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),
+            "PADDED_V": padded(v.shape[3]), "ITEMS": 1,
+            "LISTED": self._is_listed or name == "add_to_bias",
+            "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
+            "SOFTCAP": params.softcap, "DROPPED": dropped, "BLOCK_Q": blocks.q,
+            "BLOCK_K": blocks.k, "TMA": False, "EVEN_Q": q.shape[1] % blocks.q == 0,
+            "EVEN_K": k.shape[1] % blocks.k == 0, "FUSED": name == "add_to_all", "FRESH": fresh,
+            "BESIDE": False, "BIAS_BY_POSITION": self.rows.bias is not None,
+            "EIGHTS": self.columns.eights, **steps,
+        }  # fmt: skip
+
+    def _visits(self, blocks: Blocks, *, by_columns: bool) -> dict[str, Any]:
+        """The lists of blocks, if they are listed."""
+        if not self._is_listed:
+            return {"visits_batch": 0}
+        rows, columns = self.rows, self.columns
+        grid = Grid(
+            blocks.q, blocks.k, rows.bias is not None, by_columns, rows.q.device,
+            self.params.blocks,
+        )  # fmt: skip
+        segments = None
+        if rows.segments is not None and columns.segments is not None:
+            segments = rows.segments, columns.segments
+        found = visits(self.item, grid, segments, self._shown())
+        many, outer, inner = found.blocks.shape
+        batch = outer * inner if many > 1 else 0
+        return {"visits": found.blocks, "counts": found.counts, "visits_batch": batch}
+
+    def _shown(self) -> Tensor | None:
+        """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
+        bias, position = self.rows.bias, self.columns.position
+        if bias is None or position is None or not self.params.bias_masks:
+            return None
+        return (bias > -torch.inf).any(dim=1).index_select(2, position)
+
+    def _masks(self, *, by_columns: bool) -> dict[str, Tensor]:
+        """What says who sees whom."""
+        rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
+        found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
+        if rows.segments is not None and columns.segments is not None:
+            found["q_ids"] = rows.segments.contiguous()
+            found["k_ids"] = columns.segments.contiguous()
+        if item.tiles is not None:
+            assert self.params.blocks is not None
+            found["bits"] = _bits(self.params.blocks, device)
+            found["tiles"] = _tiles(item, self.params.blocks, device)
+        elif item.cu_q is not None:
+            found["cells"] = _cells(item, by_columns, device)
+        return found
+
+    def _options(self) -> dict[str, Any]:
+        """The tensors of options, and their strides."""
+        rows, columns, params = self.rows, self.columns, self.params
+        found: dict[str, Any] = {"bias_batch": 0, "bias_head": 0, "bias_row": 0, "slopes_batch": 0}
+        if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
+            assert columns.position is not None
+            found["k_at"] = columns.position.to(torch.int32)
+        if rows.bias is not None:
+            bias = _with_rows(rows.bias)
+            strides = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
+            found |= dict(zip(("bias_batch", "bias_head"), strides, strict=True))
+            found |= {"bias": bias, "bias_row": bias.stride(2)}
+        if rows.slopes is not None:
+            assert rows.position is not None
+            slopes = rows.slopes.float().contiguous()
+            found |= {"slopes": slopes, "q_at": rows.position.to(torch.int32)}
+            found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        if params.dropout_p > 0:
+            assert rows.indices is not None
+            found["q_index"] = rows.indices.to(torch.int32)
+            found["dropout"] = _seed(params.dropout_seed, rows.q.device)
+        return found
+
+
+def _given(upstream: Upstream) -> dict[str, Tensor]:
+    """What a backward starts from; ``lse`` and delta have to be alike in memory."""
+    assert upstream.delta is not None
+    lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
+    return {"dout": _with_rows(upstream.dout), "lse": lse, "delta": delta}
+
+
+def _launch(
+    name: Pass, programs: tuple[int, int, int], known: Mapping[str, Any], facts: Mapping[str, Any],
+    blocks: Blocks, capability: int, device: torch.device,
+) -> None:  # fmt: skip
+    from ring_core.triton import backward, forward
+    from ring_core.triton.scores import Facts, as_constants, careful_facts
+
+    made = Facts(**facts)
+    kernels: dict[Pass, Any] = {
+        "attend": forward.attend, "add_to_queries": backward.add_to_queries,
+        "add_to_keys": backward.add_to_keys, "add_to_all": backward.add_to_keys,
+        "add_to_bias": backward.add_to_bias,
+    }  # fmt: skip
+    kernel = kernels[name]
+    both = {
+        **known, "facts": as_constants(made), "careful": as_constants(careful_facts(made)),
+    }  # fmt: skip
+    arguments = {name: both.get(name) for name in kernel.arg_names}
+    itemsize = known["q"].element_size()
+    stages = stages_that_fit(name, blocks, (made.D, made.DV), itemsize, capability)
+    with _on(device):
+        _start(
+            kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _start(
+    kernel: Any, programs: tuple[int, int, int], arguments: Mapping[str, Any], **options: int
+) -> None:
+    kernel[programs](**arguments, **options)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> int:
+    """As in ``sm_90``; of the oldest GPU that has it all where kernels are interpreted."""
+    if device.type != "cuda":
+        return _OLDEST
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """The same with the numbers of a row one behind the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """From batch row to batch row and from head to head, by name."""
+    found: dict[str, int] = {}
+    for name, x in tensors.items():
+        if name == "dbias":
+            continue
+        role, head_dim = _ROLES.get(name, name), 2 if x.ndim == 4 else 1
+        found |= {f"{role}_batch": x.stride(0), f"{role}_head": x.stride(head_dim)}
+    return found
+
+
+@cached_tensors(maxsize=1024)
+def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
+    """What an item shows, int32 ``[1, 6]``: rows, columns, and the band from their corner."""
+    band = [-FAR if lo is None else lo, FAR if hi is None else hi]
+    return torch.tensor([[0, q_len, 0, k_len, *band]], dtype=torch.int32, device=device)
+
+
+@cached_tensors(maxsize=256)
+def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
+    """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
+    assert item.cu_q is not None and item.cu_k is not None
+    outer, inner = (item.cu_k, item.cu_q) if by_columns else (item.cu_q, item.cu_k)
+    sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
+    return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
+
+
+@cached_tensors(maxsize=32)
+def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
+    assert geometry.tiles is not None
+    return torch.tensor(geometry.tiles[0].view(np.int32), device=device)
+
+
+@cached_tensors(maxsize=256)
+def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """Which of them lies where in an item."""
+    return torch.as_tensor(tile_numbers(item, geometry), device=device)
+
+
+def _seed(seed: int, device: torch.device) -> Tensor:
+    """The seed's words, and the first batch row and head; made on the device, without a wait."""
+    words = torch.zeros(4, dtype=torch.int64, device=device)
+    words[0].fill_(seed & 0xFFFFFFFF)
+    words[1].fill_(seed >> 32 & 0xFFFFFFFF)
+    return words.to(torch.int32)

@@ -1,0 +1,220 @@
+"""Passes over memory as Triton kernels: the merge of :func:`ring_core.merge`, and what travels."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+_MARKED = 1024
+_MORE_ROWS = 64  # of one head, whose sum is one number
+_NUMBERS = 2048  # a program adds
+_AT_ONCE = 4  # parts that one kernel adds
+
+
+def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators of these shapes."""
+    batch, rows, heads, dim = acc.shape
+    if acc.numel() == 0:
+        return
+    _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
+        acc, acc_lse, out, lse, rows,
+        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+        DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
+    )  # fmt: skip
+
+
+def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
+    """NaN for an ``lse [B, H, n]`` that is an infinity where ``out [B, n, H, D]`` is no number.
+
+    And for each that is ``inf``.
+    """
+    batch, heads, rows = lse.shape
+    if lse.numel() > 0:
+        _mark[(triton.cdiv(rows, _MARKED), heads, batch)](
+            out, lse, rows, *out.stride()[:3], *lse.stride()[:2], ROWS=_MARKED
+        )
+
+
+def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
+    """``rowsum(x * y)`` of ``[B, n, H, D]`` in float32, ``[B, H, n]``."""
+    batch, rows, heads, dim = x.shape
+    dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
+    if dots.numel() > 0:
+        _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
+            x, y, dots, None, None, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
+            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMMED=False,
+        )  # fmt: skip
+    return dots
+
+
+def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``sum(exp(sink - lse) * rowsum(dout * out))`` over all rows, float32 ``[H]``.
+
+    ``dout`` and ``out [B, n, H, D]``, ``lse [B, H, n]`` with the sinks ``[H]`` in it, float32.
+    """
+    batch, rows, heads, dim = out.shape
+    parts = triton.cdiv(rows, _MORE_ROWS)
+    sums = torch.zeros(batch, heads, parts, dtype=torch.float32, device=out.device)
+    if sums.numel() > 0:
+        _row_dots[(parts, heads, batch)](
+            dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
+            *sums.stride()[:2], *lse.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMMED=True,
+        )  # fmt: skip
+    return sums.sum(dim=(0, 2))
+
+
+def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
+    """Put ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side: ``both [B, n, K * (D + Dv)]``.
+
+    The heads of a token have to lie together in each.
+    """
+    batch, tokens, heads, dim = k.shape
+    widths = heads * dim, heads * v.shape[3]
+    if both.numel() > 0:
+        _pack[(tokens, batch)](
+            k, v, both, *k.stride()[:2], *v.stride()[:2], *both.stride()[:2],
+            K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)),
+        )  # fmt: skip
+
+
+def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Add float32 ``[rows, n, m]``, in their order; rows may lie apart, in peers' memory, too."""
+    rows, size = total.shape[0], total.shape[1] * total.shape[2]
+    if rows * size == 0:
+        return
+    for start in range(0, len(parts), _AT_ONCE):
+        some = parts[start : start + _AT_ONCE]
+        given = [*some, *[total] * (_AT_ONCE - len(some))]
+        _add[(triton.cdiv(size, _NUMBERS), rows)](
+            total, *given, total.stride(0), *(x.stride(0) for x in given), size,
+            PARTS=len(some), NUMBERS=_NUMBERS, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(
+    k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
+    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    place = both + batch * batch_stride + token * token_stride + at
+    x = tl.load(k + batch * k_batch + token * k_token + at, mask=at < K)
+    y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
+    tl.store(place, x, mask=at < K)
+    tl.store(place + K, y, mask=at < V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(
+    total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
+    PARTS: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < size
+    place = total + row * total_row + at
+    # All are asked for before the first is needed: they come from several peers at a time.
+    x = tl.load(place, mask=inside)
+    y = tl.load(a + row * a_row + at, mask=inside)
+    if PARTS > 1:
+        z = tl.load(b + row * b_row + at, mask=inside)
+    if PARTS > 2:
+        u = tl.load(c + row * c_row + at, mask=inside)
+    if PARTS > 3:
+        w = tl.load(d + row * d_row + at, mask=inside)
+    x += y
+    if PARTS > 1:
+        x += z
+    if PARTS > 2:
+        x += u
+    if PARTS > 3:
+        x += w
+    tl.store(place, x, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    place = lse + batch * lse_batch + head * lse_head + row
+    x = tl.load(place, mask=row < rows, other=0.0)
+    unseen = (x == float("-inf")) & (row < rows)
+    first = out + batch * out_batch + head * out_head + row * out_row
+    y = tl.load(first, mask=unseen, other=0.0).to(tl.float32)
+    odd = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - is no number
+    tl.store(place, float("nan"), mask=odd & (row < rows))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_dots(
+    x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
+    dots_head, lse_batch, lse_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    both = (row < rows)[:, None] & (column < DIM)[None, :]
+    x_at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
+    y_at = y + batch * y_batch + head * y_head + row[:, None] * y_row + column[None, :]
+    a = tl.load(x_at, mask=both, other=0.0).to(tl.float32)
+    b = tl.load(y_at, mask=both, other=0.0).to(tl.float32)
+    found = tl.sum(a * b, axis=1)
+    place = dots + batch * dots_batch + head * dots_head
+    if SUMMED:
+        at = lse + batch * lse_batch + head * lse_head + row
+        beside = tl.load(at, mask=row < rows, other=float("inf"))
+        beside = tl.where(beside == float("-inf"), float("inf"), beside)
+        part = tl.exp(tl.load(sinks + head) - beside)
+        tl.store(place + tl.program_id(0), tl.sum(part * found, axis=0))
+    else:
+        tl.store(place + row, found, mask=row < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(
+    acc, acc_lse, out, lse, rows,
+    acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = row < rows
+    both = inside[:, None] & (column < DIM)[None, :]
+    row = row.to(tl.int64)
+    old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
+    new_at = lse + batch * lse_batch + head * lse_head + row
+    old = tl.load(old_at, mask=inside, other=float("-inf"))
+    new = tl.load(new_at, mask=inside, other=float("-inf"))
+    top = tl.maximum(old, new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old_part, new_part = tl.exp(old - safe), tl.exp(new - safe)
+    total = old_part + new_part
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
+    out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+    # Outputs whose lse is -inf may be anything: they are not read.
+    x = tl.load(acc_at, mask=both & (old_part > 0)[:, None], other=0.0)
+    y = tl.load(out_at, mask=both & (new_part > 0)[:, None], other=0.0).to(tl.float32)
+    merged = x * (old_part / divisor)[:, None] + y * (new_part / divisor)[:, None]
+    tl.store(acc_at, merged, mask=both)
+    tl.store(old_at, safe + tl.log(total), mask=inside)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported, as wherever torch comes with it."""
+    return find_spec("triton") is not None

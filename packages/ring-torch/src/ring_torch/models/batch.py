@@ -1,0 +1,343 @@
+"""A model's batch, split over ranks: what each holds, and what its attention has to know."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
+from ring_torch.comm.ranks import Ring, collective
+from ring_torch.models.check import ModelReport
+from ring_torch.models.labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
+from ring_torch.sharding import Sharding
+
+#: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
+_SPLIT = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "labels": IGNORED,
+    "shift_labels": IGNORED,
+}
+
+#: Switches and numbers that mean the same on a part of a sequence.
+_KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
+
+_INSTEAD = {
+    "cu_seq_lens_q": "documents are read from position_ids; leave it out",
+    "cu_seq_lens_k": "documents are read from position_ids; leave it out",
+    "max_length_q": "documents are read from position_ids; leave it out",
+    "max_length_k": "documents are read from position_ids; leave it out",
+    "seq_idx": "documents are read from position_ids; leave it out",
+    "past_key_values": "there is no cache of a split sequence",
+    "output_attentions": "weights are never held; leave it out",
+    "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
+    "ContextParallel.unshard start_logits and end_logits, and compute the loss of those",
+    "end_positions": "as start_positions",
+    "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
+}
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedMask(Sealed):
+    """In place of ``attention_mask``: who sees whom in a batch whose sequences are split.
+
+    Attributes:
+        sharding: Which rank holds which of their tokens.
+        shape: ``(B, T_local)``.
+        seq_len: ``T``, padding included.
+        single: Each row is one document from its first token on, and padding after it, which
+            causal attention need not be told.
+        cu_seqlens: Documents, and runs of padding, where they are the same in all rows.
+        segment_ids: int32 ``[B, T_local]``, where they are not; negative for padding.
+        last_positions: Smallest and largest, over ranks, of the largest position id of a rank.
+        dropout_seed: Of the batch; layers derive theirs.
+    """
+
+    sharding: Sharding
+    shape: tuple[int, int]
+    seq_len: int
+    single: bool
+    cu_seqlens: tuple[int, ...] | None
+    segment_ids: Tensor | None
+    last_positions: tuple[int, int]
+    dropout_seed: int | None
+
+    _words = (
+        "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
+        "can only be read by ring attention: give the model attn_implementation="
+        "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
+        "attention, recurrent or convolutional layers, router losses), and needs whole sequences"
+    )
+
+    @property
+    def ndim(self) -> int:
+        """Of a mask ``[B, T_local]``."""
+        return 2
+
+    def view(self, *shape: int) -> ShardedMask:
+        """Itself, for models that make sure of its shape: ``view(B, -1)``."""
+        if shape not in ((self.shape[0], -1), self.shape):
+            raise SealedError(f"{self._words} (asked for view{shape})")
+        return self
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> ShardedMask:
+        """The same with its ids on a device; ids keep their dtype."""
+        del dtype  # who moves an attention mask asks for bool, and ids would not survive that
+        if self.segment_ids is None or device is None:
+            return self
+        return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))
+
+
+def shard_batch(
+    sharding: Sharding,
+    batch: Mapping[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
+) -> dict[str, Any]:
+    """:meth:`ContextParallel.shard_batch`."""
+    checks.check_seed(dropout_seed)
+    if not report.exact:
+        raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
+    given = {name: value for name, value in batch.items() if value is not None}
+    _check_names(given)
+    tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
+    _check_shapes(given, tokens)
+    size, length = tokens.shape[:2]
+    real = _real(given)
+    positions = given.pop("position_ids", None)
+    segments = _segments(real, None if "attention_mask" in given else positions, (size, length))
+    if positions is None:
+        positions = _positions(given, tokens, real, report)
+    elif "attention_mask" in given:
+        _check_one_document(_numpy(positions), real)
+    given["position_ids"] = positions.expand(size, length)
+    given.pop("attention_mask", None)
+    _set_labels(given, segments, report)
+    _check_same(sharding.ring, given, segments, dropout_seed)
+
+    more = -length % divisor_of(sharding.schedule, sharding.ring.size)
+    for name in _SPLIT.keys() & given.keys():
+        if isinstance(given[name], Sealed):
+            continue
+        x = pad(given[name], (*(0, 0) * (given[name].ndim - 2), 0, more), value=_SPLIT[name])
+        given[name] = sharding.shard(x, dim=1)
+    if not report.shifts_labels and "labels" in given:
+        given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
+    segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    last = [
+        int(_numpy(positions)[:, at[at < length]].max(initial=0))
+        for at in (
+            sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
+        )
+    ]
+    single, cu_seqlens, is_uneven = _documents(segments)
+    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if is_uneven else None
+    given["attention_mask"] = ShardedMask(
+        sharding,
+        (size, (length + more) // sharding.ring.size),
+        length + more,
+        single,
+        cu_seqlens,
+        None if ids is None else sharding.shard(ids, dim=1),
+        (min(last), max(last)),
+        dropout_seed,
+    )
+    return given
+
+
+def _positions(
+    given: Mapping[str, Any],
+    tokens: Tensor,
+    real: npt.NDArray[np.bool_] | None,
+    report: ModelReport,
+) -> Tensor:
+    """Position ids, int64 ``[1, T]`` or ``[B, T]``, as the model makes them where it is given none.
+
+    With an offset padding has the position before the first, and is not counted; among embeddings
+    nobody can tell what is padding.
+    """
+    offset = report.position_offset
+    if offset and "input_ids" in given:
+        counted = tokens != offset - 1
+    elif real is not None and not report.counts_padding:
+        counted = torch.from_numpy(real).to(tokens.device)
+    else:
+        return torch.arange(offset, offset + tokens.shape[1], device=tokens.device)[None]
+    return counted.long().cumsum(1) * counted + offset - 1
+
+
+def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) -> None:
+    """Shift labels where the model's loss does, and count those of the whole batch."""
+    if report.shifts_labels:
+        labels = given.pop("labels", None)
+        if labels is not None and "shift_labels" not in given:
+            given["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    elif "shift_labels" in given:
+        raise ValueError(
+            "shift_labels: the loss of this model is of labels as they are; give labels instead"
+        )
+    name = "shift_labels" if report.shifts_labels else "labels"
+    if name not in given:
+        return
+    ignored = _numpy(given[name]) == IGNORED
+    if not ignored[segments < 0].all():
+        also = ", and of a token that follows padding," if report.shifts_labels else ""
+        raise ValueError(
+            f"labels of padding{also} must be {IGNORED}: the loss would hold what is computed of "
+            f"padding, which has no meaning"
+        )
+    if report.shifts_labels:
+        given["labels"] = ShiftedLabels()
+    given.setdefault("num_items_in_batch", int((~ignored).sum()))
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    if ("input_ids" in given) == ("inputs_embeds" in given):
+        raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
+    known = {*_SPLIT, *_KEPT, "attention_mask"}
+    if given.get("use_cache"):
+        raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
+    if reasons := [
+        f"{name} ({_INSTEAD.get(name, 'how it lies along the sequence is not known')})"
+        for name in given
+        if name not in known
+    ]:
+        raise UnsupportedError(
+            f"shard_batch cannot split {'; '.join(reasons)}. It takes {', '.join(sorted(known))}"
+        )
+
+
+def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
+    first = "input_ids" if "input_ids" in given else "inputs_embeds"
+    for name, value in ({first: tokens} | dict(given)).items():
+        if name in _KEPT:
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.ndim != (3 if name == "inputs_embeds" else 2):
+            raise UnsupportedError(
+                f"{name} has shape {tuple(value.shape)}; shard_batch splits "
+                f"{'[B, T, dim]' if name == 'inputs_embeds' else '[B, T]'}. Masks of four dimensions "
+                f"and positions in several directions are not supported"
+            )
+        sizes = (1, tokens.shape[0]) if name == "position_ids" else (tokens.shape[0],)
+        if value.shape[1] != tokens.shape[1] or value.shape[0] not in sizes:
+            raise ValueError(
+                f"{name} must be [B, T] = {tuple(tokens.shape[:2])} as the tokens, got "
+                f"{tuple(value.shape)}"
+            )
+
+
+def _numpy(x: Tensor) -> Integers:
+    array: Integers = x.detach().cpu().numpy()
+    return array
+
+
+def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+    """Which tokens are no padding, ``[B, T]``; all where there is no mask."""
+    if "attention_mask" not in given:
+        return None
+    mask = _numpy(given["attention_mask"])
+    if not ((mask == 0) | (mask == 1)).all():
+        raise UnsupportedError(
+            "attention_mask must be 0 for padding and 1 for tokens; for packed documents leave it "
+            "out and give position_ids that start again with each"
+        )
+    real: npt.NDArray[np.bool_] = mask != 0
+    return real
+
+
+def _segments(
+    real: npt.NDArray[np.bool_] | None, positions: Tensor | None, shape: tuple[int, int]
+) -> Integers:
+    """The number of each token's document, ``[B, T]``; -1 for padding.
+
+    As in transformers, a document begins where position ids do not go on by one, and only where
+    there is no attention mask.
+    """
+    segments = np.zeros(shape, np.int64)
+    if positions is not None:
+        segments[:, 1:] = np.cumsum(np.diff(_numpy(positions), axis=1) != 1, axis=1)
+    if real is not None:
+        segments[~real] = -1
+    return segments
+
+
+def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None) -> None:
+    """Refuse a mask beside positions that say something else."""
+    assert real is not None
+    neighbours = real[:, 1:] & real[:, :-1]
+    if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[neighbours].any():
+        raise UnsupportedError(
+            "attention_mask and position_ids that start again: with a mask, transformers takes a row "
+            "for one document. For packed documents leave attention_mask out; padding then is a "
+            "document of its own"
+        )
+
+
+def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
+    """``single``, ``cu_seqlens`` and whether rows differ, of :class:`ShardedMask`."""
+    length = segments.shape[1]
+    real = segments >= 0
+    is_prefix = (real == (np.arange(length) < real.sum(axis=1)[:, None])).all()
+    single = bool(is_prefix and (segments <= 0).all())
+    if not (segments == segments[:1]).all():
+        return single, None, True
+    bounds = (np.flatnonzero(np.diff(segments[0])) + 1).tolist()
+    return single, (0, *bounds, length) if bounds else None, False
+
+
+def _check_same(
+    ring: Ring, given: Mapping[str, Any], segments: Integers, dropout_seed: int | None
+) -> None:
+    """Check that all ranks were given the same batch: another one would pass unnoticed.
+
+    Raises:
+        RankMismatchError: They were not. Floats are compared by shape alone.
+    """
+    if ring.size == 1:
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted({**given, "segments": torch.from_numpy(segments)}.items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+            if not value.is_floating_point():
+                digest.update(np.ascontiguousarray(_numpy(value)).tobytes())
+        elif not isinstance(value, Sealed):
+            digest.update(f"{name} {value!r} ".encode())
+    digest.update(f"dropout_seed {dropout_seed}".encode())
+    device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
+    every = [torch.empty_like(mine) for _ in range(ring.size)]
+    with collective(ring, "shard_batch"):
+        dist.all_gather(every, mine, group=ring.group)
+    others = [
+        rank for rank, theirs in enumerate(torch.cat(every).tolist()) if theirs != mine.item()
+    ]
+    if others:
+        raise RankMismatchError(
+            f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
+            f"{ring.rank}'s is not that of {', '.join(map(str, others))}; let the ranks of a group "
+            f"draw the same samples"
+        )

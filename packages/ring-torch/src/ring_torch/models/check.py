@@ -1,0 +1,397 @@
+"""Whether a model of transformers computes on split sequences what it does on whole ones.
+
+It is told from the model's modules, their code and its config. Nothing is run, so that models on
+the meta device can be asked, and transformers is not imported: a model of it has brought it.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ring_torch.models.code import (
+    forward_of,
+    names_in,
+    names_in_forward,
+    parameters_of,
+    reads_in_forward,
+    uses_global,
+)
+
+#: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
+SERVED_LAYERS = ("full_attention", "sliding_attention")
+
+#: Outputs that hold one entry a sequence, made of one token or of all.
+_POOLED = {
+    "pooler_output": "pooler_output",
+    "seq_relationship_logits": "next sentence",
+    "sop_logits": "sentence order",
+    "image_embeds": "image_embeds",
+    "text_embeds": "text_embeds",
+    "logits_per_text": "logits_per_text",
+}
+_POOLED_CLASSES = (
+    "SequenceClassifier",
+    "NextSentencePredictor",
+    "MultipleChoice",
+    "ImageClassifier",
+)
+_POOLED_HEADS = (
+    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForRetrieval",
+    "ForImageClassification", "RewardModel", "DoubleHeads",
+)  # fmt: skip
+_TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalLM", "LMHead")
+
+#: Heads whose loss of token ``i`` is of label ``i``.
+_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")
+
+#: Parts that see images or sound, not the sequence of tokens.
+_TOWERS = re.compile(r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec")
+
+#: Classes of modules that mix tokens by other means than attention.
+_MIXERS = re.compile(
+    r"Mamba|SSM|Recurrent|Rwkv|RWKV|Hyena|Retention|LinearAttention|GatedDelta|Fourier|LSTM|GRU"
+    r"|ShortConv|CausalConv"
+)
+
+_READS = ("sum", "unsqueeze", "masked_fill", "cumsum", "repeat_interleave", "masked_select")
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What splitting its sequences would do to a model.
+
+    Attributes:
+        exact: Outputs, loss and gradients are those of the whole model, or a call is refused by
+            name. Of a module that is none of transformers nothing is known, and it is taken to be.
+        reasons: Why it is not exact, and what to do; empty where it is.
+        position_offset: The position id of a first token: 0, or ``padding_idx + 1`` in models that
+            count from there. Padding then has position ``padding_idx``.
+        counts_padding: Whether padding counts in position ids, as a token does, where none are
+            given.
+        pooling: What the model makes of one token of a sequence, or of all; ``None`` for models
+            whose outputs are of each token.
+        layers: What the config calls each layer; ``attention`` where it names no kinds. Empty
+            where nothing is known.
+        shifts_labels: Whether the loss of token ``i`` is of label ``i + 1``, as of causal language
+            models, or of label ``i``.
+    """
+
+    exact: bool = True
+    reasons: tuple[str, ...] = ()
+    position_offset: int = 0
+    counts_padding: bool = True
+    pooling: str | None = None
+    layers: tuple[str, ...] = ()
+    shifts_labels: bool = True
+
+
+def check_model(model: nn.Module) -> ModelReport:
+    """Say whether a model of transformers is exact where its sequences are split over ranks.
+
+    It reads modules, their code and the config, and runs nothing; weights may be on the meta
+    device. What wraps a model (DDP, FSDP, PEFT, ``torch.compile``) counts as what it wraps. What a
+    call alone can show (a cache, a mask of its own) is refused when the model is called.
+
+    Raises:
+        ValueError: ``model`` is no module.
+
+    Example::
+
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+        print(hf.check_model(model).reasons)
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if _adds_tokens(model):
+        return ModelReport(
+            exact=False,
+            reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
+        )
+    model = unwrapped(model)
+    if _is_of_transformers(model):
+        return _report(model)
+    reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
+    if not reports:
+        return ModelReport()
+    reasons: tuple[str, ...]
+    if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
+        reasons = ("it holds models of transformers that want other positions or labels",)
+    else:
+        reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
+    return replace(
+        reports[0],
+        exact=not reasons,
+        reasons=reasons,
+        pooling=next((x.pooling for x in reports if x.pooling), None),
+        layers=tuple(layer for x in reports for layer in x.layers),
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
+    return list(_wrappers(model))[-1]
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from outside in."""
+    yield model
+    inner = getattr(model, "_orig_mod", None)
+    if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]
+    if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
+        inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and inner is not model:
+        yield from _wrappers(inner)
+
+
+def _adds_tokens(model: nn.Module) -> bool:
+    return any(
+        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
+        for x in _wrappers(model)
+    )
+
+
+def _report(model: Any) -> ModelReport:
+    parts = dict(_text_parts(model))
+    pooling = _pooling(model)
+    layers = _layers(model, parts)
+    reasons = [
+        *_of_inputs(model),
+        *([] if pooling is None else [_pooled_words(model, pooling)]),
+        *_of_layers(model, parts, layers),
+        *_of_masks(parts),
+    ]
+    return ModelReport(
+        exact=not reasons,
+        reasons=tuple(dict.fromkeys(reasons)),
+        position_offset=_position_offset(parts),
+        counts_padding=not any(map(_counts_real_tokens, parts.values())),
+        pooling=pooling,
+        layers=layers,
+        shifts_labels=_shifts(model),
+    )
+
+
+def _name(model: nn.Module) -> str:
+    """The name of its class, not of the one that FSDP puts before it."""
+    return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
+        for base in type(model).__mro__
+    )
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    for child in model.children():
+        if _is_of_transformers(child):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _takes_tokens(model: nn.Module) -> bool:
+    return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
+
+
+def _text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that see the sequence of tokens, by name."""
+    decoder = model
+    if getattr(model.config, "sub_configs", None):
+        decoder = model.get_decoder()
+        for each in (model, model.base_model):
+            if each is not decoder:
+                yield "", each
+    for name, module in decoder.named_modules():
+        if not _TOWERS.search(name):
+            yield f"{name}.", module
+
+
+def _text_config(model: Any) -> Any:
+    try:
+        return model.config.get_text_config()
+    except ValueError:  # there are several
+        return model.config
+
+
+def _attends(module: nn.Module) -> bool:
+    return uses_global(type(module), "AttentionInterface")
+
+
+def _of_inputs(model: Any) -> Iterator[str]:
+    given = parameters_of(type(model))
+    name = _name(model)
+    if not _takes_tokens(model):
+        yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
+    elif "decoder_input_ids" in given:
+        yield (
+            f"{name} has an encoder and a decoder: attention from one sequence to another is not "
+            f"supported; split a decoder or an encoder alone"
+        )
+    elif not {"position_ids", "**"} & given:
+        yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
+    if getattr(_text_config(model), "output_router_logits", False):
+        yield (
+            "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
+            "and add that loss yourself from logits of the whole sequence"
+        )
+
+
+def _of_layers(
+    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
+) -> Iterator[str]:
+    if others := sorted({*layers}.difference(SERVED_LAYERS, {"attention"})):
+        yield (
+            f"layers of type {', '.join(others)} would see this rank's tokens only; "
+            f"{' and '.join(SERVED_LAYERS)} are served"
+        )
+        return
+    if not any(map(_attends, parts.values())):
+        yield (
+            f"{_name(model)} calls no attention function of transformers' registry: its "
+            f"layers would see this rank's tokens only, or attend with attention of their own"
+        )
+        return
+    mixers = {
+        type(x).__name__
+        for x in parts.values()
+        if isinstance(x, nn.RNNBase)
+        or (isinstance(x, nn.Conv1d | nn.Conv2d) and max(x.kernel_size) > 1)
+        or (
+            _MIXERS.search(type(x).__name__)
+            and not _attends(x)
+            and not any(map(_attends, x.modules()))
+        )
+    }
+    if mixers:
+        yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
+    for name, module in parts.items():
+        if isinstance(module, nn.ModuleList):
+            has = [any(map(_attends, layer.modules())) for layer in module]
+            if any(has) and not all(has) and layers == ("attention",) * len(layers):
+                yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
+    if getattr(model.config, "trigram_input", False):
+        yield "config.trigram_input: a token's embedding is made of its neighbours' too"
+    if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
+        yield f"{_name(model)} cuts its sequence into patches, of a rank's own tokens"
+    if "question_token_id" in names_in_forward(type(model)):
+        yield f"{_name(model)} looks for one token of the whole sequence"
+
+
+def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Reasons that lie in what is done with masks and biases."""
+    attending = [x for x in parts.values() if _attends(x)]
+    if not attending:
+        return
+    makes = {n for x in parts.values() for n in names_in(type(x)) if _makes_mask(n)}
+    if not makes:
+        yield "it makes its masks itself, not through transformers.masking_utils"
+    if "create_recurrent_attention_mask" in makes:
+        yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
+    if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
+        yield "its attention computes masks of its own from the keys"
+    masking = [parameters_of(type(x)) for x in parts.values() if _masks(type(x))]
+    if masking and not any("position_ids" in taken for taken in masking):
+        yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
+    if any("position_bias" in names_in_forward(type(x)) for x in attending):
+        yield "its attention adds a position bias of its own, which cannot be split"
+    for module in parts.values():
+        if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
+            yield (
+                f"{type(module).__name__} reads the attention_mask "
+                f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"
+            )
+
+
+def _masks(cls: type) -> bool:
+    return any(map(_makes_mask, names_in(cls)))
+
+
+def _makes_mask(name: str) -> bool:
+    return name.startswith("create_") and "mask" in name
+
+
+def _pooling(model: Any) -> str | None:
+    """What is one entry a sequence among the outputs."""
+    heads = [base.__name__ for base in type(model).__mro__]
+    if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
+        return found[0]
+    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
+    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
+        return None
+    for output in _outputs(model):
+        if any(word in output.__name__ for word in _POOLED_CLASSES):
+            return str(output.__name__)
+        for field in fields(output):
+            if field.name in _POOLED and getattr(model, "pooler", model) is not None:
+                return _POOLED[field.name]
+    return None
+
+
+def _outputs(model: Any) -> list[Any]:
+    """Classes of outputs that ``forward`` is annotated with."""
+    function = forward_of(type(model))
+    try:
+        hint = typing.get_type_hints(function).get("return")
+    except (NameError, TypeError, AttributeError):
+        return []
+    return [x for x in (hint, *typing.get_args(hint)) if isinstance(x, type) and is_dataclass(x)]
+
+
+def _pooled_words(model: Any, pooling: str) -> str:
+    name = _name(model)
+    if pooling == "pooler_output":
+        return (
+            f"{name} makes a pooler_output of one token, which one rank has; build it with "
+            f"add_pooling_layer=False, or take the hidden states of a model without pooling"
+        )
+    return (
+        f"{name} pools ({pooling}): it makes one output of a sequence, of which a rank holds a part; "
+        f"run the model without that head, ContextParallel.unshard the hidden states and pool those"
+    )
+
+
+def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    types = getattr(_text_config(model), "layer_types", None)
+    if types:
+        return tuple(map(str, types))
+    return ("attention",) * sum(map(_attends, parts.values()))
+
+
+def _position_offset(parts: Mapping[str, nn.Module]) -> int:
+    """``padding_idx + 1`` where positions are made of the tokens that are no padding."""
+    for module in parts.values():
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and (
+            "create_position_ids_from_input_ids" in names_in(type(module))
+        ):
+            return padding + 1
+    return 0
+
+
+def _counts_real_tokens(module: nn.Module) -> bool:
+    """Whether it makes position ids of the attention mask, as OPT does."""
+    made = "cumsum" in names_in_forward(type(module))
+    return made and {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(
+        type(module)
+    )
+
+
+def _shifts(model: Any) -> bool:
+    """Whether the model's loss shifts labels, or takes them as they are."""
+    if any(word in base.__name__ for word in _AS_THEY_ARE for base in type(model).__mro__):
+        return False
+    names = names_in_forward(type(model))
+    if "loss_function" in names:
+        loss = getattr(model, "loss_function", None)
+        return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
+    return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)

@@ -1,0 +1,142 @@
+"""Keys and values as they travel when gathered: side by side, so that neighbours are one copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_torch.buffers import Packing
+from ring_torch.memory_ops import has_triton
+from ring_torch.records import Inputs
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``.
+
+    ``K`` are the heads of a group, which is all unless heads are cut into several.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    segments: bool  # whether ids int32 ``[B, T_kv_local]`` go with them
+
+    @classmethod
+    def of(cls, inputs: Inputs, groups: int = 1) -> Keys:
+        """The shape of a call's, for one of so many groups of heads."""
+        k, v = inputs.k, inputs.v
+        sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
+        return _keys(*sizes, k.dtype, inputs.k_ids is not None, groups)
+
+    @property
+    def width(self) -> int:
+        """Numbers a token."""
+        return self.heads * (self.dim + self.v_dim)
+
+    @cached_property
+    def message(self) -> Packing:
+        """What a rank gives: keys and values, and ids if there are any."""
+        both = ((self.batch, self.length, self.width), self.dtype)
+        ids = [((self.batch, self.length), torch.int32)] if self.segments else []
+        return Packing.of(both, *ids)
+
+    def size(self, length: int) -> int:
+        """Bytes of the message for so many tokens."""
+        ids = 4 if self.segments else 0
+        return math.prod((self.batch, length, self.width * self.dtype.itemsize + ids))
+
+    def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""
+        if self.dim == self.v_dim:
+            k, v = both.view(*both.shape[:2], 2, self.heads, self.dim).unbind(dim=2)
+            return k, v
+        k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
+        return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
+
+    def write(self, message: Sequence[Tensor], inputs: Inputs, span: slice = ALL) -> None:
+        """Put a rank's own, or a span of its tokens, into a message of that length."""
+        own_k, own_v = inputs.k[:, span], inputs.v[:, span]
+        if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
+            from ring_torch.memory_ops import pack_on_gpu
+
+            pack_on_gpu(own_k, own_v, message[0])
+        else:
+            k, v = self.split(message[0])
+            k.copy_(own_k)
+            v.copy_(own_v)
+        if inputs.k_ids is not None:
+            message[1].copy_(inputs.k_ids[:, span])
+
+
+@lru_cache(maxsize=256)
+def _keys(
+    batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype, segments: bool,
+    groups: int,
+) -> Keys:  # fmt: skip
+    return Keys(batch, length, heads // groups, dim, v_dim, dtype, segments)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where the sums of gradients of keys lie in a flat buffer, wide.
+
+    By token, ``[B, n, K * D + K * Dv]``, or by head, ``[B, K, n, D]`` and ``[B, K, n, Dv]`` one
+    after the other: the order in which some kernels add them up.
+    """
+
+    keys: Keys
+    by_head: bool
+
+    def numel(self, length: int) -> int:
+        """Numbers for so many tokens."""
+        return self.keys.batch * length * self.keys.width
+
+    def views(self, flat: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The sums of dK and dV, as they lie."""
+        keys = self.keys
+        if not self.by_head:
+            return keys.split(flat.view(keys.batch, length, keys.width))
+        cut = keys.batch * keys.heads * length * keys.dim
+        shape = (keys.batch, keys.heads, length, -1)
+        return flat[:cut].view(shape), flat[cut:].view(shape)
+
+    def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
+        """The sums of dK and dV of some tokens."""
+        at = (slice(None), slice(None), span) if self.by_head else (slice(None), span)
+        dk, dv = self.views(flat, length)
+        return dk[at], dv[at]
+
+    def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
+        """Those of some tokens, in as few pieces as can be: ``[rows, n, numbers a token]``."""
+        keys = self.keys
+        if not self.by_head:
+            return [flat.view(keys.batch, length, keys.width)[:, span]]
+        if keys.dim == keys.v_dim:
+            return [flat.view(-1, length, keys.dim)[:, span]]
+        return [x.flatten(0, 1)[:, span] for x in self.views(flat, length)]
+
+
+def are_rows(x: Tensor) -> bool:
+    """Whether all heads of a token lie together."""
+    return x.stride(3) == 1 and x.stride(2) == x.shape[3]
+
+
+def keys_of(inputs: Inputs) -> list[Tensor]:
+    """What travels round the ring."""
+    return [inputs.k, inputs.v, *([] if inputs.k_ids is None else [inputs.k_ids])]
+
+
+def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
+    """One message that holds tensors like these, in another dtype if one is given."""
+    return Packing.of(*((x.shape, dtype or x.dtype) for x in tensors))

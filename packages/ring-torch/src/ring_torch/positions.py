@@ -1,0 +1,47 @@
+"""Where tokens stand in the whole sequence, on a device and on the host; made once.
+
+A copy from the host would wait, in each call, for what the GPU is doing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_core import Plan, gather_program
+from ring_torch.capture import cached_tensors
+from ring_torch.records import Run, runs_of
+
+
+@cached_tensors(maxsize=16)  # of a long sequence each takes megabytes
+def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a rank: query indices, query positions, key positions; int64."""
+    arrays = plan.positions(rank), plan.q_positions(rank), plan.k_positions(rank)
+    index, q_pos, k_pos = (torch.as_tensor(x, device=device) for x in arrays)
+    return index, q_pos, k_pos
+
+
+@cached_tensors(maxsize=16)  # of a long sequence each takes megabytes
+def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
+    """Of the keys that a rank gathers, int64."""
+    return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
+
+
+@lru_cache(maxsize=256)
+def query_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
+    """Of a rank's queries."""
+    return runs_of(plan.q_positions(rank))
+
+
+@lru_cache(maxsize=256)
+def key_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
+    """Of a rank's keys."""
+    return runs_of(plan.k_positions(rank))
+
+
+@lru_cache(maxsize=64)
+def gathered_runs(plan: Plan, rank: int, own: bool) -> tuple[Run, ...]:
+    """Of the keys that a rank gathers."""
+    return runs_of(gather_program(plan, rank, own=own).positions)

@@ -1,0 +1,380 @@
+"""One call, checked: what the loops need to know, and the tensors they work on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ring_core import (
+    Dealt,
+    KernelConfig,
+    Mask,
+    Plan,
+    Request,
+    Schedule,
+    UnsupportedError,
+    checks,
+    gather_memory,
+    gather_refusals,
+    make_plan,
+)
+from ring_core.choose.rates import default as rates_in_use
+from ring_torch.call import Call, Options
+from ring_torch.capture import is_capturing, on_device
+from ring_torch.comm.handshake import CallSignature
+from ring_torch.comm.ranks import Ring
+from ring_torch.head_groups import ONE_GROUP, groups_of
+from ring_torch.kernels import KERNEL_NAMES, choose
+from ring_torch.records import Inputs, Params, wide
+
+_LONGEST = 48  # characters of numbers in a message
+
+
+def check_call(
+    ring: Ring,
+    number: int,
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    grad: bool | None = None,
+) -> tuple[Call, Inputs]:
+    """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
+
+    ``number`` is the call's, from :meth:`Ring.next_call`. ``grad`` says whether there will be a
+    backward; ``None`` asks the tensors.
+
+    Raises:
+        ValueError: An argument is malformed.
+        UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
+            CUDA graph with an option or a kernel that a graph cannot hold.
+    """
+    q_ids, k_ids = None, None
+    if segment_ids is not None:
+        sizes = checks.check_qkv(
+            *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
+        )
+        q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+        for ids in (q_ids, k_ids):
+            _fact(ids, "segment_ids")
+    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
+    names = ("segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+    if grad is None:
+        grad = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
+        )
+        bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
+    else:
+        bias_grad = grad and bias is not None
+    seed, options = options.dropout_seed, _keyed(options)
+    facts = (
+        *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
+        *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
+    )
+    types = tuple(map(type, options))
+    given = (ring, schedule, facts, options, types, (grad, bias_grad), number > 0)
+    try:
+        hash(given)
+    except TypeError:
+        prepare = _prepare.__wrapped__
+    else:
+        prepare = _prepare
+    with on_device(q.device):
+        call = prepare(*given)
+    if grad and options.return_lse:
+        call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
+    if is_capturing():
+        _check_capture(call)
+    if call.params.dropout_p > 0 and seed is not None:
+        call = call._replace(params=replace(call.params, dropout_seed=seed))
+    return call._replace(number=number), inputs
+
+
+def _keyed(options: Options) -> Options:
+    """Options as calls are known again by: one mask, whatever gave it, and no seed.
+
+    Raises:
+        ValueError: One of these is malformed.
+    """
+    given: Any = options.mask  # whatever else it is is refused
+    mask = checks.check_mask(
+        given, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        cu_seqlens=options.cu_seqlens,
+    )  # fmt: skip
+    checks.check_dropout(options.dropout_p, options.dropout_seed)
+    checks.check_seed(options.dropout_seed)
+    return options._replace(
+        causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None
+    )
+
+
+def _check_capture(call: Call) -> None:
+    """Refuse what a CUDA graph cannot hold.
+
+    Raises:
+        UnsupportedError: Positions come from the host, where a seed would be frozen, too, or the
+            kernel looks at numbers there.
+    """
+    if call.needs_index:
+        raise UnsupportedError(
+            "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
+            "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
+        )
+    if call.kernel.capabilities.name == "eager":
+        raise UnsupportedError(
+            "kernel 'eager' looks at numbers on the host, so it cannot be captured into a CUDA "
+            "graph. Instead: leave the call out of the graph, or use kernel='triton'"
+        )
+
+
+class Fact(NamedTuple):
+    """What is static about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def described(self) -> checks.Tensor:
+        """As the checks take it."""
+        return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
+
+
+@lru_cache(maxsize=256)
+def _prepare(
+    ring: Ring,
+    schedule: Schedule,
+    facts: tuple[Fact | None, ...],
+    options: Options,
+    types: tuple[type, ...],
+    grads: tuple[bool, bool],
+    probe: bool,
+    *,
+    lse_grad: bool = False,
+) -> Call:
+    """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
+    del types  # it only tells calls apart: equal options of unlike types are not the same
+    grad, bias_grad = grads  # of anything, and of the bias
+    q, *rest = (None if fact is None else fact.described() for fact in facts)
+    k, v, q_ids, k_ids, sinks, bias, slopes = rest
+    assert q is not None and k is not None and v is not None and facts[0] is not None
+    sizes, device = checks.check_qkv(q, k, v), facts[0].device
+    if device.type == "meta":
+        raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
+    assert isinstance(options.mask, Mask)
+    plan = make_plan(
+        options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
+        kv_seq_len=sizes.k_len * ring.size,
+    )  # fmt: skip
+    scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
+    cap = checks.check_softcap(options.softcap)
+    for name in ("deterministic", "return_lse"):
+        checks.check_flag(name, getattr(options, name))
+    checks.check_choice("transport", options.transport, TRANSPORTS)
+    checks.check_sinks(sinks, sizes, q.device)
+    checks.check_bias(bias, sizes, plan.kv_seq_len, q.device)
+    checks.check_alibi_slopes(slopes, sizes, q.device)
+    if facts[-1] is not None and facts[-1].requires_grad:
+        raise ValueError(
+            "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
+        )
+    for side, ids in (("queries", q_ids), ("keys", k_ids)):
+        if ids is not None:
+            checks.check_segment_ids(ids, sizes, side, q.device)
+    config = _config(options.kernel)
+    request = Request(
+        device=device.type, dtype=q.dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        segment_ids=q_ids is not None, softcap=cap is not None, bias=bias is not None,
+        alibi=slopes is not None, dropout=options.dropout_p > 0,
+        deterministic=options.deterministic, any_scale=scale <= 0,
+        grad=grad, lse_grad=lse_grad,
+        batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
+    )  # fmt: skip
+    choice = choose(config, request, plan)
+    widths = (
+        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
+        facts[0].dtype.itemsize,
+    )  # fmt: skip
+    transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
+    params = Params(
+        plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
+        config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
+        options.deterministic, bias_grad, options.bias_masks,
+    )  # fmt: skip
+    shapes = zip(
+        ("q", "k", "v", "sinks", "bias", "alibi_slopes"),
+        (q, k, v, sinks, bias, slopes),
+        strict=True,
+    )
+    fields = {
+        "schedule": str(schedule), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "cu_seqlens": _in_words(plan.mask.cu_seqlens),
+        "chunks": _in_words(schedule.chunks) if isinstance(schedule, Dealt) else None,
+        "softmax_scale": scale, "softcap": cap,
+        "dropout_p": float(options.dropout_p),
+        "deterministic": options.deterministic, "return_lse": options.return_lse,
+        "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
+        "kernel": choice.kernel.capabilities.name, "rates": rates_in_use().digest,
+        "transport": transport,
+        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
+    }  # fmt: skip
+    needs_index = (
+        bias is not None or slopes is not None or options.dropout_p > 0
+        or plan.mask.predicate is not None
+    )  # fmt: skip
+    groups = ONE_GROUP
+    if (
+        transport in GATHERED and choice.kernel.capabilities.bands == "any"
+        and not needs_index and q_ids is None
+    ):  # fmt: skip
+        groups = groups_of(plan, sizes, facts[0].dtype.itemsize)
+    return Call(
+        ring, plan, params, choice.kernel, choice, facts[0].dtype, wide(facts[0].dtype), device,
+        needs_index, grad, transport, groups, 0, CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"),
+    )  # fmt: skip
+
+
+def _in_words(numbers: tuple[object, ...] | None) -> str | None:
+    """Numbers that differ between ranks, short enough for a message: the first, and a digest."""
+    if numbers is None:
+        return None
+    text = str(numbers)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
+
+
+def _config(kernel: str | KernelConfig) -> KernelConfig:
+    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(config, KernelConfig):
+        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
+    checks.check_choice("kernel", config.name, KERNEL_NAMES)
+    return config
+
+
+def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
+    if plan.mask.predicate is None or plan.boundaries is None:
+        return None
+    with torch.inference_mode(mode=False):  # calls that train share them
+        return torch.as_tensor(plan.boundaries, device=device)
+
+
+def _fact(x: object, name: str) -> Fact:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
+    if isinstance(x, DTensor):
+        raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
+    return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)
+
+
+#: ``p2p``: round the ring, in messages. ``gather``: all that a rank needs at once, in messages.
+#: ``pull``: the same, copied out of the peers' memory.
+TRANSPORTS = ("auto", "p2p", "gather", "pull")
+
+#: Those that bring all a rank needs at once.
+GATHERED = ("gather", "pull")
+
+#: ``auto`` does not gather where that takes more than this many times a ring's memory.
+MOST_MEMORY = 3.0
+
+
+def choose_transport(
+    transport: str,
+    ring: Ring,
+    plan: Plan,
+    device: torch.device,
+    *,
+    widths: tuple[int, int, int],
+    probe: bool,
+) -> str:
+    """The transport a call named, or with ``auto`` the fastest that can do it.
+
+    ``auto`` copies out of the peers' memory where it can and that takes no more than
+    ``MOST_MEMORY`` times what a ring does.
+
+    Args:
+        transport: One of ``TRANSPORTS``.
+        ring: The ranks.
+        plan: What they compute.
+        device: Where the tensors are.
+        widths: Numbers a query token and a key token, and bytes of a number.
+        probe: Whether peers may be asked if they reach each other's memory.
+
+    Raises:
+        UnsupportedError: The one named cannot do this call.
+    """
+    if ring.size == 1 or transport == "p2p":
+        return "p2p"
+    reasons = list(gather_refusals(plan))
+    if transport != "gather":
+        reasons += _pull_refusals(ring, device, probe=probe)
+    if transport == "auto":
+        return "p2p" if reasons or _is_large(plan, *widths) else "pull"
+    if reasons:
+        raise UnsupportedError(
+            f"transport {transport!r}: {'; '.join(reasons)}. Instead: use transport='p2p' or 'auto'"
+        )
+    return transport
+
+
+def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
+    memory = gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize)
+    return memory > MOST_MEMORY
+
+
+def _pull_refusals(ring: Ring, device: torch.device, *, probe: bool) -> list[str]:
+    if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
+        return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
+    return list(ask_peers(ring)) if probe else list(_known(ring) or ())
+
+
+def ask_peers(ring: Ring) -> tuple[str, ...]:
+    """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
+    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
+        return ()
+    from ring_torch.transports.symm_buffer import window_of
+
+    return window_of(ring).refusals
+
+
+def _known(ring: Ring) -> tuple[str, ...] | None:
+    """The same, or ``None`` if they have not talked yet."""
+    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
+        return ()
+    from ring_torch.transports.symm_buffer import known_window
+
+    window = known_window(ring)
+    return None if window is None else window.refusals
+
+
+def describe_transport(
+    transport: str, ring: Ring, plan: Plan, device: torch.device, widths: tuple[int, int, int]
+) -> str:
+    """A few lines for ``explain``: the transport of a call, and why it is not a faster one."""
+    lines = [f"transport {transport}"]
+    if ring.size == 1:
+        return f"{lines[0]} (one rank: nothing travels)"
+    if transport == "pull" and _known(ring) is None:
+        lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
+    if transport != "pull":
+        reasons = [*gather_refusals(plan), *_pull_refusals(ring, device, probe=False)]
+        if not reasons and _is_large(plan, *widths):
+            reasons = [f"it takes more than {MOST_MEMORY:g} times the memory of p2p"]
+        lines.append(f"  not pull: {'; '.join(reasons) or 'another one was named'}")
+    return "\n".join(lines)

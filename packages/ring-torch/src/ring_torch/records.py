@@ -1,0 +1,245 @@
+"""What travels between the parts of a call: tensors of rows and columns, results, gradients.
+
+Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, ``k [B, m, K, D]``,
+``v [B, m, K, Dv]``, ``out [B, n, H, Dv]``, ``lse`` and ``delta [B, H, n]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ring_core import BlockGeometry, Mask
+
+
+@dataclass(frozen=True)
+class Params:
+    """What all items of a call share."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    block_q: int | None = None
+    block_k: int | None = None
+    fused_backward: bool = False
+    boundaries: Tensor | None = None  # document and chunk borders, for predicates
+    blocks: BlockGeometry | None = None  # a predicate's tiles
+    deterministic: bool = False
+    bias_grad: bool = False  # the bias wants its gradient
+    bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
+    sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
+
+
+class Run(NamedTuple):
+    """Tokens ``start <= n < stop`` whose positions count on one by one, from ``position``."""
+
+    start: int
+    stop: int
+    position: int
+
+
+def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
+    """The runs of tokens at some positions, as few as there are."""
+    if positions.size == 0:
+        return ()
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    edges = [0, *cuts.tolist(), positions.size]
+    return tuple(Run(a, b, int(positions[a])) for a, b in pairwise(edges))
+
+
+def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
+    """The runs of a slice of the tokens."""
+    cut = ((max(x.start, part.start), min(x.stop, part.stop), x) for x in runs)
+    return tuple(
+        Run(a - part.start, b - part.start, x.position + a - x.start) for a, b, x in cut if a < b
+    )
+
+
+class Rows(NamedTuple):
+    """Queries and all that belongs to them."""
+
+    q: Tensor
+    indices: Tensor | None  # [n] global index of each query, where an option needs it
+    position: Tensor | None  # [n] where it stands among the keys, where an option needs it
+    segments: Tensor | None  # [B, n] int32
+    bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
+    slopes: Tensor | None  # [B or 1, H]
+    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
+
+    def take(self, part: slice) -> Rows:
+        """The same for a slice of the queries."""
+        segments = None if self.segments is None else self.segments[:, part]
+        bias = None if self.bias is None else self.bias[:, :, part]
+        return Rows(
+            self.q[:, part],
+            _part(self.indices, part),
+            _part(self.position, part),
+            segments,
+            bias,
+            self.slopes,
+            _runs_in(self.runs, part),
+        )
+
+    def share(self, n: int, groups: int) -> Rows:
+        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
+        assert groups == 1 or (self.bias is None and self.slopes is None)
+        return self._replace(q=head_group(self.q, n, groups, dim=2))
+
+
+class Columns(NamedTuple):
+    """Keys and values and all that belongs to them."""
+
+    k: Tensor
+    v: Tensor
+    position: Tensor | None  # [m] global index of each key, where an option needs it
+    segments: Tensor | None  # [B, m] int32
+    eights: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
+    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
+
+    def take(self, part: slice) -> Columns:
+        """The same for a slice of the keys."""
+        segments = None if self.segments is None else self.segments[:, part]
+        position, eights = _part(self.position, part), self.eights and part.start % 8 == 0
+        runs = _runs_in(self.runs, part)
+        return Columns(self.k[:, part], self.v[:, part], position, segments, eights, runs)
+
+    def share(self, n: int, groups: int) -> Columns:
+        """The same for the ``n``-th of so many groups of heads."""
+        k, v = (head_group(x, n, groups, dim=2) for x in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
+
+class Result(NamedTuple):
+    """Where a forward kernel merges its part; wide floats."""
+
+    out: Tensor
+    lse: Tensor
+
+    def take(self, part: slice) -> Result:
+        """The same for a slice of the rows."""
+        return Result(self.out[:, part], self.lse[:, :, part])
+
+    def share(self, n: int, groups: int) -> Result:
+        """The same for the ``n``-th of so many groups of heads."""
+        return Result(
+            head_group(self.out, n, groups, dim=2), head_group(self.lse, n, groups, dim=1)
+        )
+
+
+class Upstream(NamedTuple):
+    """What the backward of some rows starts from; ``lse`` and ``delta`` are global.
+
+    ``delta`` is left out for kernels that compute it themselves (:attr:`Kernel.needs_delta`).
+    """
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor | None  # rowsum(dout * out) - dlse
+
+    def take(self, part: slice) -> Upstream:
+        """The same for a slice of the rows."""
+        delta = None if self.delta is None else self.delta[:, :, part]
+        return Upstream(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
+
+    def share(self, n: int, groups: int) -> Upstream:
+        """The same for the ``n``-th of so many groups of heads."""
+        dout, out = (head_group(x, n, groups, dim=2) for x in (self.dout, self.out))
+        delta = None if self.delta is None else head_group(self.delta, n, groups, dim=1)
+        return Upstream(dout, out, head_group(self.lse, n, groups, dim=1), delta)
+
+
+class RowGrads(NamedTuple):
+    """Accumulators of the rows' gradients; wide floats."""
+
+    dq: Tensor
+    dbias: Tensor | None
+
+    def take(self, part: slice) -> RowGrads:
+        """The same for a slice of the rows."""
+        return RowGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
+
+    def share(self, n: int, groups: int) -> RowGrads:
+        """The same for the ``n``-th of so many groups of heads; without bias only."""
+        assert groups == 1 or self.dbias is None
+        return self._replace(dq=head_group(self.dq, n, groups, dim=2))
+
+
+class ColumnGrads(NamedTuple):
+    """Accumulators of the columns' gradients; wide floats."""
+
+    dk: Tensor
+    dv: Tensor
+
+    def take(self, part: slice) -> ColumnGrads:
+        """The same for a slice of the columns."""
+        return ColumnGrads(self.dk[:, part], self.dv[:, part])
+
+
+class ItemGrads(NamedTuple):
+    """The gradients of one item alone, in the inputs' dtype or wider."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
+def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
+    """A view of the ``n``-th of so many equal groups of heads, which are the dimension ``dim``."""
+    size = x.shape[dim] // groups
+    return x if groups == 1 else x.narrow(dim, n * size, size)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_result(q: Tensor, v_dim: int) -> Result:
+    """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
+    batch, length, heads, _ = q.shape
+    dtype = wide(q.dtype)
+    out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
+    return Result(out, lse)
+
+
+def _part(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[part]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as given (local shards)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_ids: Tensor | None
+    k_ids: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    slopes: Tensor | None
+
+    def share(self, n: int, groups: int) -> Inputs:
+        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
+        assert groups == 1 or (self.bias is None and self.slopes is None)
+        q, k, v = (head_group(x, n, groups, dim=2) for x in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v)
+
+
+class Grads(NamedTuple):
+    """This rank's gradients in the accumulators' dtype."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None

@@ -1,0 +1,139 @@
+"""Which rank holds which tokens: a layout belongs to the data, so one object owns both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ring_core import Layout, Schedule, divisor_of, layout_of
+from ring_torch.comm.ranks import Group, Ring, collective, ring_of
+
+
+class Sharding:
+    """Sequences split over the ranks of a group, in the layout of a schedule.
+
+    Args:
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised when it is first used.
+        schedule: It decides the layout.
+
+    Raises:
+        ValueError: No such schedule, or it is dealt to another number of ranks.
+    """
+
+    def __init__(self, group: Group, schedule: Schedule) -> None:
+        self.group = group
+        self.schedule: Schedule = schedule
+        layout_of(schedule)  # refuses what is none
+        self._bound: Ring | None = None
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self.ring  # noqa: B018 - refuses what these ranks cannot run
+
+    @property
+    def ring(self) -> Ring:
+        """The ranks, which are those of the first use.
+
+        Raises:
+            ValueError: The group was destroyed, or the default one is another by now.
+        """
+        ring = ring_of(self.group)
+        if self._bound is None:
+            divisor_of(self.schedule, ring.size)
+            self._bound = ring
+        if ring != self._bound:
+            raise ValueError(
+                f"this ContextParallel is of another process group: at first it had "
+                f"{self._bound.size} ranks, now the default group has {ring.size} (it was made or "
+                f"destroyed in between). Make a new ContextParallel, and shard with that one"
+            )
+        return ring
+
+    def layout(self, seq_len: int) -> Layout:
+        """Which rank holds which of ``seq_len`` tokens."""
+        return Layout(layout_of(self.schedule), seq_len, self.ring.size)
+
+    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """This rank's slice, contiguous, of a whole tensor that every rank holds."""
+        _check_dim(x, dim)
+        pieces = [
+            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
+                _every(x.ndim, dim, run.stride)
+            ]
+            for run in self.layout(x.shape[dim]).runs(self.ring.rank)
+        ]
+        return torch.cat(pieces, dim=dim).contiguous()
+
+    def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """The whole tensor, on every rank, from every rank's slice; differentiable."""
+        _check_dim(x, dim)
+        dim %= x.ndim
+        layout = self.layout(x.shape[dim] * self.ring.size)
+        whole: Tensor = _Unshard.apply(x, dim, layout, self.ring)
+        return whole
+
+    def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's tokens, int64 ``[T_local]``."""
+        positions = self.layout(seq_len).positions(self.ring.rank)
+        try:
+            return torch.as_tensor(positions, device=device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device {device!r} cannot be used: {error}") from error
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def check_group(sharding: Sharding) -> None:
+    """Refuse another group than at the first use; in a graph, when it is traced."""
+    sharding.ring  # noqa: B018 - the property checks
+
+
+class _Unshard(torch.autograd.Function):
+    """Gather every rank's slice; the gradient's own slice comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ring) -> Tensor:
+        """All-gather, then put the runs where they belong."""
+        ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
+        x = x.contiguous()
+        parts = [x]
+        if ring.size > 1:
+            parts = [torch.empty_like(x) for _ in range(ring.size)]
+            with collective(ring, "unshard"):
+                dist.all_gather(parts, x, group=ring.group)
+        whole = x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim + 1 :]])
+        for rank, part in enumerate(parts):
+            whole.index_copy_(dim, _index(layout, rank, x.device), part)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """This rank's slice of the gradient."""
+        return (
+            grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)),
+            None,
+            None,
+            None,
+        )
+
+
+def _check_dim(x: object, dim: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+        )
+
+
+def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(layout.positions(rank), device=device)
+
+
+def _every(ndim: int, dim: int, stride: int) -> tuple[slice, ...]:
+    """An index that takes every ``stride``-th entry along ``dim``."""
+    at = dim % ndim
+    return tuple(slice(None, None, stride) if n == at else slice(None) for n in range(ndim))

@@ -1,0 +1,130 @@
+"""Queries that other ranks compute for their owner, and the results on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_core import HELP_PIECES, Stage, WorkItem
+from ring_torch.call import Call
+from ring_torch.comm.ranks import NOTHING, Transfer
+from ring_torch.records import Rows
+
+
+class Shipment(NamedTuple):
+    """What arrives at a helper: the tensors of the rows of each piece of an item."""
+
+    transfer: Transfer
+    arriving: list[tuple[WorkItem, list[Tensor]]]
+
+
+@dataclass
+class Errands:
+    """Ships what a call's rows need to their helpers, helps others, and brings results home.
+
+    Rows travel in pieces, one ahead of the piece that is computed, so that a helper holds two.
+
+    Attributes:
+        call: The call.
+        stages: The pass.
+        take: Cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
+            are equal on all ranks, it also tells what a shipment from another rank looks like.
+        like: Tensors of the shapes and dtypes of the results of a slice of rows.
+        add: Adds results that came home in their place.
+    """
+
+    call: Call
+    stages: Sequence[Stage]
+    take: Callable[[slice], list[Tensor]]
+    like: Callable[[slice], Sequence[Tensor]]
+    add: Callable[[slice, list[Tensor]], None]
+
+    def __post_init__(self) -> None:
+        self._ahead = iter(
+            [(s.step, n) for s in self.stages if s.helps for n in range(HELP_PIECES)]
+        )
+        self._underway: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self._coming = self._ship()
+
+    def help(
+        self, step: int, compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]]
+    ) -> None:
+        """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
+        for piece in range(HELP_PIECES):
+            shipment, self._coming = self._coming, Shipment(NOTHING, [])
+            shipment.transfer.wait()
+            self._coming = self._ship()
+            results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
+            self.collect()
+            self._send_home(step, piece, results)
+
+    def collect(self) -> None:
+        """Wait for results sent home, and add each in its place."""
+        for transfer, expected in self._underway:
+            transfer.wait()
+            for rows, tensors in expected:
+                self.add(rows, tensors)
+        self._underway.clear()
+
+    def _ship(self) -> Shipment:
+        """Start sending the next piece that others compute, and receiving the next one to do."""
+        following = next(self._ahead, None)
+        if following is None:
+            return Shipment(NOTHING, [])
+        step, piece = following
+        ring, plan = self.call.ring, self.call.plan
+        helper = ring.ahead(plan.steps[step].shift)
+        helped = _piece(plan.helped(ring.rank, step), piece)
+        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
+        others = [item for item in plan.items(ring.rank, step) if item.q_rank != ring.rank]
+        arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
+        return Shipment(ring.start(sends, receives), arriving)
+
+    def _send_home(
+        self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
+    ) -> None:
+        """Start sending results to the ranks they belong to, and receiving this rank's own."""
+        ring, plan = self.call.ring, self.call.plan
+        helper = ring.ahead(plan.steps[step].shift)
+        helped = [item.q_slice for item in _piece(plan.helped(ring.rank, step), piece)]
+        expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
+        transfer = ring.start(
+            [(x, owner) for owner, tensors in results for x in tensors],
+            [(x, helper) for _, tensors in expected for x in tensors],
+        )
+        self._underway.append((transfer, expected))
+
+
+def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
+    """The piece of each item that has so many."""
+    pieces = [item.cut(HELP_PIECES) for item in items]
+    return [cut[number] for cut in pieces if number < len(cut)]
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def rows_tensors(rows: Rows) -> list[Tensor]:
+    """What a helper needs of some rows to run the forward."""
+    return [x for x in (rows.q, rows.segments, rows.bias) if x is not None]
+
+
+def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -> Rows:
+    """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
+    rest = iter(tensors)
+    q = next(rest)
+    segments = None if like.segments is None else next(rest)
+    bias = None if like.bias is None else next(rest)
+    index, position, _ = call.positions(item.q_rank)
+    part = item.q_slice
+    return Rows(
+        q, None if index is None else index[part], None if position is None else position[part],
+        segments, bias,
+        like.slopes,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""``python -m ring_torch bench``: what a ring keeps of one device's rate on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core.tools.bench import Run, Setting, Timing, timings
+from ring_core.tools.doctor import Check
+from ring_torch.context import ContextParallel
+from ring_torch.local import LocalRanks
+from ring_torch.tools.doctor import ring_checks
+
+PATIENCE = 600.0  # seconds for a round
+
+
+def defaults() -> Setting:
+    """What is timed where nothing else is asked for: all GPUs, or two processes on the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        return Setting(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto")
+    return Setting(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
+
+
+def bench(
+    setting: Setting, transport: str, seconds: float
+) -> tuple[list[Check], tuple[Timing, ...]]:
+    """Check a ring against float64 on a short sequence, then time it, and one rank alone.
+
+    Returns:
+        The checks, and no timings if one of them failed.
+
+    Raises:
+        ValueError: More ranks than GPUs, or what ``attention`` refuses.
+        LocalRankError: A rank failed.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda and setting.ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks {setting.ranks}: there are {torch.cuda.device_count()} GPUs; a rank needs one"
+        )
+    with LocalRanks(setting.ranks, cuda=cuda, patience=PATIENCE) as ranks:
+        checks = list(ring_checks(ranks, setting, transport, cuda=cuda))
+        if not all(check.passed for check in checks):
+            return checks, ()
+        with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
+            one, ring = (
+                cast("Run", partial(_slowest, pool, setting, transport)) for pool in (alone, ranks)
+            )
+            return checks, timings(one, ring, share=1 / setting.ranks, seconds=seconds)
+
+
+def _slowest(pool: LocalRanks, setting: Setting, transport: str, n: int) -> tuple[float, float]:
+    """Seconds of a round on the slowest rank."""
+    forward, both = zip(*pool.run(time_round, setting, transport, n), strict=True)
+    return max(forward), max(both)
+
+
+def time_round(rank: int, setting: Setting, transport: str, seed: int) -> tuple[float, float]:
+    """Seconds of a forward, and of a forward and backward, on this rank."""
+    cuda = torch.cuda.is_available()
+    cp = ContextParallel(schedule=setting.schedule)
+    torch.manual_seed(1000 * seed + rank)
+    length, dtype = setting.seq_len // cp.cp_size, getattr(torch, setting.dtype)
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    q, k, v, dout = (
+        torch.randn(1, length, h, setting.head_dim, dtype=dtype, device="cuda" if cuda else "cpu")
+        for h in heads
+    )
+    attend = partial(cp.attention, mask=setting.mask, kernel=setting.kernel, transport=transport)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v)
+
+    def both() -> None:
+        leaves: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)
+
+
+def _seconds(run: Callable[[], None], *, cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

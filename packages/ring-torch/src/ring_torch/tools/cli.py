@@ -1,0 +1,98 @@
+"""``python -m ring_torch``: what can run here, and whether it is right.
+
+``doctor`` shows versions, devices, and which kernels and transports can run on them and why not,
+and compares each kernel with the float64 oracle; ``matrix`` shows what each kernel supports;
+``bench`` times a ring against one device that does all of it, and with ``--rates`` each kernel
+alone, for the table that ``kernel="auto"`` chooses by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ring_core.choose.rates import VARIABLE
+from ring_core.tools import bench, doctor
+from ring_torch.kernels import matrix
+from ring_torch.local import LocalRankError
+from ring_torch.prepare import TRANSPORTS
+from ring_torch.tools import bench as _bench_torch
+from ring_torch.tools import rates
+from ring_torch.tools.doctor import diagnose, shown, versions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 1 when something fails, or nothing runs.
+
+    It is 2 for what the user got wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    doctor = commands.add_parser("doctor", help="show what can run here, and test it")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    commands.add_parser("matrix", help="show what each kernel supports")
+    timed = commands.add_parser("bench", help="time a ring against one device")
+    bench.add_options(timed)
+    timed.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    timed.add_argument(
+        "--rates", type=Path, metavar="FILE",
+        help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.command == "bench":
+        others = [
+            f"--{name.replace('_', '-')}" for name, given in vars(args).items()
+            if name not in ("command", "rates", "seq_len") and given != timed.get_default(name)
+        ]  # fmt: skip
+        if args.rates is None:
+            return _bench(args)
+        if others:
+            timed.error(f"--rates takes --seq-len alone; leave out {', '.join(others)}")
+        return _renew(args.rates, args.seq_len)
+    if args.command == "matrix":
+        print(matrix())
+        return 0
+    found = diagnose()
+    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
+    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    return 0 if found.healthy else 1
+
+
+def _renew(path: Path, length: int | None) -> int:
+    """What ``bench --rates`` prints and returns."""
+    try:
+        rates.renew(path, length)
+    except (ValueError, OSError) as error:
+        print(f"ring_torch: error: {error}", file=sys.stderr)
+        return 2
+    print(f"written to {path}: {VARIABLE}={path} uses it")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """What the ``bench`` command prints and returns."""
+    try:
+        setting = bench.setting_of(args, _bench_torch.defaults())
+        checks, found = _bench_torch.bench(setting, args.transport, args.seconds)
+    except (ValueError, ImportError) as error:
+        print(f"ring_torch: error: {error}", file=sys.stderr)
+        return 2
+    except LocalRankError as error:
+        print(f"ring_torch: error: {error}", file=sys.stderr)
+        return 1
+    if not found:
+        print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
+        return 1
+    where = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
+    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
+    rows = [asdict(timing) | {"eta": timing.eta} for timing in found]
+    text = bench.shown(setting, where, found)
+    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    return 0

@@ -1,0 +1,279 @@
+"""What can run on this machine, why the rest cannot, and whether what runs is right."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import ring_core
+import ring_torch
+from ring_core import Mask
+from ring_core.tools import doctor
+from ring_core.tools.bench import Setting
+from ring_core.tools.doctor import Check
+from ring_torch.kernels import in_order
+from ring_torch.kernels.api import Kernel
+from ring_torch.local import LocalRankError, LocalRanks
+
+LIBRARIES = (
+    "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
+    "transformers",
+)  # fmt: skip
+TRANSPORTS = ("p2p", "gather", "pull")
+RANKS = 2  # of the self-test between processes
+
+Arrays = Sequence[npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device that torch sees, and the others whose memory it reaches."""
+
+    name: str
+    capability: tuple[int, int]
+    reaches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Whether a kernel or transport can run here; ``why`` is empty if it can."""
+
+    name: str
+    devices: tuple[str, ...]  # types it runs on; empty means any
+    available: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that the doctor found; kernels stand in the order in which ``auto`` tries them."""
+
+    versions: dict[str, str]
+    clashes: tuple[str, ...] | None
+    device: str
+    gpus: tuple[Gpu, ...]
+    kernels: tuple[Report, ...]
+    transports: tuple[Report, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is a kernel that runs, and nothing failed."""
+        return doctor.is_healthy(self.clashes, self.checks)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine, run the self-test of each kernel that can run on it, and a ring."""
+    device, found = accelerator(), gpus()
+    kernels = in_order(device)
+    reports = [kernel_report(kernel, device) for kernel in kernels]
+    able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
+    ways = tuple(
+        Report(name, ("cuda",) if name == "pull" else (), available=not why, why=why)
+        for name, why in ((name, _no_transport(name, device, found)) for name in TRANSPORTS)
+    )
+    libraries = versions()
+    return Diagnosis(
+        versions=libraries,
+        clashes=doctor.clashes(libraries),
+        device=device,
+        gpus=found,
+        kernels=tuple(reports),
+        transports=ways,
+        checks=(
+            *(check for kernel in able for check in self_test(kernel, device)),
+            *ring_test([one.name for one in ways if one.available], cuda=len(found) >= RANKS),
+        ),
+    )
+
+
+def accelerator() -> str:
+    """The type of the devices beside the host's, or ``cpu`` where there are none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that CUDA (or ROCm, which goes by that name in torch) shows this process."""
+    every = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return tuple(
+        Gpu(
+            torch.cuda.get_device_name(one),
+            torch.cuda.get_device_capability(one),
+            tuple(i for i in every if i != one and torch.cuda.can_device_access_peer(one, i)),
+        )
+        for one in every
+    )
+
+
+def versions() -> dict[str, str]:
+    """Python, the libraries there are, and what torch was built with."""
+    found = doctor.versions(LIBRARIES, (ring_core, ring_torch))
+    cudnn = torch.version.cuda and torch.backends.cudnn.version()
+    nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
+    built_with = {
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "cuDNN": cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+        "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
+    }
+    return found | {name: has for name, has in built_with.items() if has}
+
+
+def kernel_report(kernel: Kernel, device: str) -> Report:
+    """Whether a kernel can run on this machine's devices, which include the host."""
+    can = kernel.capabilities
+    if can.devices and not {device, "cpu"} & set(can.devices):
+        why: str | None = f"runs on {', '.join(can.devices)}; torch finds no such device here"
+    else:
+        try:
+            why = kernel.missing()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+            why = f"looking for it failed: {error!r}"
+    return Report(can.name, can.devices, available=why is None, why=why or "")
+
+
+def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:
+    """Why keys cannot travel this way between processes on this machine; empty if they can."""
+    if not dist.is_available():
+        return "this torch is built without torch.distributed"
+    if name != "pull":
+        return ""
+    if device != "cuda":
+        return "copies out of other GPUs' memory; torch finds no GPU here"
+    if not dist.is_nccl_available():
+        return "this torch is built without nccl"
+    if len(found) < 2:
+        return "there is no other GPU to copy from"
+    apart = [
+        f"{a} and {b}"
+        for a, b in combinations(range(len(found)), 2)
+        if b not in found[a].reaches or a not in found[b].reaches
+    ]
+    return f"GPUs do not reach each other's memory: {', '.join(apart)}" if apart else ""
+
+
+def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
+    """A causal call with grouped heads on one device, forward and backward."""
+    can = kernel.capabilities
+    where = device if not can.devices or device in can.devices else "cpu"
+    name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
+    dtype, dim = getattr(torch, name), max(64, can.head_dim_multiple)
+    inputs = [torch.as_tensor(x).to(where, dtype) for x in doctor.inputs_for(1, dim)]
+    ours = partial(ring_torch.ring_attention, causal=True, kernel=can.name)
+    yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+
+
+def ring_test(transports: Sequence[str], *, cuda: bool) -> Iterator[Check]:
+    """The same between two processes of this machine, each way that keys can travel."""
+    if not transports:
+        return
+    dtype = "bfloat16" if cuda else "float32"
+    setting = Setting(RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto")
+    with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
+        for transport in transports:
+            yield from ring_checks(ranks, setting, transport, cuda=cuda)
+
+
+def ring_checks(
+    ranks: LocalRanks, setting: Setting, transport: str, *, cuda: bool
+) -> Iterator[Check]:
+    """A setting on a short sequence, between these ranks."""
+    dtype = getattr(torch, setting.dtype)
+    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(len(ranks), setting.head_dim)]
+    arrays = [_array(x) for x in inputs]
+
+    def run() -> Arrays:
+        results: Arrays = ranks.run(_ring_rank, arrays, setting, transport, cuda)[0]
+        return results
+
+    where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
+    yield from _judged(transport, where, inputs, run, setting.mask)
+
+
+def _ring_rank(rank: int, arrays: Arrays, setting: Setting, transport: str, cuda: bool) -> Arrays:
+    """The whole results of a ring, put together on every rank."""
+    cp = ring_torch.ContextParallel(schedule=setting.schedule)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    dtype = getattr(torch, setting.dtype)
+    shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    ours = partial(cp.attention, mask=setting.mask, kernel=setting.kernel, transport=transport)
+    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
+
+
+def _judged(
+    name: str,
+    where: str,
+    inputs: Sequence[Tensor],
+    run: Callable[[], Sequence[Tensor] | Arrays],
+    mask: Mask = doctor.CAUSAL,
+) -> Iterator[Check]:
+    """What became of a run: compared with torch's own dense attention on the same inputs."""
+    try:
+        found = [_array(x) for x in run()]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
+        yield doctor.failed(name, where, trace)
+        return
+    example = doctor.example_of([_array(x) for x in inputs], mask)
+    plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
+    eps = torch.finfo(inputs[0].dtype).eps
+    yield from doctor.judged(name, where, example, found, plain, eps)
+
+
+def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+
+
+def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    every = np.arange(q.shape[1])
+    seen = torch.as_tensor(mask.dense(every, every), device=q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _out_and_grads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def shown(found: Diagnosis) -> str:
+    """A diagnosis for people."""
+    lines = doctor.shown_versions(found.versions, found.clashes)
+    lines += ["", f"device        {found.device}"]
+    for n, gpu in enumerate(found.gpus):
+        reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
+        major, minor = gpu.capability
+        lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
+    for title, reports in (("kernels", found.kernels), ("transports", found.transports)):
+        lines += ["", f"{title}, {_ORDER[title]}"]
+        for one in reports:
+            devices = ", ".join(one.devices) or "any"
+            state = "available" if one.available else f"no: {one.why}"
+            lines.append(f"  {one.name:12}{devices:8}{state}")
+    title = "kernels on one device, then a ring of two processes, causal,"
+    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
+
+
+_ORDER = {
+    "kernels": "in the order in which kernel='auto' tries them",
+    "transports": "between processes of this machine",
+}

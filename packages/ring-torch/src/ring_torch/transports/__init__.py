@@ -1,0 +1,4 @@
+"""How bytes move: messages, copies between GPUs, one kernel each way.
+
+May import ``kernels``, ``payload``, ``comm`` and what is below. A new transport is one file here.
+"""

@@ -1,0 +1,75 @@
+"""What carries keys to who needs them, and gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ring_core import Gather
+from ring_torch.payload import Keys, Sums
+from ring_torch.records import Inputs
+
+Where = Callable[[slice], slice]  # from local indices to columns of a buffer
+
+
+class Carrier(Protocol):
+    """Moves what a call's ranks fetch, for each group of heads.
+
+    All ranks call its methods in the same order, groups from the first to the last.
+    """
+
+    @property
+    def keys(self) -> Keys:
+        """The shape of what travels for one group."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups heads are cut."""
+        ...
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``.
+
+        What comes for each group; all are to be taken, each before the kernels that need it.
+        """
+        ...
+
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """Room for the sums of gradients of what was fetched, flat; in a backward, called first.
+
+        Full of zeros if ``zero``, else of anything.
+        """
+        ...
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """Start sending a group's sums to the ranks the keys belong to.
+
+        All of them, or those that :meth:`ring_core.Gather.is_early`, or then the others. ``beside``
+        says that kernels go on meanwhile, and are not to be held up.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Tensors that fill up, fetch by fetch."""
+
+    tensors: list[Tensor]
+    #: Until so many fetches have arrived, or (``None``) all, when the own tensors may change, too.
+    wait: Callable[[int | None], None]
+
+
+@dataclass(frozen=True)
+class Returning:
+    """Gradients on their way."""
+
+    #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
+    #: Called once, in the order in which they were sent.
+    add_to: Callable[[Tensor, int, Where], None]

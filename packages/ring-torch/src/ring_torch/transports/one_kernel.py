@@ -1,0 +1,288 @@
+"""Short passes: all keys come by one kernel, and all gradients go home by one.
+
+Copies that hide behind kernels need streams, events and a proof of equal calls beside them: more of
+the host's time than short kernels take. Here each way is one kernel on the caller's stream, which
+writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchange_kernel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core import Fetch, Gather, Plan, gather_program, longest_gather
+from ring_torch.buffers import flat
+from ring_torch.call import Call
+from ring_torch.capture import is_capturing
+from ring_torch.comm.ranks import Ring
+from ring_torch.comm.store import timeout_of
+from ring_torch.comm.symmetric_memory import Shared
+from ring_torch.memory_ops import has_triton
+from ring_torch.payload import Keys, Sums, are_rows
+from ring_torch.records import Inputs
+from ring_torch.transports.api import Arriving, Returning, Where
+from ring_torch.transports.p2p import asked_of
+
+if TYPE_CHECKING:
+    from ring_torch.transports.exchange_kernel import Place
+
+
+_SMALL = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
+_MOST_RANKS = 32
+_HEADER = 1024  # bytes, enough for so many
+_FIRST = 2  # where in a header the number of the exchange stands
+_MOST_TABLES = 1024
+
+# The meeting of each group: a fact about the group, which is not ours to extend.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
+    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
+
+    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
+    """
+    longest = longest_gather(plan)
+    size = keys.size(longest.length)
+    fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
+    plain = keys.dtype != torch.float64 and not keys.segments
+    aligned = keys.width * keys.dtype.itemsize % 16 == 0
+    runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
+    return fits and plain and aligned and not longest.in_place and runs
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of a group exchange: memory, and tables of what is to be read of it."""
+
+    ring: Ring
+    memory: Shared = field(init=False)
+    _place: Place | None = None
+    _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
+    _tables: dict[object, Tensor] = field(default_factory=dict)
+    _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
+
+    def __post_init__(self) -> None:
+        self.memory = Shared(self.ring, _HEADER)
+
+    def reserve(self, size: int) -> Place:
+        """Make room for so many bytes, and let this pass follow the last one."""
+        if self.memory.reserve(size) or self._place is None:
+            self._tables.clear()
+            self._place = self._new_place()
+        if is_capturing():
+            self._kept.append(self._place)
+        self._follow()
+        return self._place
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last pass, if that was on another."""
+        device = torch.cuda.current_device()
+        handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
+        same = self._stream is not None and self._stream.cuda_stream == handle
+        if same or is_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _new_place(self) -> Place:
+        from ring_torch.transports.exchange_kernel import Place
+
+        assert self.ring.group is not None
+        headers, rank = self.memory.headers(), self.ring.rank
+        device = headers[rank].device
+        headers[rank][_FIRST] = 1
+        addresses = [x.data_ptr() for x in headers]
+        patience = timeout_of(self.ring.group, device) // timedelta(microseconds=1)
+        every = torch.tensor(addresses, dtype=torch.int64).to(device)
+        return Place(every, addresses[rank], rank, _programs(device), 1000 * patience)
+
+    def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+        """Numbers on the device, int64 ``[n, width]``, made once."""
+        assert self._place is not None
+        if len(self._tables) > _MOST_TABLES:
+            self._tables.clear()
+        if key not in self._tables:
+            found = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
+            self._tables[key] = found.to(self._place.headers.device)
+        if is_capturing():
+            self._kept.append(self._tables[key])
+        return self._tables[key]
+
+
+def _programs(device: torch.device) -> int:
+    """As many as run at once, one a processor, on half of them.
+
+    They wait for other ranks. If they held all processors, a kernel of NCCL on another stream might
+    wait for one here, its peer keep those that the programs there need, and nobody get on.
+    """
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count // 2
+
+
+def meeting_of(ring: Ring) -> Meeting:
+    """A group's meeting."""
+    assert ring.group is not None
+    if ring.group not in _meetings:
+        _meetings[ring.group] = Meeting(ring)
+    return _meetings[ring.group]
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """A :class:`ring_torch.transports.api.Carrier` for short passes, whose heads are one group.
+
+    A rank's memory holds its keys, and behind them the gradients of what it fetched.
+    """
+
+    call: Call
+    meeting: Meeting
+    keys: Keys
+    place: Place  # in the meeting
+    digest: int  # what tells this pass of this call from any other
+    groups: int = 1
+
+    @classmethod
+    def of(cls, call: Call, keys: Keys, room: int, digest: int) -> AtOnce:
+        """With so much room for the sums of gradients."""
+        meeting = meeting_of(call.ring)
+        return cls(call, meeting, keys, meeting.reserve(keys.message.size + room), digest)
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Put the own keys where peers read them, and fetch all that this rank's queries see."""
+        from ring_torch.transports.exchange_kernel import exchange_keys
+
+        keys = self.keys
+        k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
+        own = self._keys_of(self.call.ring.rank)
+        target = own.new_empty(keys.batch, gather.length, keys.width)
+        table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
+        exchange_keys(self.place, self.digest, k, v, own, table, target)
+        yield Arriving([target], _arrived)
+
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """Room where the keys' owners will read."""
+        from ring_torch.transports.exchange_kernel import clear
+
+        if gather.length == 0:  # nobody reads any
+            room = torch.empty(0, dtype=self.call.wide, device=self.call.device)
+        else:
+            room = self._grads_of(self.call.ring.rank, sums, gather.length)
+        clear(self.place, room, zero=zero)
+        return [room]
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """All gradients go at the end."""
+        del grads, group, beside
+        if early:
+            return Returning(lambda _total, _length, _where: None)
+        return Returning(lambda *total: self._add(gather, sums, *total))
+
+    def _add(self, gather: Gather, sums: Sums, total: Tensor, length: int, where: Where) -> None:
+        from ring_torch.transports.exchange_kernel import add_peers
+
+        asked = asked_of(self.call, own=gather.own)
+        spans = _apart([one for _, one in asked])
+        starts = [where(span).start for span in spans]
+        parts = max(self.call.ring.size - 1, 1)
+        pairs = list(zip(spans, starts, strict=True))
+        table = self.meeting.table(
+            (gather, sums, length, tuple(starts)), 2 + parts,
+            lambda: self._sums_of_peers(asked, sums, length, pairs, parts),
+        )  # fmt: skip
+        add_peers(self.place, self.digest, table, total)
+
+    def _pieces(self, gather: Gather) -> Sequence[Sequence[int]]:
+        """What :func:`exchange_keys` fetches."""
+        from ring_torch.transports.exchange_kernel import CHUNK
+
+        token = self.keys.width * self.keys.dtype.itemsize
+        rows: dict[int, list[Sequence[int]]] = {}
+        for one in gather.fetches:
+            for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
+                size, offset = part.shape[0] * token, (n * gather.length + one.target.start) * token
+                rows.setdefault(one.rank, []).extend(
+                    (part.data_ptr() + at, offset + at, min(CHUNK, size - at))
+                    for at in range(0, size, CHUNK)
+                )
+        return _mixed(list(rows.values()))
+
+    def _sums_of_peers(
+        self, asked: Sequence[tuple[int, Fetch]], sums: Sums, length: int,
+        spans: Sequence[tuple[slice, int]], width: int,
+    ) -> Sequence[Sequence[int]]:  # fmt: skip
+        """What :func:`add_peers` adds, with as many addresses a row."""
+        from ring_torch.transports.exchange_kernel import NUMBERS
+
+        like = torch.empty(sums.numel(length), dtype=self.call.wide, device="meta")
+        rows: list[list[Sequence[int]]] = []
+        for span, start in spans:
+            tokens = span.stop - span.start
+            theirs = []
+            for peer, one in asked:
+                if one.source.start <= span.start and span.stop <= one.source.stop:
+                    theirs_length = gather_program(self.call.plan, peer).length
+                    first = one.target.start + span.start - one.source.start
+                    flat = self._grads_of(peer, sums, theirs_length)
+                    theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))
+            mine = sums.parts(like, length, slice(start, start + tokens))
+            rest = [0] * (width - len(theirs))
+            rows.append([
+                (
+                    row.storage_offset() + at, min(NUMBERS, row.numel() - at),
+                    *(x.data_ptr() + at * x.itemsize for x in peers), *rest,
+                )
+                for place, *parts in zip(mine, *theirs, strict=True)
+                for row, *peers in zip(place, *parts, strict=True)
+                for at in range(0, row.numel(), NUMBERS)
+            ])  # fmt: skip
+        return _mixed(rows)
+
+    def _keys_of(self, rank: int) -> Tensor:
+        return self.meeting.memory.views(rank, 0, self.keys.message)[0]
+
+    def _grads_of(self, rank: int, sums: Sums, length: int) -> Tensor:
+        packing = flat(sums.numel(length), self.call.wide)
+        return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
+
+
+def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
+    """All rows of several kinds, evenly mixed.
+
+    Programs take them in turns: so those that run at once read from all ranks at once.
+    """
+    at = [
+        ((n + 0.5) / len(some), which, row)
+        for which, some in enumerate(rows)
+        for n, row in enumerate(some)
+    ]
+    return [row for *_, row in sorted(at)]
+
+
+def _arrived(fetches: int | None) -> None:
+    """Nothing to wait for: the kernel is on the stream of those that read what it fetched."""
+
+
+def _apart(fetches: Sequence[Fetch]) -> list[slice]:
+    """What is fetched of a rank's keys, in slices that no fetch cuts."""
+    edges = sorted({edge for one in fetches for edge in (one.source.start, one.source.stop)})
+    return [
+        slice(a, b)
+        for a, b in pairwise(edges)
+        if any(one.source.start <= a and b <= one.source.stop for one in fetches)
+    ]

@@ -1,0 +1,159 @@
+"""Messages of ``torch.distributed``, for any device and network: they fetch keys, return gradients.
+
+Copies out of the peers' memory (``peer_copies``) take no multiprocessors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_core import Fetch, Gather, Plan, gather_program
+from ring_torch.call import Call
+from ring_torch.memory_ops import has_triton
+from ring_torch.payload import Keys, Sums
+from ring_torch.records import Inputs
+from ring_torch.transports.api import Arriving, Returning, Where
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Point-to-point messages: everybody sends everybody what they fetch, all at once."""
+
+    call: Call
+    keys: Keys
+    groups: int
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Start all messages; any of a group means waiting for all of it."""
+        groups = [self._fetch(gather, inputs.share(n, self.groups)) for n in range(self.groups)]
+        return iter(groups)
+
+    def _fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
+        ring, device = self.call.ring, self.call.device
+        own = self.keys.message.views(self.keys.message.buffer(device))
+        self.keys.write(own, inputs)
+        tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
+        for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
+            for x, mine in zip(tensors, own, strict=True):
+                x[:, one.target] = mine[:, one.source]
+        asked = asked_of(self.call, own=gather.own)
+        sends = [(x[:, one.source].contiguous(), peer) for peer, one in asked for x in own]
+        places = [
+            (x[:, one.target], one.rank)
+            for one in gather.fetches
+            if one.rank != ring.rank
+            for x in tensors
+        ]
+        receives = [(_landing(place), peer) for place, peer in places]
+        landed = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
+        pending = [(ring.start(sends, receives), landed)]
+
+        def wait(fetches: int | None) -> None:
+            if fetches == 0:
+                return
+            for transfer, arrived in pending:
+                transfer.wait()
+                for place, x in arrived:
+                    if place.data_ptr() != x.data_ptr():
+                        place.copy_(x)
+            pending.clear()
+
+        return Arriving(tensors, wait)
+
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """New ones."""
+        size, call, make = (
+            sums.numel(gather.length),
+            self.call,
+            torch.zeros if zero else torch.empty,
+        )
+        return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """The messages of :meth:`fetch`, turned round."""
+        del group, beside  # messages are told apart by their order, and never hold up kernels
+        ring = self.call.ring
+        sends = [
+            (part.contiguous(), one.rank)
+            for one in some_fetches(gather, early)
+            if one.rank != ring.rank
+            for part in sums.parts(grads, gather.length, one.target)
+        ]
+        asked = asked_of(self.call, own=gather.own, early=early)
+        landed = [landing(sums, grads, one) for _, one in asked]
+        receives = [
+            (part, peer) for (peer, _), parts in zip(asked, landed, strict=True) for part in parts
+        ]
+        transfer = ring.start(sends, receives)
+
+        def add_to(total: Tensor, length: int, where: Where) -> None:
+            transfer.wait()
+            for (_, one), came in zip(asked, landed, strict=True):
+                add_landed(sums.parts(total, length, where(one.source)), [came])
+
+        return Returning(add_to)
+
+
+def asked_of(call: Call, *, own: bool, early: bool | None = None) -> tuple[tuple[int, Fetch], ...]:
+    """What other ranks fetch from this one, by rank, in their order."""
+    return _asked_of(call.plan, call.ring.rank, own=own, early=early)
+
+
+@lru_cache(maxsize=256)
+def _asked_of(
+    plan: Plan, rank: int, *, own: bool, early: bool | None
+) -> tuple[tuple[int, Fetch], ...]:
+    return tuple(
+        (peer, one)
+        for peer in range(plan.cp_size)
+        if peer != rank
+        for one in some_fetches(gather_program(plan, peer, own=own), early)
+        if one.rank == rank
+    )
+
+
+def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
+    """What is fetched of a rank's keys: as few spans as there are, ascending."""
+    spans: list[slice] = []
+    for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
+        if spans and start <= spans[-1].stop:
+            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
+        else:
+            spans.append(slice(start, stop))
+    return spans
+
+
+def some_fetches(gather: Gather, early: bool | None) -> list[Fetch]:
+    """All fetches, or those whose gradients are done early in the backward, or the others."""
+    return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
+
+
+def _landing(place: Tensor) -> Tensor:
+    """Where a message arrives: in its place if that is contiguous."""
+    return place if place.is_contiguous() else torch.empty_like(place)
+
+
+def landing(sums: Sums, like: Tensor, one: Fetch) -> list[Tensor]:
+    """Room for the sums that come home of what a peer fetched."""
+    length = one.source.stop - one.source.start
+    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
+
+
+def add_landed(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
+    """Add what came home from several ranks to the sums it belongs to."""
+    for place, parts in zip(places, zip(*came, strict=True), strict=True):
+        if place.is_cuda and place.dtype == torch.float32 and has_triton():
+            from ring_torch.memory_ops import add_on_gpu
+
+            add_on_gpu(place, parts)
+        else:
+            for part in parts:
+                place.add_(part)

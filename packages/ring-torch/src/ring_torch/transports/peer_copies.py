@@ -1,0 +1,246 @@
+"""Keys and their gradients, copied out of the peers' windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ring_core import Gather, Plan, gather_program, longest_gather
+from ring_torch.buffers import flat
+from ring_torch.call import Call
+from ring_torch.comm.handshake import CallSignature, agree, has_agreed
+from ring_torch.memory_ops import has_triton
+from ring_torch.payload import Keys, Sums
+from ring_torch.records import Inputs
+from ring_torch.transports.api import Arriving, Carrier, Returning, Where
+from ring_torch.transports.one_kernel import AtOnce, is_short
+from ring_torch.transports.p2p import add_landed, asked_of, landing, spans_of
+from ring_torch.transports.symm_buffer import Window, restored, window_of
+
+Event = torch.cuda.Event
+Stream = torch.cuda.Stream
+Done = tuple[Stream, Event]  # a copy, by the stream it was made on
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """A :class:`ring_torch.transports.api.Carrier` that copies out of the peers' windows.
+
+    A window holds a rank's keys, a group of heads after the other, and behind them the gradients of
+    what it fetched.
+    """
+
+    call: Call
+    window: Window
+    keys: Keys
+    groups: int
+    room: int  # bytes for the sums of a group's gradients
+    digest: int  # what tells this pass of this call from any other
+
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+        """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
+
+        Only those go into the window that are fetched from it. The own ones are not, unless there
+        are kernels of other groups, which a copy does not hold up.
+        """
+        window, message, rank = self.window, self.keys.message, self.call.ring.rank
+        every, in_window = range(self.groups), self.groups > 1
+        asked = [one for _, one in asked_of(self.call, own=gather.own)]
+        spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
+        own = [window.memory.views(rank, n * message.size, message) for n in every]
+        tensors = [
+            [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
+        ]
+        main = torch.cuda.current_stream(window.device)
+        ready = main.record_event()
+        with restored(main):
+            torch.cuda.set_stream(window.stream)
+            window.stream.wait_event(ready)
+            window.wait_free()
+            for n, span in product(every, spans):
+                places = [x[:, span] for x in own[n]]
+                self.keys.write(places, inputs.share(n, self.groups), span)
+            met = window.meet_as(self.digest)
+            same = window.stream.record_event()
+        begun: list[Arriving] = []
+        copied: list[Done] = []
+        for n in every:
+            with restored(main):
+                here = None if in_window else (inputs, ready)
+                done = self._pull(gather, n, tensors[n], met, here)
+                copied += done
+                if n + 1 == self.groups:
+                    window.leave(_last(copied))
+            begun.append(Arriving(tensors[n], partial(_wait, main, same, done)))
+            if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
+                yield begun[n - 1]
+        yield begun[-1]
+        window.join(main)
+
+    def _pull(
+        self, gather: Gather, group: int, tensors: list[Tensor], met: Event,
+        here: tuple[Inputs, Event] | None,
+    ) -> list[Done]:  # fmt: skip
+        """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
+        window, message = self.window, self.keys.message
+        done = []
+        for one in gather.fetches:
+            places = [x[:, one.target] for x in tensors]
+            if here is not None and one.rank == self.call.ring.rank:
+                inputs, ready = here
+                stream = window.copying(one.rank, after=ready)
+                self.keys.write(places, inputs, one.source)
+            else:
+                stream = window.copying(one.rank, after=met)
+                theirs = window.memory.views(one.rank, group * message.size, message)
+                for place, source in zip(places, theirs, strict=True):
+                    copy(place, source[:, one.source])
+            done.append((stream, stream.record_event()))
+        return done
+
+    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+        """Room in the window, where their owners will fetch them."""
+        self.window.wait_free()
+        rank, every = self.call.ring.rank, range(self.groups)
+        if gather.length == 0:  # nobody fetches any
+            return [torch.empty(0, dtype=self.call.wide, device=self.call.device) for _ in every]
+        room = [self._grads_of(rank, n, sums, gather.length) for n in every]
+        return [x.zero_() for x in room] if zero else room
+
+    def send_home(
+        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        early: bool | None = None,
+    ) -> Returning:  # fmt: skip
+        """Let the owners fetch, and fetch what is this rank's.
+
+        Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
+        """
+        window, plan = self.window, self.call.plan
+        asked = asked_of(self.call, own=gather.own, early=early)
+        theirs = []
+        for peer, one in asked:
+            length = gather_program(plan, peer, own=gather.own).length
+            flat = self._grads_of(peer, group, sums, length)
+            theirs.append(sums.parts(flat, length, one.target))
+        copied = beside or not has_triton()
+        landed = [landing(sums, grads, one) for _, one in asked] if copied else theirs
+        main = torch.cuda.current_stream(window.device)
+        ready = main.record_event()
+        first, last = group == 0 and early is not False, group + 1 == self.groups and not early
+        with restored(main):
+            torch.cuda.set_stream(window.stream)
+            window.stream.wait_event(ready)
+            met = window.meet_as(self.digest) if first else window.meet()
+            home = [(window.stream, window.stream.record_event())]
+            if copied:
+                for (peer, _), places, parts in zip(asked, landed, theirs, strict=True):
+                    stream = window.copying(peer, after=met)
+                    for place, part in zip(places, parts, strict=True):
+                        copy(place, part)
+                    home.append((stream, stream.record_event()))
+            if last and copied:
+                window.leave(_last(home))
+        window.join(main)
+
+        def add_to(total: Tensor, length: int, where: Where) -> None:
+            for event in _last(home):
+                main.wait_event(event)
+            came: dict[tuple[int, int], list[list[Tensor]]] = {}
+            for (_, one), parts in zip(asked, landed, strict=True):
+                came.setdefault((one.source.start, one.source.stop), []).append(parts)
+            for span, all_parts in came.items():
+                add_landed(sums.parts(total, length, where(slice(*span))), all_parts)
+            if last and not copied:
+                added = main.record_event()
+                with restored(main):
+                    window.leave([added])
+                window.join(main)
+
+        return Returning(add_to)
+
+    def _grads_of(self, rank: int, group: int, sums: Sums, length: int) -> Tensor:
+        packing = flat(sums.numel(length), self.call.wide)
+        start = self.groups * self.keys.message.size + group * self.room
+        return self.window.memory.views(rank, start, packing)[0]
+
+
+def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carrier:
+    """What moves keys in a pass, with room for it in the memory of all ranks.
+
+    The first time that a group makes such a call, its signature is compared in words and the host
+    waits for it; from then on each call's digest travels with its keys.
+
+    Raises:
+        RankMismatchError: A peer is making another call.
+    """
+    if not has_agreed(call.ring, signature):
+        agree(call.ring, call.number, call.seed, signature, call.device)
+    room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
+    digest = signature.as_int64(call.number, call.seed)
+    if call.kernel.capabilities.bands == "any" and is_short(call.plan, keys, groups):
+        return AtOnce.of(call, keys, room, digest)
+    window = window_of(call.ring)
+    window.reserve(groups * (keys.message.size + room))
+    return Pulls(call, window, keys, groups, room, digest)
+
+
+@lru_cache(maxsize=256)
+def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
+    """Bytes that the sums of a group's gradients take on the rank that fetches most."""
+    longest = longest_gather(plan).length
+    return flat(Sums(keys, by_head=False).numel(longest), dtype).size
+
+
+def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
+    """Let a stream wait for so many copies (``None``: all), and for the proof of their meaning."""
+    for event in (same, *_last(done[:fetches])):
+        stream.wait_event(event)
+
+
+def _last(done: Sequence[Done]) -> list[Event]:
+    """The last of each stream's events, which follow those before."""
+    return list(dict(done).values())
+
+
+_MOST_PITCH = (1 << 31) - 1  # bytes from row to row that an engine steps over
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy, on the current stream, ``[rows, ...]`` whose rows are contiguous and may lie apart.
+
+    In one go, if torch brings NVIDIA's ``cuda.bindings`` as it does on Linux, else row by row.
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        target.copy_(source)
+        return
+    pitches = [x.stride(0) * x.itemsize for x in (target, source)]
+    runtime = _runtime()
+    if runtime is None or max(pitches) > _MOST_PITCH:
+        for to, x in zip(target.unbind(), source.unbind(), strict=True):
+            to.copy_(x)
+        return
+    width = target[0].numel() * target.itemsize
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    stream = torch.cuda.current_stream(target.device).cuda_stream
+    (error,) = runtime.cudaMemcpy2DAsync(
+        target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, target.shape[0], kind,
+        stream,
+    )  # fmt: skip
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
+
+
+@cache
+def _runtime() -> ModuleType | None:
+    """NVIDIA's bindings of the CUDA runtime, if there are any."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return None
+    return import_module("cuda.bindings.runtime")
