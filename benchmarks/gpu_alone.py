@@ -19,10 +19,10 @@ from ring_core import Gather
 from ring_torch import autograd, prepare
 from ring_torch.call import Call
 from ring_torch.comm.handshake import CallSignature
-from ring_torch.comm.ranks import Ring
-from ring_torch.payload import Keys, Sums
+from ring_torch.comm.ranks import Ranks
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
-from ring_torch.transports.api import Arriving, Returning
+from ring_torch.transports.api import PendingGrads, PendingKV
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Alone:
     """A :class:`ring_torch.transports.api.Carrier` that moves nothing: any keys do for a time."""
 
     call: Call
-    keys: Keys
+    keys: KVPayload
     groups: int
     made: dict[tuple[object, ...], list[Tensor]]
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
         """Random keys, made once and on no time."""
         del inputs
         for n in range(self.groups):
@@ -44,9 +44,9 @@ class Alone:
                 self.made[place] = [
                     torch.randn(shape, dtype=self.keys.dtype, device=self.call.device)
                 ]
-            yield Arriving(self.made[place], lambda _: None)
+            yield PendingKV(self.made[place], lambda _: None)
 
-    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
         """New ones."""
         size, call, make = (
             sums.numel(gather.length),
@@ -56,12 +56,12 @@ class Alone:
         return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
-    ) -> Returning:  # fmt: skip
+    ) -> PendingGrads:  # fmt: skip
         """Nothing goes, nothing comes."""
         del gather, sums, grads, group, beside, early
-        return Returning(lambda _total, _length, _where: None)
+        return PendingGrads(lambda _total, _length, _where: None)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def alone() -> Iterator[None]:
         del facts
         if call.transport == "p2p":
             raise ValueError("only passes that gather their keys run without communication")
-        return Alone(call, Keys.of(inputs, groups), groups, made)
+        return Alone(call, KVPayload.of(inputs, groups), groups, made)
 
     with patch.object(autograd, "_carrier", carrier):
         yield
@@ -93,5 +93,5 @@ def as_rank[**P, R](
         prepare._prepare.cache_clear()  # noqa: SLF001  # of the transports chosen here
 
 
-def _as_named(transport: str, ring: Ring, *_: object, **__: object) -> str:
+def _as_named(transport: str, ring: Ranks, *_: object, **__: object) -> str:
     return transport if ring.size > 1 else "p2p"

@@ -19,7 +19,7 @@ from ring_jax.strategies import steps
 
 @dataclass(frozen=True)
 class Alone:
-    """A :class:`ring_jax.collectives.Ring` that moves nothing: any keys do for a time."""
+    """A :class:`ring_jax.collectives.Ranks` that moves nothing: any keys do for a time."""
 
     place: int
     size: int

@@ -22,7 +22,7 @@ import ring_jax_gpu
 AXIS = "cp"
 Attend = Callable[..., Any]
 Implementation = Literal["xla", "cudnn", "triton", "auto"]  # the last two are ours
-Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
+StepTable = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
 KERNELS: tuple[Implementation, ...] = ("cudnn", "triton")
 
@@ -76,10 +76,10 @@ def zigzag(mesh: Mesh, implementation: Implementation) -> Attend:
     def local(q: Any, k: Any, v: Any) -> Any:
         rank, half = lax.axis_index(AXIS), q.shape[1] // 2
 
-        def from_before(k: Any, v: Any) -> Part:
+        def from_before(k: Any, v: Any) -> StepTable:
             return _part(q, k[:, :half], v[:, :half], implementation)
 
-        def from_behind(k: Any, v: Any) -> Part:
+        def from_behind(k: Any, v: Any) -> StepTable:
             out, lse = _part(q[:, half:], k, v, implementation)
             edges = ((0, 0), (half, 0), (0, 0))
             return (
@@ -139,7 +139,7 @@ def _two_chunks(
 
 def _elsewhere(
     rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
-) -> Part:
+) -> StepTable:
     """Both chunks of a rank's queries with all that they see of other ranks."""
     half, parts = q.shape[1] // 2, []
     first, last = rank * half, (2 * size - 1 - rank) * half
@@ -159,7 +159,7 @@ def _elsewhere(
 
 def _part(
     q: Any, k: Any, v: Any, implementation: Implementation, *, is_causal: bool = False
-) -> Part:
+) -> StepTable:
     if implementation in ("triton", "auto"):
         out, lse = ring_jax_gpu.ring_attention(
             q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
@@ -172,7 +172,7 @@ def _part(
     return out.astype("float32"), lse.astype("float32")
 
 
-def _merged(a: Part, b: Part) -> Part:
+def _merged(a: StepTable, b: StepTable) -> StepTable:
     lse = jnp.logaddexp(a[1], b[1])
     weights = (jnp.exp(x[1] - lse)[..., None] for x in (a, b))
     out = sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True))

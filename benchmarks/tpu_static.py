@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loop:
+class StepRunner:
     """Bundles of a kernel's loop: always run, once a row of blocks, with products of matrices."""
 
     always: int
@@ -200,7 +200,7 @@ def by_columns(kernel: str) -> bool:
     return any(word in kernel for word in ("dkv", "keys", "all"))
 
 
-def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, Loop]]:
+def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:
     """Compile in a process of its own and read what was dumped; without those that do not fit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -224,7 +224,7 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
     return found
 
 
-def kernels_in(folder: Path, direction: Pass) -> dict[str, Loop]:
+def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
     """The loops of a pass's kernels, by their names."""
     return {
         match[1]: parse(path.read_text())
@@ -255,7 +255,7 @@ class Branch(NamedTuple):
         return self.start <= other.start and other.stop <= self.stop
 
 
-def parse(text: str) -> Loop:
+def parse(text: str) -> StepRunner:
     """Count the bundles of a kernel's loop by what they run for."""
     lines = re.findall(r"^ *(0x[0-9a-f]+|0) +(?:\w\w)?: +(>*)(.*)$", text, re.MULTILINE)
     body = [(int(address, 16), rest) for address, depth, rest in lines if depth]
@@ -283,7 +283,7 @@ def parse(text: str) -> Loop:
     once = [b for b in skipped if not any(c.covers(b) for c in always)]
     rare = sum(b.stop - b.start for b in once if not any(o != b and o.covers(b) for o in once))
     within = sum(b.stop - b.start for b in computing)
-    return Loop(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
+    return StepRunner(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
 
 
 def length_of(branch: Branch, jumps: list[Branch]) -> int:
@@ -311,7 +311,7 @@ def blocks_of_documents() -> tuple[int, int]:
     import numpy as np
 
     from ring_core import Mask, make_plan
-    from ring_jax.records import Columns, Rows, Work
+    from ring_jax.records import ItemTable, KeyBlock, QueryBlock
     from ring_jax_tpu.block_index import EMPTY, block_kinds
     from ring_jax_tpu.block_sizes import Blocks
 
@@ -323,9 +323,9 @@ def blocks_of_documents() -> tuple[int, int]:
     @jax.jit
     def kinds(ids: Any) -> Any:
         q, at = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
-        rows = Rows(q, at, at, None, ids, None, None, None, None)
-        work = Work(jnp.asarray(plan.table(0)[0]), None)
-        return block_kinds(rows, Columns(q, at, None, ids), work, blocks)
+        rows = QueryBlock(q, at, at, None, ids, None, None, None, None)
+        work = ItemTable(jnp.asarray(plan.table(0)[0]), None)
+        return block_kinds(rows, KeyBlock(q, at, None, ids), work, blocks)
 
     visible = np.tri(LENGTH, dtype=bool) & (ids[:, None] == ids)
     tiles = visible.reshape(blocks.grid[0], blocks.q, blocks.grid[1], blocks.k)

@@ -15,13 +15,13 @@ from ring_core import WorkItem, gather_program
 from ring_torch.autograd import _add_sinks, _sink_grads
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
-    Params,
-    RowGrads,
-    Rows,
-    Upstream,
-    empty_result,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
     runs_of,
 )
 
@@ -40,7 +40,7 @@ class Emulation:
             for name, array in case.inputs.items()
         }
         scale = case.dims[0] ** -0.5 if case.softmax_scale is None else case.softmax_scale
-        self.params = Params(self.plan.mask, scale, case.softcap, blocks=self.plan.blocks)
+        self.params = KernelParams(self.plan.mask, scale, case.softcap, blocks=self.plan.blocks)
 
     def _dtype(self, array: npt.NDArray[Any]) -> torch.dtype:
         return getattr(torch, self.case.dtype) if array.dtype.kind == "f" else torch.int32
@@ -48,7 +48,7 @@ class Emulation:
     def run(self) -> Arrays:
         """``out``, ``lse`` and gradients, by name."""
         x, found = self.x, {}
-        whole = empty_result(x["q"], x["v"].shape[3])
+        whole = empty_state(x["q"], x["v"].shape[3])
         for at, rows, columns, _, item in self._launches():
             into = self._local(whole.out, at, 1), self._local(whole.lse, at, 2)
             result = whole._replace(out=into[0], lse=into[1])
@@ -61,10 +61,10 @@ class Emulation:
         delta = (x["dout"].float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         dq, dk, dv = (torch.zeros_like(x[name], dtype=torch.float32) for name in "qkv")
         for at, rows, columns, k_at, item in self._launches():
-            upstream = Upstream(x["dout"][:, at], out[:, at], lse[:, :, at], delta[:, :, at])
+            upstream = BackwardInputs(x["dout"][:, at], out[:, at], lse[:, :, at], delta[:, :, at])
             grads = [self._local(dq, at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
-            row_grads = RowGrads(grads[0], None).take(item.q_slice)
-            column_grads = ColumnGrads(grads[1], grads[2]).take(item.k_slice)
+            row_grads = QueryGrads(grads[0], None).take(item.q_slice)
+            column_grads = KeyGrads(grads[1], grads[2]).take(item.k_slice)
             self.kernel.backward(
                 rows,
                 columns,
@@ -81,14 +81,16 @@ class Emulation:
             for name, value in found.items()
         }
         if "sinks" in x:
-            found["dsinks"] = _sink_grads(x["sinks"], Upstream(x["dout"], out, lse, delta), None)
+            found["dsinks"] = _sink_grads(
+                x["sinks"], BackwardInputs(x["dout"], out, lse, delta), None
+            )
         return {name: value.double().cpu().numpy() for name, value in found.items()}
 
     def _local(self, x: Tensor, at: Ints, dim: int) -> Tensor:
         """A copy of a shard."""
         return x.index_select(dim, torch.as_tensor(at, device=self.device))
 
-    def _launches(self) -> Iterator[tuple[Ints, Rows, Columns, Ints, WorkItem]]:
+    def _launches(self) -> Iterator[tuple[Ints, QueryBlock, KeyBlock, Ints, WorkItem]]:
         """Each rank's items: global rows, what belongs to an item's, and global columns."""
         for rank in range(self.case.cp_size):
             at = self.plan.positions(rank)
@@ -96,7 +98,7 @@ class Emulation:
             for k_at, columns, item in self._items(rank):
                 yield at, rows.take(item.q_slice), columns.take(item.k_slice), k_at, item
 
-    def _rows(self, rank: int) -> Rows:
+    def _rows(self, rank: int) -> QueryBlock:
         at, x = self.plan.positions(rank), self.x
         ids = self._local(x["q_ids"], at, 1) if "q_ids" in x else None
         slopes = torch.atleast_2d(x["alibi_slopes"]) if "alibi_slopes" in x else None
@@ -104,15 +106,15 @@ class Emulation:
             torch.as_tensor(y, device=self.device) for y in (at, self.plan.q_positions(rank))
         )
         runs = runs_of(self.plan.q_positions(rank))
-        return Rows(self._local(x["q"], at, 1), index, position, ids, None, slopes, runs)
+        return QueryBlock(self._local(x["q"], at, 1), index, position, ids, None, slopes, runs)
 
-    def _columns(self, at: Ints) -> Columns:
+    def _columns(self, at: Ints) -> KeyBlock:
         x = self.x
         ids = self._local(x["k_ids"], at, 1) if "k_ids" in x else None
         k, v = (self._local(x[name], at, 1) for name in "kv")
-        return Columns(k, v, torch.as_tensor(at, device=self.device), ids, runs=runs_of(at))
+        return KeyBlock(k, v, torch.as_tensor(at, device=self.device), ids, runs=runs_of(at))
 
-    def _items(self, rank: int) -> Iterator[tuple[Ints, Columns, WorkItem]]:
+    def _items(self, rank: int) -> Iterator[tuple[Ints, KeyBlock, WorkItem]]:
         if self.gathered:
             gather = gather_program(self.plan, rank)
             gathered = self._columns(gather.positions)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_torch import ring_attention
-from ring_torch.comm.ranks import Ring, Transfer
+from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0  # of the group, seconds
@@ -64,15 +64,15 @@ def _lose(how: str) -> None:
 
 def _lose_while_sending(how: str) -> None:
     """Be lost when the second transfer from now on is under way."""
-    start, left = Ring.start, iter((1, 0))
+    start, left = Ranks.start, iter((1, 0))
 
-    def start_(ring: Ring, sends: Any, receives: Any) -> Transfer:
+    def start_(ring: Ranks, sends: Any, receives: Any) -> Transfer:
         transfer = start(ring, sends, receives)
         if next(left, None) == 0:
             _lose(how)
         return transfer
 
-    Ring.start = start_  # type: ignore[assignment, method-assign]
+    Ranks.start = start_  # type: ignore[assignment, method-assign]
 
 
 def _at(point: tuple[str, str], loss: Loss | None) -> None:

@@ -102,15 +102,15 @@ def _ring_reversed() -> Patches:
 
             return right(ring, turned(sends), turned(receives))
 
-        right = comm.Ring.start
-        patches.append((comm.Ring, "start", start))
+        right = comm.Ranks.start
+        patches.append((comm.Ranks, "start", start))
     if ring := _jax("collectives"):
-        move = ring.Ring.move
+        move = ring.Ranks.move
 
         def back(ring: Any, x: Any, hop: int, receivers: Any = None) -> Any:
             return move(ring, x, -hop, receivers)
 
-        patches.append((ring.Ring, "move", back))
+        patches.append((ring.Ranks, "move", back))
     return patches
 
 
@@ -131,7 +131,7 @@ def _merge_without_rescale() -> Patches:
         import jax.numpy as jnp
 
         def added(a: Any, b: Any) -> Any:
-            return ring.Result(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
+            return ring.AttentionState(a.out + b.out, jnp.logaddexp(a.lse, b.lse))
 
         patches.append((ring, "merge", added))
     return patches
@@ -176,7 +176,7 @@ def _grads_not_sent_home() -> Patches:
 
     patches: Patches = [(simulator, "_backward", wrong)]
     if loop := _torch("strategies.ring_backward"):
-        hop = loop.Moving.hop
+        hop = loop.RotatingKeyGrads.hop
 
         def kept(moving: Any, distance: int | None, *, home: bool) -> None:
             if home:
@@ -184,16 +184,16 @@ def _grads_not_sent_home() -> Patches:
                 moving._arriving = None
             hop(moving, distance, home=home)
 
-        patches.append((loop.Moving, "hop", kept))
+        patches.append((loop.RotatingKeyGrads, "hop", kept))
     if steps := _jax("strategies.steps"):
         import jax.numpy as jnp
 
-        travel = steps.Loop.hop
+        travel = steps.StepRunner.hop
 
         def lost(loop: Any, x: Any, hop: int | None) -> Any:
-            return travel(loop, x, hop) if isinstance(x, steps.Message) else jnp.zeros_like(x)
+            return travel(loop, x, hop) if isinstance(x, steps.KVPayload) else jnp.zeros_like(x)
 
-        patches.append((steps.Loop, "hop", lost))
+        patches.append((steps.StepRunner, "hop", lost))
     return patches
 
 
@@ -324,7 +324,7 @@ def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
 
     def wrong(carrier: Any, *args: Any, **named: Any) -> Any:
         if beside in (None, named["beside"]):
-            return gather.Returning(lambda *_: None)
+            return gather.PendingGrads(lambda *_: None)
         return right(carrier, *args, **named)
 
     return [(gather.Messages, "send_home", wrong)]
@@ -335,12 +335,12 @@ def _gathered_out_of_order() -> Patches:
     import jax.numpy as jnp
 
     ring = _jax("collectives")
-    gather = ring.Ring.gather
+    gather = ring.Ranks.gather
 
     def wrong(self: Any, x: Any, axis: int) -> Any:
         return jnp.roll(gather(self, x, axis), x.shape[axis], axis)
 
-    return [(ring.Ring, "gather", wrong)]
+    return [(ring.Ranks, "gather", wrong)]
 
 
 def _scattered_grads_dropped() -> Patches:
@@ -348,8 +348,8 @@ def _scattered_grads_dropped() -> Patches:
     import jax.numpy as jnp
 
     ring = _jax("collectives")
-    scatter = ring.Ring.scatter
-    return [(ring.Ring, "scatter", lambda *args: jnp.zeros_like(scatter(*args)))]
+    scatter = ring.Ranks.scatter
+    return [(ring.Ranks, "scatter", lambda *args: jnp.zeros_like(scatter(*args)))]
 
 
 def _groups_swapped() -> Patches:

@@ -19,7 +19,7 @@ import torch
 
 from ring_core import KernelConfig, Mask
 from ring_torch import prepare, ring_attention
-from ring_torch.kernels import Choice
+from ring_torch.kernels import Selection
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.kernels.triton import launch as _launch
 
@@ -117,7 +117,7 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     with (
         patch.object(_launch, "_start", keep),
         patch.object(_launch, "_capability", lambda _: arch),
-        patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())),
+        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
     ):
         prepare._prepare.cache_clear()
         ring_attention(q, k, v, **options).sum().backward()

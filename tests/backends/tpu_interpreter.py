@@ -14,7 +14,15 @@ import numpy as np
 from jax._src import callback as jax_callback
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_jax.records import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    ItemTable,
+    KeyBlock,
+    QueryBlock,
+    Static,
+)
 from ring_jax.varying import axes_of, vary_alike
 from ring_jax_tpu.kernel import PallasKernel
 
@@ -58,14 +66,19 @@ class InterpretedKernel:
         return PallasKernel().refusals(*args)
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """As :meth:`PallasKernel.forward`."""
-        result: Result = self._run(self._forward, static, rows, columns, work, into)
+        result: AttentionState = self._run(self._forward, static, rows, columns, work, into)
         return result
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """As :meth:`PallasKernel.backward`."""

@@ -14,7 +14,7 @@ from tolerances import assert_close
 
 from ring_core import Mask, reference
 from ring_jax.kernels import compute_capability
-from ring_jax.records import Result
+from ring_jax.records import AttentionState
 from ring_jax.strategies.steps import merge
 from ring_jax_gpu import fmha, ring_attention
 
@@ -103,7 +103,7 @@ def test_parts_that_merge() -> None:
     parts = [(k[:, :, some], v[:, :, some]) for some in (slice(0, 101), slice(101, 300))]
 
     def both(*parts: Any) -> Any:
-        found = [Result(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
+        found = [AttentionState(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
         wide = [x._replace(out=x.out.astype("float32")) for x in found]
         out, lse = merge(*wide)
         grads = [

@@ -22,7 +22,7 @@ import ring_jax
 from ring_core import KernelConfig, Mask
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.records import Columns, Rows, Work
+from ring_jax.records import ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu import operands
 from ring_jax_tpu.block_index import (
     EMPTY,
@@ -187,9 +187,9 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
         for x in (q_pos, k_pos)
     ]
     q, kv, no = jnp.zeros((1, 1, 512, 8)), jnp.zeros((1, 1, 512, 16)), None
-    rows = Rows(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no)
-    columns = Columns(kv, jnp.asarray(k_pos), cells[1], no)
-    work = Work(jnp.asarray(plan.table(step)[1]), None)
+    rows = QueryBlock(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no)
+    columns = KeyBlock(kv, jnp.asarray(k_pos), cells[1], no)
+    work = ItemTable(jnp.asarray(plan.table(step)[1]), None)
     blocks = Blocks(size, size, 512, 512)
     kinds = block_kinds(rows, columns, work, blocks)
     seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)

@@ -13,8 +13,8 @@ from cases import Case, masks
 
 from ring_core import SCHEDULES, TABLE_COLUMNS, TILE, Plan
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.rank_view import Side, of_step
-from ring_jax.records import Inputs, Message, Queries, Static
+from ring_jax.rank_view import RankView, of_step
+from ring_jax.records import Inputs, KVPayload, Queries, Static
 from ring_jax_tpu.block_index import EMPTY, FULL, block_kinds
 from ring_jax_tpu.block_sizes import Blocks
 
@@ -43,7 +43,7 @@ def shown(plan: Plan, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.b
 def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
     """The kinds of the blocks that a rank's kernel is told."""
     static = Static(plan, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
-    side = Side(static, NOTHING, jnp.int32(rank))
+    side = RankView(static, NOTHING, jnp.int32(rank))
     part = of_step(plan, step)
     work = side.helped_work(part) if helped else side.own_work(part)
     if work is None:
@@ -52,7 +52,7 @@ def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) 
     shift = part.shift
     q_rank, k_rank = (side.behind(shift), side.rank) if helped else (side.rank, side.behind(shift))
     rows = side.rows(part, q_rank, Queries(empty, None, None))
-    columns = side.columns(part, side.key_positions(k_rank), Message(empty, None))
+    columns = side.columns(part, side.key_positions(k_rank), KVPayload(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 

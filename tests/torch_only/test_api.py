@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import SCHEDULES, Dealt, Mask, Schedule, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
@@ -117,9 +117,9 @@ def test_device_mesh(pool: LocalRanks) -> None:
 def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
     """What a rank does, in order, forward and backward."""
     events: list[str] = []
-    start, forward, backward = Ring.start, EagerKernel.forward, EagerKernel.backward
+    start, forward, backward = Ranks.start, EagerKernel.forward, EagerKernel.backward
 
-    def start_(ring: Ring, sends: Any, receives: Any) -> Any:
+    def start_(ring: Ranks, sends: Any, receives: Any) -> Any:
         moved = [tensor.numel() for tensor, _ in sends]
         events.extend(f"send {n}" for n in moved if n != 2048)
         return start(ring, sends, receives)
@@ -135,7 +135,7 @@ def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
     cp, (q, k, v) = ContextParallel(schedule=schedule), qkv()
     local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
     patch = pytest.MonkeyPatch()
-    patch.setattr(Ring, "start", start_)
+    patch.setattr(Ranks, "start", start_)
     patch.setattr(EagerKernel, "forward", forward_)
     patch.setattr(EagerKernel, "backward", backward_)
     try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
 from ring_core.choose.rates import Case, Rates, Times, written
 from ring_torch import ContextParallel, kernels, prepare, ring_attention
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import cudnn, fa2, fa3, fa4
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.triton import TritonKernel
@@ -38,7 +38,7 @@ def chosen(
     transport: str, plan: Plan, device: torch.device = CPU, *, size: int = 4, probe: bool = True
 ) -> str:
     """The transport of a call with four query heads of 8 for each key head, in bfloat16."""
-    ring = Ring(None, 0, size)
+    ring = Ranks(None, 0, size)
     return choose_transport(transport, ring, plan, device, widths=(32, 16, 2), probe=probe)
 
 

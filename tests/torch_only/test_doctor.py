@@ -15,7 +15,7 @@ from ring_core.tools.doctor import RESULTS
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import FA4, Flash4
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 from ring_torch.tools import doctor
 from ring_torch.tools.cli import main
 
@@ -133,7 +133,9 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     right = EagerKernel.forward
 
-    def wrong(kernel: Any, rows: Any, columns: Any, item: Any, params: Any, into: Result) -> None:
+    def wrong(
+        kernel: Any, rows: Any, columns: Any, item: Any, params: Any, into: AttentionState
+    ) -> None:
         right(kernel, rows, columns, item, params, into)
         into.out.mul_(factor)
 

@@ -31,18 +31,18 @@ from ring_core import (
     make_plan,
 )
 from ring_torch import prepare
-from ring_torch.kernels import Choice
+from ring_torch.kernels import Selection
 from ring_torch.kernels.flash import FlashKernel, aligned
 from ring_torch.kernels.flash_library import HeadDims, Options, Pass
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
-    empty_result,
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
 )
 
 
@@ -59,7 +59,7 @@ class PlainFlash:
         """It runs everywhere."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
         lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.inf, dtype=q.dtype)
@@ -160,7 +160,7 @@ class Narrow(PlainFlash):
     """A library that has two pairs of head dims, and is wrong at others."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         assert (q.shape[-1], k.shape[-1], v.shape[-1]) in {(8, 8, 8), (12, 12, 8)}
         return super().forward(q, k, v, options, place)
@@ -207,7 +207,7 @@ def test_any_item_is_its_dense_mask(
     found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
 ) -> None:
     """Whole, as several documents in one launch, or one by one: forward and gradients."""
-    params = Params(Mask(), 0.3, softcap)
+    params = KernelParams(Mask(), 0.3, softcap)
     for item, cells in found:
         rows, columns = cells.shape
         shapes = ((batch, rows, 4, 3), (batch, columns, 2, 3), (batch, columns, 2, 5))
@@ -219,15 +219,15 @@ def test_any_item_is_its_dense_mask(
         out, lse = _dense(q, k, v, torch.tensor(cells), params)
         expected = torch.autograd.grad(out, leaves, dout)
         q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
-        queries, keys = Rows(q, None, None, None, None, None), Columns(k, v, None, None)
-        into = empty_result(q, 5)
+        queries, keys = QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None)
+        into = empty_state(q, 5)
         kernel.forward(queries, keys, item, params, into)
         _same(into.out, out)
         _same(into.lse, lse)
-        upstream = Upstream(dout, out, lse, None)
+        upstream = BackwardInputs(dout, out, lse, None)
         grads = kernel.gradients(queries, keys, upstream, item, params)
         sums = [torch.ones_like(x) for x in (q, k, v)]
-        totals = RowGrads(sums[0], None), ColumnGrads(*sums[1:])
+        totals = QueryGrads(sums[0], None), KeyGrads(*sums[1:])
         kernel.backward(queries, keys, upstream, item, params, *totals)
         for got, total, want in zip(grads[:3], sums, expected, strict=True):
             _same(got, want)
@@ -239,7 +239,7 @@ class Silent(PlainFlash):
     """Where a score is no number its ``lse`` is minus infinity, as FlashAttention-3 writes it."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(q, k, v, options, place)
         return out, lse.masked_fill_(lse.isnan(), -torch.inf)
@@ -261,13 +261,13 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
     first, stop = item.seen
     unseen, place = (
         torch.tensor(stop <= first),
-        Result(torch.empty_like(q), torch.empty(batch, 2, 6)),
+        AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6)),
     )
     given = (
-        Rows(q, None, None, None, None, None),
-        Columns(k, v, None, None),
+        QueryBlock(q, None, None, None, None, None),
+        KeyBlock(k, v, None, None),
         item,
-        Params(Mask(), 1.0),
+        KernelParams(Mask(), 1.0),
     )
     for result in (SILENT.attend(*given), SILENT.attend(*given, place)):
         expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
@@ -287,13 +287,16 @@ def test_results_are_written_in_place_where_they_fit(
     q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
     given = (
-        Rows(q, None, None, None, None, None), Columns(k, v, None, None), item, Params(Mask(), 1.0),
+        QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None), item, KernelParams(Mask(), 1.0),
     )  # fmt: skip
-    place = Result(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
+    place = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
     result = kernel.attend(*given, place)
     _same(result.out, kernel.attend(*given).out)
     assert result.out.data_ptr() == place.out.data_ptr()  # V's head dim is as it was
-    upstream, dq = Upstream(torch.randn_like(v), result.out, result.lse, None), torch.empty_like(q)
+    upstream, dq = (
+        BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
+        torch.empty_like(q),
+    )
     grads = kernel.gradients(given[0], given[1], upstream, item, given[3], dq)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
@@ -322,7 +325,9 @@ def test_rows_begin_at_multiples_of_16_bytes() -> None:
     assert aligned(fitting) is fitting
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: KernelParams
+) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` by definition; 0 and ``-inf`` where a row sees nothing."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) * params.scale
     if params.softcap is not None:
@@ -339,9 +344,9 @@ def _same(got: Tensor, expected: Tensor) -> None:
 
 def test_a_batch_of_documents_is_one_launch() -> None:
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, 0, None, np.array([0, 2, 2, 6]), np.array([0, 2, 2, 6]))
-    params = Params(Mask(), 1.0)
+    params = KernelParams(Mask(), 1.0)
     x = torch.zeros(3, 6, 1, 4)
-    rows, columns = Rows(x, None, None, None, None, None), Columns(x, x, None, None)
+    rows, columns = QueryBlock(x, None, None, None, None, None), KeyBlock(x, x, None, None)
     calls: list[Options] = []
     forward = PlainFlash.forward
 
@@ -383,7 +388,7 @@ def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
     """A rank's part of a case with this kernel."""
     prepare._prepare.cache_clear()
     try:
-        with patch.object(prepare, "choose", lambda *_: Choice(PLAIN, ())):
+        with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
             return run_rank(rank, case, ("auto", transport), None, cuda=False)
     finally:
         prepare._prepare.cache_clear()
@@ -391,8 +396,8 @@ def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
 
 def test_documents_keep_their_right_side() -> None:
     item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
-    params = Params(Mask(), 1.0)
+    params = KernelParams(Mask(), 1.0)
     q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
-    rows, columns = Rows(q, None, None, None, None, None), Columns(k, k, None, None)
+    rows, columns = QueryBlock(q, None, None, None, None, None), KeyBlock(k, k, None, None)
     a, b = (x.attend(rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
     _same(a, b)

@@ -14,28 +14,28 @@ from ring_core import Mask, Plan, WorkItem
 from ring_core.programs import own_key_rows
 from ring_torch import ContextParallel, prepare
 from ring_torch.head_groups import ONE_GROUP, Groups
-from ring_torch.kernels import Choice
-from ring_torch.kernels.api import Kernel, Parts
+from ring_torch.kernels import Selection
+from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import hopper
-from ring_torch.records import Columns, Params, Rows, Upstream
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """See :class:`ring_torch.kernels.api.Parts`: a tile's numbers stand in reverse."""
+    """See :class:`ring_torch.kernels.api.SplitBackward`: a tile's numbers stand in reverse."""
 
     used: list[bool]
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         del q, k, v, params
         self.used.append(hopper._is_tiled(plan))
         return self.used[-1]
 
     def add_sums(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         grads = EagerKernel().gradients(rows, columns, upstream, item, params)
@@ -44,7 +44,7 @@ class Tiled:
             total.add_(_reversed(x.transpose(1, 2)))
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         del params
         for x, place in zip(sums, places, strict=True):
@@ -55,7 +55,7 @@ class TiledKernel(EagerKernel):
     """One that adds up in tiles."""
 
     def __init__(self, used: list[bool]) -> None:
-        self.parts: Parts = Tiled(used)  # type: ignore[assignment] # its base has none
+        self.parts: SplitBackward = Tiled(used)  # type: ignore[assignment] # its base has none
 
 
 def _reversed(x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[lis
     kernel: Kernel = TiledKernel(used)
     prepare._prepare.cache_clear()
     with (
-        patch.object(prepare, "choose", lambda *_: Choice(kernel, ())),
+        patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
         patch.object(prepare, "groups_of", lambda *_: groups),
         patch.object(hopper, "KEYS", KEYS),
         patch.object(own_key_rows, "TILE", KEYS),

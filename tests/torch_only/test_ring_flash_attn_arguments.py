@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
 
 H, D = 4, 8
@@ -133,7 +133,7 @@ def _bad(rank: int) -> dict[str, tuple[str, str]]:
     if rank:
         return {}
     patch = pytest.MonkeyPatch()
-    patch.setattr(Ring, "start", None)
+    patch.setattr(Ranks, "start", None)
     patch.setattr(dist, "all_to_all_single", None)
     said = {}
     for name, (family, x, given, _) in (BAD | REFUSED).items():

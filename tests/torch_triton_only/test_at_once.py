@@ -24,13 +24,13 @@ from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
 from ring_torch import autograd
-from ring_torch.buffers import Packing
+from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm import ranks as _comm
 from ring_torch.comm.handshake import CallSignature, agree
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.payload import Keys
+from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel as kernels
 from ring_torch.transports import one_kernel
@@ -44,7 +44,7 @@ def _is_short(case: Case) -> bool:
         return False
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
-    keys = Keys(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
+    keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
     return one_kernel.is_short(case.plan, keys, 1)
 
 
@@ -52,12 +52,12 @@ SHORT = [case for case in CASES.values() if _is_short(case)]
 
 
 class OnFiles:
-    """In the place of :class:`ring_torch.comm.symmetric_memory.Shared`: a file for each rank."""
+    """In the place of :class:`SymmetricMemory`: a file for each rank."""
 
     folder: Path
     made = 0
 
-    def __init__(self, ring: Ring, header: int) -> None:
+    def __init__(self, ring: Ranks, header: int) -> None:
         self.ring, self.header, self.files = ring, header, list[Any]()
 
     def reserve(self, size: int) -> bool:
@@ -74,7 +74,7 @@ class OnFiles:
     def headers(self) -> list[Tensor]:
         return [torch.from_numpy(x[: self.header].view(np.int64)) for x in self.files]
 
-    def views(self, rank: int, start: int, packing: Packing) -> list[Tensor]:
+    def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
         at = self.header + start
         # Of its own: the interpreter copies the whole storage of what it is given.
         return packing.views(torch.from_numpy(self.files[rank][at : at + packing.size]))
@@ -92,11 +92,11 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     ran = []
 
     def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Any:
-        keys = Keys.of(inputs, groups)
+        keys = KVPayload.of(inputs, groups)
         agree(call.ring, call.number, call.seed, facts, call.device)
         assert one_kernel.is_short(call.plan, keys, groups)
         digest = facts.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
-        return one_kernel.AtOnce.of(call, keys, _room(call.plan, keys, call.wide), digest)
+        return one_kernel.OneKernel.of(call, keys, _room(call.plan, keys, call.wide), digest)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
@@ -110,7 +110,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel, "Shared", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
-        patched.setattr(one_kernel.Meeting, "_follow", lambda _: None)
+        patched.setattr(one_kernel.ExchangeState, "_follow", lambda _: None)
         patched.setattr(autograd, "_carrier", carrier)
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
@@ -144,8 +144,8 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     """Exchanges one after the other, of ranks that are late in turns; whether each was right."""
     OnFiles.folder = folder
     size, width = dist.get_world_size(), 8
-    memory = OnFiles(_comm.ring_of(None), 1024)
-    packing = Packing.of(((1, 1, 2 * width), torch.float32))
+    memory = OnFiles(_comm.ranks_of(None), 1024)
+    packing = BufferSpec.of(((1, 1, 2 * width), torch.float32))
     memory.reserve(packing.size)
     addresses = [x.data_ptr() for x in memory.headers()]
     memory.headers()[rank][2] = 1

@@ -15,7 +15,7 @@ from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask
 from ring_torch import prepare
-from ring_torch.kernels import Choice
+from ring_torch.kernels import Selection
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
@@ -78,7 +78,7 @@ def run(
 def _on_a_rank(rank: int, case: Case, config: KernelConfig, transport: str) -> Arrays:
     prepare._prepare.cache_clear()
     kernel: Any = config
-    with patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())):
+    with patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())):
         return run_rank(rank, case, (kernel, transport), None, cuda=False)
 
 

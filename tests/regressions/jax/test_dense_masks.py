@@ -20,7 +20,7 @@ from ring_jax import ContextParallel, ring_attention
 from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.equinox import convert
 from ring_jax.flax import make_attention_fn
-from ring_jax.kernels.xla import Sight
+from ring_jax.kernels.xla import ScoreBlocks
 from ring_jax.nn import make_dot_product_attention
 
 B, T, H, D = 2, 24, 2, 8
@@ -311,7 +311,7 @@ def test_hidden_blocks_are_not_computed() -> None:
     x, at = _given((T, T)), np.arange(T)
     computed: list[None] = []
     x["mask"] = (at // 4)[:, None] == at // 4
-    plain = Sight.scores
+    plain = ScoreBlocks.scores
 
     def counting(*args: Any) -> Any:
         jax.debug.callback(lambda: computed.append(None))
@@ -321,7 +321,7 @@ def test_hidden_blocks_are_not_computed() -> None:
         kernel = KernelConfig("xla", block_q=4, block_k=6)
         return jnp.sum(ONE(q, x["k"], x["v"], mask=jnp.asarray(x["mask"]), kernel=kernel))
 
-    with mock.patch.object(Sight, "scores", counting):
+    with mock.patch.object(ScoreBlocks, "scores", counting):
         jax.block_until_ready(jax.grad(loss)(jnp.asarray(x["q"])))
         jax.effects_barrier()
     diagonal = (at // 4)[:, None] == at // 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_core import KernelConfig, checks
 from ring_torch import ContextParallel, ring_attention
-from ring_torch.kernels.eager import Sight
+from ring_torch.kernels.eager import ScoreBlocks
 from ring_torch.local import LocalRanks
 
 T, HEADS = 24, 2
@@ -107,7 +107,9 @@ def test_hidden_blocks_are_not_computed() -> None:
     mask = at[:, None] == at
     live = mask.view(6, 4, 4, 6).any(dim=3).any(dim=1).sum()
     kernel = KernelConfig("eager", block_q=4, block_k=6)
-    with patch.object(Sight, "scores", autospec=True, side_effect=Sight.scores) as scores:
+    with patch.object(
+        ScoreBlocks, "scores", autospec=True, side_effect=ScoreBlocks.scores
+    ) as scores:
         ring_attention(qkv[0].requires_grad_(), *qkv[1:], mask=mask, kernel=kernel).sum().backward()
     assert live < 6 * 4
     assert scores.call_count == 2 * live

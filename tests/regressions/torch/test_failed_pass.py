@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
-from ring_torch.comm.ranks import QueuedPass, ring_of, state_of
+from ring_torch.comm.ranks import QueuedPass, ranks_of, state_of
 from ring_torch.comm.watch import watch
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
@@ -126,7 +126,7 @@ class _Played:
 
 
 def _stuck(rank: int, ended: bool) -> list[str]:
-    ring, kept = ring_of(None), _Kept()
+    ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
     watch(ring, timedelta(seconds=1))
     since = time.monotonic() + (-100 if rank else 100)
@@ -155,7 +155,7 @@ def test_a_pass_that_does_not_end_is_named(ended: bool) -> None:
 
 
 def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
-    ring, kept = ring_of(None), _Kept()
+    ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
     _attend(8)
     thread = watch(ring, timedelta(seconds=1))

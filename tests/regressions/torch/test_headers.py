@@ -11,7 +11,7 @@ import torch
 from ring_core import Dealt, Mask
 from ring_torch import ring_attention
 from ring_torch.comm.handshake import _COMPARED, CallSignature, Header, _compare_on_stream
-from ring_torch.comm.ranks import ring_of
+from ring_torch.comm.ranks import ranks_of
 from ring_torch.local import LocalRanks
 
 FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}
@@ -96,7 +96,7 @@ def _on_stream(rank: int, what: str) -> str:
     if what == "fields" and rank:
         signature = CallSignature.of(FIELDS | {"mask": "full"}, "forward")
     try:
-        _compare_on_stream(ring_of(None), number, seed, signature, torch.device("cpu"))
+        _compare_on_stream(ranks_of(None), number, seed, signature, torch.device("cpu"))
     except RuntimeError as error:
         return str(error)
     return "the same"

@@ -13,8 +13,8 @@ from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import flat
 from ring_torch.capture import cached_tensors
-from ring_torch.comm.ranks import Ring
-from ring_torch.comm.symmetric_memory import Shared
+from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.symmetric_memory import SymmetricMemory
 
 
 def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tensor:
@@ -23,7 +23,7 @@ def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tens
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_memory_of_peers_can_be_written_to_by_later_passes(inference: bool) -> None:
-    memory = Shared(Ring(None, 0, 2), 64)
+    memory = SymmetricMemory(Ranks(None, 0, 2), 64)
     memory.handle = SimpleNamespace(get_buffer=_played)
     with torch.inference_mode(inference):
         headers = memory.headers()
@@ -35,9 +35,11 @@ def test_memory_of_peers_can_be_written_to_by_later_passes(inference: bool) -> N
 
 def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(Shared, "_grow", lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    monkeypatch.setattr(
+        SymmetricMemory, "_grow", lambda *_: seen.append(torch.is_inference_mode_enabled())
+    )
     with torch.inference_mode():
-        assert Shared(Ring(None, 0, 2), 64).reserve(8)
+        assert SymmetricMemory(Ranks(None, 0, 2), 64).reserve(8)
     assert seen == [False]
 
 

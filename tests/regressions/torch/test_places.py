@@ -7,7 +7,7 @@ import torch
 
 from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.prepare import describe_transport
 from ring_torch.transports.symm_buffer import Place, refusals
 
@@ -40,7 +40,7 @@ def test_gpus_are_told_apart_by_what_they_are(
 
 def test_explain_says_why_keys_are_not_pulled() -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="striped")
-    said = describe_transport("p2p", Ring(None, 0, 4), plan, torch.device("cpu"), (32, 16, 2))
+    said = describe_transport("p2p", Ranks(None, 0, 4), plan, torch.device("cpu"), (32, 16, 2))
     assert said.startswith("transport p2p\n  not pull: schedule 'striped' deals tokens")
     assert "need CUDA tensors and a nccl group" in said
     x = torch.zeros(1, 8, 1, 8)

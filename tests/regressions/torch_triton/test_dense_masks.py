@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_core import KernelConfig
 from ring_torch import ContextParallel, prepare
-from ring_torch.kernels import Choice
+from ring_torch.kernels import Selection
 from ring_torch.kernels.block_index import in_blocks, visits
 from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
@@ -54,7 +54,7 @@ def _compared(_: int, shape: tuple[int, ...], schedule: Any, options: dict[str, 
     expected.square().sum().backward()
     leaves = [cp.shard(x.detach()).requires_grad_() for x in whole]
     prepare._prepare.cache_clear()
-    with patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())):
+    with patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())):
         out = cp.attention(*leaves, mask=cp.shard(mask, dim=-2), kernel=KERNEL, **options)
         out.square().sum().backward()
     torch.testing.assert_close(out, cp.shard(expected.detach()), rtol=1e-4, atol=1e-5)
@@ -90,7 +90,7 @@ def _visited(_: int, schedule: Any) -> tuple[int, int]:
         return listed
 
     with (
-        patch.object(prepare, "choose", lambda *_: Choice(TritonKernel(), ())),
+        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
         patch.object(launch, "visits", counting),
     ):
         prepare._prepare.cache_clear()

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from ring_core import TABLE_COLUMNS, TILE
 from ring_core.triton.tile_sizes import parts_of_tiles
 from ring_jax.dense_mask import shown_in_blocks
-from ring_jax.records import Array, Columns, Rows, Work
+from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
 
-class Visits(NamedTuple):
+class BlockIndex(NamedTuple):
     """Which inner blocks each outer block visits, int32.
 
     Attributes:
@@ -36,7 +36,7 @@ class Visits(NamedTuple):
     counts: Array
 
 
-def item_bounds(work: Work) -> Array:
+def item_bounds(work: ItemTable) -> Array:
     """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
     picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
     return jnp.clip(picked, -_FAR, _FAR)
@@ -64,7 +64,12 @@ class Tiles(NamedTuple):
 
 
 def block_kinds(
-    rows: Rows, columns: Columns, work: Work, tiles: Tiles | None, block_q: int, block_k: int
+    rows: QueryBlock,
+    columns: KeyBlock,
+    work: ItemTable,
+    tiles: Tiles | None,
+    block_q: int,
+    block_k: int,
 ) -> Array:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
@@ -83,7 +88,7 @@ def under_mask(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
     return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
 
 
-def _numbered(rows: Rows, columns: Columns, work: Work) -> list[tuple[Array, Array]]:
+def _numbered(rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> list[tuple[Array, Array]]:
     """Numbers ``[1 or B, T]`` and ``[1 or B, S]`` that have to be equal; tiles hold the cells."""
     found = []
     if rows.ids is not None and columns.ids is not None:
@@ -93,15 +98,15 @@ def _numbered(rows: Rows, columns: Columns, work: Work) -> list[tuple[Array, Arr
     return found
 
 
-def by_rows(kinds: Array) -> Visits:
+def by_rows(kinds: Array) -> BlockIndex:
     """What each block of queries visits."""
     kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
     counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
-    return Visits(blocks, jnp.stack(counts, axis=2))
+    return BlockIndex(blocks, jnp.stack(counts, axis=2))
 
 
-def by_columns(kinds: Array) -> Visits:
+def by_columns(kinds: Array) -> BlockIndex:
     """What each block of keys visits."""
     return by_rows(kinds.swapaxes(1, 2))
 

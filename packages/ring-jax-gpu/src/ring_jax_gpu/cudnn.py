@@ -11,21 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import Capabilities, KernelConfig, Plan
-from ring_jax.collectives import Ring
+from ring_jax.collectives import Ranks
 from ring_jax.kernels import compute_capability
 from ring_jax.rank_view import of_others, of_step
 from ring_jax.records import (
     Array,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     Grads,
     Item,
+    ItemTable,
+    KeyBlock,
     LocalShape,
     Pass,
-    Result,
-    Rows,
+    QueryBlock,
     Static,
-    Upstream,
-    Work,
 )
 from ring_jax.strategies.steps import merge
 from ring_jax_gpu import fmha
@@ -97,8 +97,13 @@ class CudnnKernel:
         return (*_refused_here(capability, local), *_refused_steps(local, plan))
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """Attend and merge into ``into``."""
         del work  # known when the call is traced
         if into.lse.size == 0:
@@ -106,7 +111,7 @@ class CudnnKernel:
         return _for_this_rank(static, partial(_attend, static, rows, columns), into)
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
@@ -159,7 +164,7 @@ def _refused_steps(local: LocalShape, plan: Plan) -> Iterator[str]:
             yield "has no window beside a bias"
 
 
-def _for_this_rank[State: (Result, Grads)](
+def _for_this_rank[State: (AttentionState, Grads)](
     static: Static, run: Callable[[Tile, State], State], into: State
 ) -> State:
     """Run what this rank has to do; ranks that have the same share a program."""
@@ -171,11 +176,13 @@ def _for_this_rank[State: (Result, Grads)](
     if len(bodies) == 1:
         return bodies[0](into)
     which = jnp.asarray([several.index(tile) for tile in of_ranks], jnp.int32)
-    rank = Ring(static.axis_name, static.plan.cp_size).rank()
+    rank = Ranks(static.axis_name, static.plan.cp_size).rank()
     return cast("State", lax.switch(which[rank], bodies, into))
 
 
-def _attend(static: Static, rows: Rows, columns: Columns, tile: Tile, into: Result) -> Result:
+def _attend(
+    static: Static, rows: QueryBlock, columns: KeyBlock, tile: Tile, into: AttentionState
+) -> AttentionState:
     """Merge what a tile shows into a result."""
     dims = HeadDims.of(static, columns)
     given, pattern = _given(static, rows, columns, tile)
@@ -184,15 +191,20 @@ def _attend(static: Static, rows: Rows, columns: Columns, tile: Tile, into: Resu
     if hidden is not None:
         lse = jnp.where(hidden, -jnp.inf, lse)
         out = jnp.where(hidden[..., None], 0, out)
-    found = Result(out[..., : dims.v].astype(static.wide), lse.astype(static.wide))
+    found = AttentionState(out[..., : dims.v].astype(static.wide), lse.astype(static.wide))
     if lse.shape == into.lse.shape and static.fresh:
         return found
-    found = merge(Result(tile.queries(into.out), tile.queries(into.lse)), found)
-    return Result(*(_put(x, y, tile.q_start) for x, y in zip(into, found, strict=True)))
+    found = merge(AttentionState(tile.queries(into.out), tile.queries(into.lse)), found)
+    return AttentionState(*(_put(x, y, tile.q_start) for x, y in zip(into, found, strict=True)))
 
 
 def _differentiate(
-    static: Static, rows: Rows, columns: Columns, upstream: Upstream, tile: Tile, into: Grads
+    static: Static,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    upstream: BackwardInputs,
+    tile: Tile,
+    into: Grads,
 ) -> Grads:
     """Add the gradients of what a tile shows."""
     assert upstream.out is not None
@@ -215,7 +227,7 @@ def _differentiate(
 
 
 def _given(
-    static: Static, rows: Rows, columns: Columns, tile: Tile
+    static: Static, rows: QueryBlock, columns: KeyBlock, tile: Tile
 ) -> tuple[tuple[Array, Array, Array, Array | None], fmha.Pattern]:
     """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
     dims = HeadDims.of(static, columns)

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ring_core.triton.tile_sizes import padded
-from ring_jax.records import Array, Columns, Grads, Result, Rows, Static, Upstream
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    KeyBlock,
+    QueryBlock,
+    Static,
+)
 
 _LEAST = 32  # below there is little to gain
 
@@ -24,7 +32,7 @@ class HeadDims(NamedTuple):
     v: int
 
     @classmethod
-    def of(cls, static: Static, columns: Columns) -> HeadDims:
+    def of(cls, static: Static, columns: KeyBlock) -> HeadDims:
         """A call's."""
         return cls(static.head_dim, columns.kv.shape[3] - static.head_dim)
 
@@ -39,8 +47,8 @@ class HeadDims(NamedTuple):
 
 
 def widened(
-    now: HeadDims, then: HeadDims, static: Static, rows: Rows, columns: Columns
-) -> tuple[Static, Rows, Columns]:
+    now: HeadDims, then: HeadDims, static: Static, rows: QueryBlock, columns: KeyBlock
+) -> tuple[Static, QueryBlock, KeyBlock]:
     """A step of a call at other head dims."""
     return (
         replace(static, head_dim=then.qk),
@@ -49,19 +57,19 @@ def widened(
     )
 
 
-def widened_result(then: HeadDims, into: Result) -> Result:
+def widened_result(then: HeadDims, into: AttentionState) -> AttentionState:
     """Where a forward merges its part, at other head dims."""
     return into._replace(out=wide(into.out, then.v))
 
 
-def narrowed_result(now: HeadDims, found: Result) -> Result:
+def narrowed_result(now: HeadDims, found: AttentionState) -> AttentionState:
     """A result without what was added."""
     return found._replace(out=found.out[..., : now.v])
 
 
 def widened_grads(
-    now: HeadDims, then: HeadDims, upstream: Upstream, into: Grads
-) -> tuple[Upstream, Grads]:
+    now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
+) -> tuple[BackwardInputs, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
     dkv = _side_by_side(now, then, into.dkv)
     grads = into._replace(dq=wide(into.dq, then.qk), dkv=dkv)

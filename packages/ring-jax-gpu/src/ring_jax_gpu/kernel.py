@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from ring_core import Capabilities, Stage
 from ring_core.triton.tile_configs import Table
-from ring_jax.records import Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    ItemTable,
+    KeyBlock,
+    QueryBlock,
+    Static,
+)
 from ring_jax_gpu.head_dims import (
     HeadDims,
     narrowed_grads,
@@ -68,8 +76,13 @@ class TritonKernel:
         return ()
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
@@ -84,10 +97,10 @@ class TritonKernel:
             into = into._replace(out=into.out.astype(rows.q.dtype))
         call = self._call(static, rows, columns, work)
         out, lse = call.attend(into, before)
-        return Result(out.astype(wide), lse)
+        return AttentionState(out.astype(wide), lse)
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
@@ -114,7 +127,7 @@ class TritonKernel:
             dbias = call.add_to_bias(upstream, dbias)
         return Grads(dq, dkv, dbias)
 
-    def _call(self, static: Static, rows: Rows, columns: Columns, work: Work) -> Call:
+    def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
         is_one = _is_one(static.plan.forward)
         return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
 

@@ -14,7 +14,15 @@ from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
 from ring_core.triton.tile_sizes import choose_blocks, come_in_eights, heads_together, padded
-from ring_jax.records import Array, Columns, Result, Rows, Static, Upstream, Work
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    ItemTable,
+    KeyBlock,
+    QueryBlock,
+    Static,
+)
 from ring_jax_gpu.block_index import (
     FULL,
     PARTIAL,
@@ -45,22 +53,22 @@ class Call:
     """
 
     static: Static
-    rows: Rows
-    columns: Columns
-    work: Work
+    rows: QueryBlock
+    columns: KeyBlock
+    work: ItemTable
     is_apart: bool
     blocks: Table | None
     roles: bool
 
-    def attend(self, into: Result, before: Array | None) -> Result:
+    def attend(self, into: AttentionState, before: Array | None) -> AttentionState:
         """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
         changed = {"out": into.out, "lse": into.lse}
         launch, given = self._plan("attend")
         given |= {} if before is None else {"before": before}
         changed = run(launch, given, changed)
-        return Result(changed["out"], changed["lse"])
+        return AttentionState(changed["out"], changed["lse"])
 
-    def add_to_queries(self, upstream: Upstream, dq: Array) -> Array:
+    def add_to_queries(self, upstream: BackwardInputs, dq: Array) -> Array:
         """Add the gradient of the queries."""
         launch, given = self._plan("add_to_queries", upstream)
         return run(launch, given, {"dq": dq})["dq"]
@@ -75,13 +83,13 @@ class Call:
         parts = jnp.split(both, [self.static.head_dim], axis=-1)
         return dict(zip((keys, values), parts, strict=True))
 
-    def add_to_keys(self, upstream: Upstream, dkv: Arrays) -> Arrays:
+    def add_to_keys(self, upstream: BackwardInputs, dkv: Arrays) -> Arrays:
         """Add the gradients of keys and values."""
         launch, given = self._plan("add_to_keys", upstream)
         return run(launch, given, dkv)
 
     def add_to_all(
-        self, upstream: Upstream, dq: Array, dkv: Arrays, *, only_on_hopper: bool
+        self, upstream: BackwardInputs, dq: Array, dkv: Arrays, *, only_on_hopper: bool
     ) -> tuple[Array, Arrays]:
         """Both, in one kernel or, where that is slower, in two."""
         launch, given = self._plan("add_to_all", upstream)
@@ -92,7 +100,7 @@ class Call:
         changed = run(launch, given, {"dq": dq, **dkv})
         return changed.pop("dq"), changed
 
-    def add_to_bias(self, upstream: Upstream, dbias: Array) -> Array:
+    def add_to_bias(self, upstream: BackwardInputs, dbias: Array) -> Array:
         """Add the gradient of the bias."""
         launch, given = self._plan("add_to_bias", upstream, dbias=dbias)
         return run(launch, given, {"dbias": dbias})["dbias"]
@@ -119,7 +127,7 @@ class Call:
         )  # fmt: skip
 
     def _plan(
-        self, name: Pass, upstream: Upstream | None = None, *, dbias: Array | None = None
+        self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
     ) -> tuple[Launch, Arrays]:
         """The launch of a kernel, and what it reads."""
         fused = name == "add_to_all"

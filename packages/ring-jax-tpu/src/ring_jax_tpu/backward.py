@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_jax.records import Array, Grads, Upstream
+from ring_jax.records import Array, BackwardInputs, Grads
 from ring_jax_tpu.block_index import EMPTY, FULL, ODD, PARTIAL, by_columns, by_rows, for_every_batch
-from ring_jax_tpu.dq_pipeline import Block, Relay
+from ring_jax_tpu.dq_pipeline import Block, DqPipeline
 from ring_jax_tpu.forward import split
 from ring_jax_tpu.operands import (
     Grid,
@@ -33,14 +33,14 @@ from ring_jax_tpu.operands import (
 from ring_jax_tpu.scores import LOG2E, Ref, Tile, add_seen, dot
 
 
-def backward(launch: Launch, upstream: Upstream, into: Grads, *, fused: bool) -> Grads:
+def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bool) -> Grads:
     """Add the gradients of the launch's items."""
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
     # One test over both at once makes XLA for v5p keep another K/V in main memory.
     k, v = split(launch.operands.kv, launch.facts.head_dim)
     launch = launch.minding(_odd_rows(launch, upstream), is_odd(k) | is_odd(v))
     blocks = launch.blocks
-    above = Upstream(
+    above = BackwardInputs(
         pad(upstream.dout, 2, blocks.q_len),
         pad(upstream.lse, 2, blocks.q_len, -jnp.inf)[:, :, None],
         pad(upstream.delta, 2, blocks.q_len)[:, :, None],
@@ -58,7 +58,7 @@ def backward(launch: Launch, upstream: Upstream, into: Grads, *, fused: bool) ->
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
 
 
-def _odd_rows(launch: Launch, upstream: Upstream) -> Array:
+def _odd_rows(launch: Launch, upstream: BackwardInputs) -> Array:
     """Rows with numbers that are not finite, bool ``[B, T]``; what dO holds shows in ``delta``.
 
     A row that saw nothing has an ``lse`` of ``-inf``.
@@ -67,7 +67,7 @@ def _odd_rows(launch: Launch, upstream: Upstream) -> Array:
     return is_odd(launch.operands.q)[:, : numbers.shape[2]] | is_odd(numbers[..., None])
 
 
-def _query_grads(launch: Launch, above: Upstream, dq: Array) -> Array:
+def _query_grads(launch: Launch, above: BackwardInputs, dq: Array) -> Array:
     blocks, facts = launch.blocks, launch.facts
     grid = query_head_grid(by_rows(launch.kinds), dq.shape)
     return launch.run(
@@ -77,7 +77,7 @@ def _query_grads(launch: Launch, above: Upstream, dq: Array) -> Array:
     )  # fmt: skip
 
 
-def _key_grads(launch: Launch, above: Upstream, dkv: Array) -> Array:
+def _key_grads(launch: Launch, above: BackwardInputs, dkv: Array) -> Array:
     blocks, facts = launch.blocks, launch.facts
     grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
     return launch.run(
@@ -89,7 +89,7 @@ def _key_grads(launch: Launch, above: Upstream, dkv: Array) -> Array:
     )  # fmt: skip
 
 
-def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[Array, Array]:
+def _all_grads(launch: Launch, above: BackwardInputs, dq: Array, dkv: Array) -> tuple[Array, Array]:
     blocks, facts = launch.blocks, launch.facts
     grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
     kernel = functools.wraps(_add_to_all)(functools.partial(_add_to_all, grid))
@@ -99,7 +99,7 @@ def _all_grads(launch: Launch, above: Upstream, dq: Array, dkv: Array) -> tuple[
         scratch=(
             pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
             pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
-            Relay.scratch(blocks.q, facts.head_dim),
+            DqPipeline.scratch(blocks.q, facts.head_dim),
         ),
         cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
 
 
-def _bias_grads(launch: Launch, above: Upstream, dbias: Array) -> Array:
+def _bias_grads(launch: Launch, above: BackwardInputs, dbias: Array) -> Array:
     blocks = launch.blocks
     walk = by_rows(for_every_batch(launch.kinds))
     grid = bias_grid(walk, dbias.shape, launch.operands.q.shape)
@@ -127,10 +127,10 @@ def _bias_grads(launch: Launch, above: Upstream, dbias: Array) -> Array:
     )  # fmt: skip
 
 
-def _upstream_specs(launch: Launch, grid: Grid) -> Upstream:
+def _upstream_specs(launch: Launch, grid: Grid) -> BackwardInputs:
     numbers: Any = launch.query_numbers(grid)
     dout: Any = launch.query_rows(grid, launch.facts.v_dim)
-    return Upstream(dout, numbers, numbers)
+    return BackwardInputs(dout, numbers, numbers)
 
 
 class Sums(NamedTuple):
@@ -150,7 +150,9 @@ class Slopes(NamedTuple):
     visible: Any | None
 
 
-def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: bool) -> Slopes:
+def _slopes(
+    tile: Tile, x: Operands, above: BackwardInputs, *, masked: bool, finite: bool
+) -> Slopes:
     """Probabilities and the gradients of scores; the softmax scale is left to what is summed.
 
     Where all numbers are finite masked probabilities are 0, and so is what they multiply.
@@ -174,7 +176,9 @@ def _slopes(tile: Tile, x: Operands, above: Upstream, *, masked: bool, finite: b
     return Slopes(kept, dlogits, dproducts, visible)
 
 
-def _add_to_queries(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
+def _add_to_queries(
+    tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref
+) -> None:
     """One visit of a row of blocks; ``acc [q, D]``."""
 
     @pl.when(tile.visit.is_first)
@@ -193,7 +197,7 @@ def _add_to_queries(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref
 
 
 def _add_to_keys(
-    tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, dk: Ref, dv: Ref
+    tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, dk: Ref, dv: Ref
 ) -> None:
     """One visit of a column of blocks for one head; ``dk [k, D]``, ``dv [k, Dv]``."""
 
@@ -213,8 +217,8 @@ def _add_to_keys(
 
 
 def _add_to_all(
-    grid: Grid, tile: Tile, x: Operands, above: Upstream, old: Any, new: Any,
-    dk: Ref, dv: Ref, relay: Relay,
+    grid: Grid, tile: Tile, x: Operands, above: BackwardInputs, old: Any, new: Any,
+    dk: Ref, dv: Ref, relay: DqPipeline,
 ) -> None:  # fmt: skip
     """Like :func:`_add_to_keys`, and dQ is read, added to and written back."""
     batch, kv_head, step, member = (pl.program_id(axis) for axis in range(4))
@@ -248,7 +252,9 @@ def _add_to_all(
         pl.when(ends)(lambda: relay.end(block(tile)))
 
 
-def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, acc: Ref) -> None:
+def _add_to_bias(
+    tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref
+) -> None:
     """One visit for one of the batch rows and heads that share a bias; ``acc [q, k]``."""
 
     @pl.when(tile.visit.is_first)
@@ -267,7 +273,7 @@ def _add_to_bias(tile: Tile, x: Operands, above: Upstream, old: Ref, new: Ref, a
         new[...] = acc[...]
 
 
-def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, kind: int) -> None:
+def _add_block(tile: Tile, x: Operands, above: BackwardInputs, into: Sums, kind: int) -> None:
     """Add a block's gradients; where numbers are not finite, with care."""
     if kind == ODD:
         _add_odd(tile, x, above, into)
@@ -275,7 +281,9 @@ def _add_block(tile: Tile, x: Operands, above: Upstream, into: Sums, kind: int) 
         _add_finite(tile, x, above, into, masked=kind == PARTIAL)
 
 
-def _add_finite(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked: bool) -> None:
+def _add_finite(
+    tile: Tile, x: Operands, above: BackwardInputs, into: Sums, *, masked: bool
+) -> None:
     """The order of the three sums matters to the compiler: see docs/tried.md."""
     slopes = _slopes(tile, x, above, masked=masked, finite=True)
     q, dout, scale = x.q[...], above.dout[...], tile.facts.static.scale
@@ -289,7 +297,7 @@ def _add_finite(tile: Tile, x: Operands, above: Upstream, into: Sums, *, masked:
         into.dk[...] += dot("nn", dproducts, q) * scale
 
 
-def _add_odd(tile: Tile, x: Operands, above: Upstream, into: Sums) -> None:
+def _add_odd(tile: Tile, x: Operands, above: BackwardInputs, into: Sums) -> None:
     slopes = _slopes(tile, x, above, masked=True, finite=False)
     dproducts = slopes.dproducts * tile.facts.static.scale
     by_key, by_query = functools.partial(dot, "nn"), functools.partial(dot, "tn")

@@ -19,7 +19,7 @@ from jax import lax
 
 from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
 from ring_jax.dense_mask import shown_in_blocks
-from ring_jax.records import Array, Columns, Rows, Work
+from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks
 
 EMPTY, PARTIAL, FULL, ODD = 0, 1, 2, 3
@@ -31,7 +31,7 @@ _KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
 _MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for every generation
 
 
-class Visits(NamedTuple):
+class BlockIndex(NamedTuple):
     """Lists of visits, int32 ``[1 or B, length]``, and the steps along the longest.
 
     The number is traced, except where there is one block in all.
@@ -63,13 +63,13 @@ def unpack(word: Any) -> Visit:
     )
 
 
-def item_bounds(work: Work) -> Array:
+def item_bounds(work: ItemTable) -> Array:
     """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
     picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
     return jnp.clip(picked, -_FAR, _FAR)
 
 
-def block_kinds(rows: Rows, columns: Columns, work: Work, blocks: Blocks) -> Array:
+def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Blocks) -> Array:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     live, full = _in_items(item_bounds(work), blocks)
     for mine, theirs in ((rows.cells, columns.cells), (rows.ids, columns.ids)):
@@ -146,18 +146,18 @@ class Walk:
         many, _, inner = self.kinds.shape
         return self.height * inner if many > 1 else 0
 
-    def whole(self) -> Visits:
+    def whole(self) -> BlockIndex:
         """The list, where there is one."""
         assert self.pieces == 1
         return _listed(self.kinds, self.outer_at, self.inner_at)
 
-    def piece(self, n: Array) -> Visits:
+    def piece(self, n: Array) -> BlockIndex:
         """The list of a piece."""
         missing = self.pieces * self.height - self.kinds.shape[1]
         kinds = jnp.pad(self.kinds, ((0, 0), (0, missing), (0, 0)), constant_values=EMPTY)
         kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
         words, steps = _listed(kinds, self.outer_at, self.inner_at)
-        return Visits(words + ((n * self.height) << self.outer_at), steps)
+        return BlockIndex(words + ((n * self.height) << self.outer_at), steps)
 
 
 def by_rows(kinds: Array) -> Walk:
@@ -189,7 +189,7 @@ def check_number(lists: int, blocks: Blocks) -> None:
         )
 
 
-def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
+def _listed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
     """Write down the live blocks of ``[N, outer, inner]`` kinds.
 
     A list that is shorter than the longest repeats its last block as an empty one, so that nothing
@@ -212,7 +212,7 @@ def _listed(kinds: Array, outer_at: int, inner_at: int) -> Visits:
     last = (is_live & (after | (step == count - 1))) | alone
     words = (row << outer_at) | ((at % inner) << inner_at) | kind
     words |= jnp.where(first, _FIRST, 0) | jnp.where(last, _LAST, 0)
-    return Visits(words, 1 if outer * inner == 1 else jnp.maximum(count.max(), 1))
+    return BlockIndex(words, 1 if outer * inner == 1 else jnp.maximum(count.max(), 1))
 
 
 def _in_items(bounds: Array, blocks: Blocks) -> tuple[Array, Array]:

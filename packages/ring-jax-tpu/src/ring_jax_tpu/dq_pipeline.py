@@ -27,7 +27,7 @@ class Block(NamedTuple):
     rows: Ref  # [q, D]
 
 
-class Relay(NamedTuple):
+class DqPipeline(NamedTuple):
     """Scratch memory of a kernel."""
 
     blocks: Ref  # [slots, q, D]
@@ -39,7 +39,7 @@ class Relay(NamedTuple):
     last: Ref  # int32 [1]: the block of the last visit
 
     @classmethod
-    def scratch(cls, q: int, head_dim: int) -> Relay:
+    def scratch(cls, q: int, head_dim: int) -> DqPipeline:
         """What a kernel has to ask for."""
         semaphores, word = pltpu.SemaphoreType.DMA((_SLOTS,)), pltpu.SMEM((1,), jnp.int32)
         return cls(

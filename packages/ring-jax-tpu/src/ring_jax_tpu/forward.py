@@ -12,20 +12,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_jax.records import Result
+from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import FULL, ODD, PARTIAL, by_rows
 from ring_jax_tpu.operands import Launch, Operands, is_odd, pad, query_head_grid
 from ring_jax_tpu.scores import EVERY, LOG2E, SUBLANES, Ref, Scores, Tile, add_seen, dot
 
 
-def forward(launch: Launch, into: Result) -> Result:
+def forward(launch: Launch, into: AttentionState) -> AttentionState:
     """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
     blocks, facts = launch.blocks, launch.facts
     q_len = into.lse.shape[2]
     _, v = split(launch.operands.kv, facts.head_dim)
     launch = launch.minding(jnp.zeros_like(into.lse[:, 0], dtype=bool), is_odd(v))
     grid = query_head_grid(by_rows(launch.kinds), into.lse.shape)
-    padded = Result(*(pad(x, 2, blocks.q_len) for x in into))
+    padded = AttentionState(*(pad(x, 2, blocks.q_len) for x in into))
     specs: Any = (launch.query_rows(grid, facts.v_dim), launch.query_numbers(grid))
     out, lse = launch.run(
         _attend,
@@ -33,18 +33,25 @@ def forward(launch: Launch, into: Result) -> Result:
         extra=(),
         extra_specs=(),
         into=padded._replace(lse=padded.lse[:, :, None]),
-        into_specs=Result(*specs),
+        into_specs=AttentionState(*specs),
         scratch=(
             pltpu.VMEM((1, blocks.q), jnp.float32),
             pltpu.VMEM((SUBLANES, blocks.q), jnp.float32),
             pltpu.VMEM((facts.v_dim, blocks.q), jnp.float32),
         ),
     )
-    return Result(out[:, :, :q_len], lse[:, :, 0, :q_len])
+    return AttentionState(out[:, :, :q_len], lse[:, :, 0, :q_len])
 
 
 def _attend(
-    tile: Tile, x: Operands, _: tuple[()], old: Result, new: Result, top: Ref, total: Ref, acc: Ref
+    tile: Tile,
+    x: Operands,
+    _: tuple[()],
+    old: AttentionState,
+    new: AttentionState,
+    top: Ref,
+    total: Ref,
+    acc: Ref,
 ) -> None:
     """One visit; ``top [1, q]`` and ``total [8, q]`` are of the softmax, ``acc [Dv, q]`` of out.
 

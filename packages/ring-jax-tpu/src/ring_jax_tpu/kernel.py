@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ring_core import Capabilities, KernelConfig, Plan, UnsupportedError
-from ring_jax.records import Columns, Grads, LocalShape, Pass, Result, Rows, Static, Upstream, Work
+from ring_jax.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    ItemTable,
+    KeyBlock,
+    LocalShape,
+    Pass,
+    QueryBlock,
+    Static,
+)
 from ring_jax_tpu.backward import backward
 from ring_jax_tpu.block_sizes import Shape, prefers_fused
 from ring_jax_tpu.forward import forward
@@ -60,8 +70,13 @@ class PallasKernel:
         return ()
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """Attend and merge into ``into``."""
         if into.lse.size == 0:
             return into
@@ -69,7 +84,7 @@ class PallasKernel:
         return forward(launch, into)
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import KernelConfig, Mask
-from ring_jax.records import Array, Columns, Pass, Rows, Static, Work
+from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax.varying import axes_of, vary_alike
 from ring_jax_tpu.block_index import (
     Visit,
@@ -82,7 +82,7 @@ class Launch:
 
     @classmethod
     def of(
-        cls, direction: Pass, static: Static, rows: Rows, columns: Columns, work: Work
+        cls, direction: Pass, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable
     ) -> Launch:
         """Choose blocks and pad to them.
 
@@ -355,7 +355,7 @@ def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
     return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
 
 
-def _dropout_words(rows: Rows) -> Array | None:
+def _dropout_words(rows: QueryBlock) -> Array | None:
     if rows.seed is None or rows.offsets is None:
         return None
     return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.offsets])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ring_jax.records import Array, Inputs, Message, Result, Static, Upstream
+from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
 from ring_jax.strategies.gather import gathered_backward, gathered_forward
 from ring_jax.strategies.ring import run_backward, run_forward
 from ring_jax.strategies.steps import heads_first
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
     inputs: Inputs
     out: Array  # [B, T, H, Dv]
     lse: Array  # [B, H, T]
-    last: Message | None  # the K/V that arrived last, or all that were gathered
+    last: KVPayload | None  # the K/V that arrived last, or all that were gathered
 
 
 def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
@@ -72,7 +72,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     dout, dlse = gradients
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
-    upstream = Upstream(heads_first(dout), saved.lse, delta, heads_first(saved.out))
+    upstream = BackwardInputs(heads_first(dout), saved.lse, delta, heads_first(saved.out))
     backward = gathered_backward if static.transport == "gather" else run_backward
     grads = backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
@@ -85,13 +85,13 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
 _attend.defvjp(_forward, _backward)
 
 
-def _add_sinks(result: Result, sinks: Array) -> Result:
+def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
     """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
     out, lse = result
     folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
     with_sinks = jnp.logaddexp(lse, folded[None, :, None])
     weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
-    return Result(out * weight[..., None], with_sinks)
+    return AttentionState(out * weight[..., None], with_sinks)
 
 
 def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:

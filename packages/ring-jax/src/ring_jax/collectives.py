@@ -12,7 +12,7 @@ from jax import lax
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ranks:
     """The devices along a mesh axis, inside ``shard_map``; without an axis, one device alone."""
 
     axis_name: Hashable | None

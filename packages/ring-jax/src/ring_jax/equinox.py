@@ -1,4 +1,4 @@
-"""Ring attention in models made of ``equinox.nn.MultiheadAttention``.
+"""Ranks attention in models made of ``equinox.nn.MultiheadAttention``.
 
 That module computes its attention itself and has no hook for another one. :func:`convert` replaces
 every such module of a model by :class:`MultiheadAttention`, with the same parameters under the same

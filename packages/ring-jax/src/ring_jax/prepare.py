@@ -22,7 +22,7 @@ from ring_core import (
     make_plan,
 )
 from ring_jax.dense_mask import split_mask, with_mask
-from ring_jax.kernels import Choice, choose, kernel_names
+from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.rank_view import of_others
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Static
 from ring_jax.varying import axes_of, vary_alike
@@ -33,7 +33,7 @@ class CheckedCall(NamedTuple):
 
     static: Static
     inputs: Inputs
-    choice: Choice
+    choice: Selection
 
 
 class Whole(NamedTuple):

@@ -20,21 +20,21 @@ import numpy.typing as npt
 from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan
 from ring_jax.records import (
     Array,
-    Columns,
     Inputs,
     Item,
-    Message,
+    ItemTable,
+    KeyBlock,
+    KVPayload,
     Queries,
+    QueryBlock,
     Rectangle,
-    Rows,
     Static,
-    Work,
 )
 
 Table = npt.NDArray[np.int32]
 
 
-class Part(NamedTuple):
+class StepTable(NamedTuple):
     """What ranks compute of some keys: ``int32 [P, R, C]`` for their own queries and for others'.
 
     The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def of_step(plan: Plan, step: int) -> Part:
+def of_step(plan: Plan, step: int) -> StepTable:
     """A step: the plan's table, split by whose queries the rows are."""
     table = plan.table(step)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
@@ -67,11 +67,11 @@ def of_step(plan: Plan, step: int) -> Part:
     rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
     shift = plan.steps[step].shift
     helped = _pick(table, helped)
-    return Part(shift, False, own, helped, helpers, has_documents, rectangles, items)
+    return StepTable(shift, False, own, helped, helpers, has_documents, rectangles, items)
 
 
 @lru_cache(maxsize=256)
-def of_others(plan: Plan) -> Part | None:
+def of_others(plan: Plan) -> StepTable | None:
     """All steps but that of the own keys, at once; ``None`` if there are none."""
     parts = [of_step(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
     if not parts:
@@ -84,7 +84,7 @@ def of_others(plan: Plan) -> Part | None:
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
     own = _joined(_pick(table, live))
-    return Part(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
+    return StepTable(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -143,7 +143,7 @@ def _items(table: Table) -> tuple[Item, ...] | None:
 
 
 @dataclass(frozen=True)
-class Side:
+class RankView:
     """One rank's view of a call."""
 
     static: Static
@@ -173,42 +173,42 @@ class Side:
         each = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
         return each.reshape(-1)
 
-    def own_work(self, part: Part) -> Work | None:
+    def own_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
         ranks = np.arange(self.plan.cp_size)
         return self._work(part.own, ranks, ranks - part.shift)
 
-    def helped_work(self, part: Part) -> Work | None:
+    def helped_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for the queries of the rank it helps."""
         ranks = np.arange(self.plan.cp_size)
         return self._work(part.helped, ranks - part.shift, ranks)
 
     def _work(
         self, table: Table, q_rank: npt.NDArray[np.int64], kv_rank: npt.NDArray[np.int64]
-    ) -> Work | None:
+    ) -> ItemTable | None:
         if table.shape[1] == 0:
             return None
         kinds = None
         if self.plan.blocks is not None:
             size = self.plan.cp_size
             kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
-        return Work(jnp.asarray(table)[self.rank], kinds)
+        return ItemTable(jnp.asarray(table)[self.rank], kinds)
 
-    def rows(self, part: Part, rank: Array, queries: Queries) -> Rows:
+    def rows(self, part: StepTable, rank: Array, queries: Queries) -> QueryBlock:
         """Queries of a rank, with what every rank knows of them."""
         indices = local_positions(self.plan.q_layout, rank)
         positions = indices + self.plan.q_offset
         q, ids, bias = queries
-        return Rows(
+        return QueryBlock(
             q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
             self.inputs.seed, self.inputs.offsets,
         )  # fmt: skip
 
-    def columns(self, part: Part, positions: Array, keys: Message) -> Columns:
+    def columns(self, part: StepTable, positions: Array, keys: KVPayload) -> KeyBlock:
         """Keys at some positions, with what every rank knows of them."""
-        return Columns(keys.kv, positions, self._cells(part, positions), keys.ids)
+        return KeyBlock(keys.kv, positions, self._cells(part, positions), keys.ids)
 
-    def _cells(self, part: Part, positions: Array) -> Array | None:
+    def _cells(self, part: StepTable, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
         boundaries = self.plan.boundaries
         spans = self.plan.blocks is not None or part.has_documents

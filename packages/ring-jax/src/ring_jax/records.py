@@ -44,14 +44,14 @@ class Queries(NamedTuple):
     bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
 
 
-class Message(NamedTuple):
+class KVPayload(NamedTuple):
     """What travels round the ring."""
 
     kv: Array  # [B, K, S, D + Dv]
     ids: Array | None  # int32 [B, S]
 
 
-class Rows(NamedTuple):
+class QueryBlock(NamedTuple):
     """A rank's queries and all that belongs to them."""
 
     q: Array  # [B, H, T, D]
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
     offsets: Array | None  # int32 [2]
 
 
-class Columns(NamedTuple):
+class KeyBlock(NamedTuple):
     """A rank's keys and values and all that belongs to them."""
 
     kv: Array  # [B, K, S, D + Dv]
@@ -74,7 +74,7 @@ class Columns(NamedTuple):
     ids: Array | None  # int32 [B, S]
 
 
-class Work(NamedTuple):
+class ItemTable(NamedTuple):
     """The items of one rank in one step, for one side's queries: rows of the plan's table.
 
     ``kinds`` are the kinds of the tiles of a predicate mask, ``[ceil(T / TILE), ceil(S / TILE)]``.
@@ -84,7 +84,7 @@ class Work(NamedTuple):
     kinds: Array | None
 
 
-class Upstream(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the backward of some rows starts from; ``lse`` and ``delta`` are global."""
 
     dout: Array  # [B, H, T, Dv]
@@ -93,7 +93,7 @@ class Upstream(NamedTuple):
     out: Array | None = None  # [B, H, T, Dv], what the call returned; helpers are not sent it
 
 
-class Result(NamedTuple):
+class AttentionState(NamedTuple):
     """Where a forward kernel merges its part: the identity is zeros and ``-inf``."""
 
     out: Array  # [B, H, T, Dv]
@@ -205,13 +205,18 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """Attend and merge into ``into``."""
         ...
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""

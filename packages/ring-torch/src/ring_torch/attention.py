@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ring_core import KernelConfig, Mask, Schedule, UnsupportedError
 from ring_torch.autograd import RingAttention
 from ring_torch.call import Options
-from ring_torch.comm.ranks import Group, ring_of
+from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled import attend_in_graph
 from ring_torch.dense_mask import with_dense_mask
 from ring_torch.prepare import check_call
@@ -181,7 +181,7 @@ def attend(
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
     """Ranks of a group."""
-    return ring_of(group).size
+    return ranks_of(group).size
 
 
 def _run(
@@ -199,7 +199,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``."""
     _check_transforms()
-    ring = ring_of(group)
+    ring = ranks_of(group)
     call, inputs = check_call(
         ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
         bias=bias, alibi_slopes=alibi_slopes,

@@ -13,8 +13,8 @@ from ring_torch.call import Call, header_device
 from ring_torch.capture import on_device, owned
 from ring_torch.comm.handshake import CallSignature, agree, check_graph, with_peer_errors
 from ring_torch.memory_ops import has_triton
-from ring_torch.payload import Keys
-from ring_torch.records import Grads, Inputs, Upstream
+from ring_torch.payload import KVPayload
+from ring_torch.records import BackwardInputs, Grads, Inputs
 from ring_torch.strategies.gather import gathered_backward, gathered_forward
 from ring_torch.strategies.ring import run_forward
 from ring_torch.strategies.ring_backward import run_backward
@@ -91,10 +91,10 @@ def backward_pass(
         if call.kernel.needs_delta:
             delta = _delta(dout, out, call.wide)
             delta = delta if dlse is None else delta - dlse
-        found = _run_backward(call, inputs, Upstream(dout, out, lse, delta), kept)
+        found = _run_backward(call, inputs, BackwardInputs(dout, out, lse, delta), kept)
         dsinks = None
         if inputs.sinks is not None:
-            dsinks = _sink_grads(inputs.sinks, Upstream(dout, out, lse, delta), dlse)
+            dsinks = _sink_grads(inputs.sinks, BackwardInputs(dout, out, lse, delta), dlse)
     dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
     dbias = None
     if found.dbias is not None and inputs.bias is not None:
@@ -125,7 +125,9 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
     return out, lse, kept
 
 
-def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Tensor]) -> Grads:
+def _run_backward(
+    call: Call, inputs: Inputs, upstream: BackwardInputs, kept: list[Tensor]
+) -> Grads:
     if (item := only_item(call, inputs)) is not None:
         return single_backward(call, inputs, upstream, item)
     if call.transport == "p2p":
@@ -136,7 +138,7 @@ def _run_backward(call: Call, inputs: Inputs, upstream: Upstream, kept: list[Ten
 
 def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) -> Carrier:
     """What moves keys in a pass whose ranks agree on what they are about to do."""
-    keys = Keys.of(inputs, groups)
+    keys = KVPayload.of(inputs, groups)
     if call.transport == "pull":
         from ring_torch.transports.peer_copies import pulls
 
@@ -168,7 +170,7 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return with_sinks
 
 
-def _sink_grads(sinks: Tensor, upstream: Upstream, dlse: Tensor | None) -> Tensor:
+def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
     """This rank's part: ``dsink = -sum(exp(sink - lse) * delta)`` over its rows."""
     dout, out, lse, delta = upstream
     one = folded(sinks, lse.dtype)

@@ -14,7 +14,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Packing:
+class BufferSpec:
     """Several tensors as one message: where each lies in a flat buffer of bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -23,7 +23,7 @@ class Packing:
     size: int
 
     @classmethod
-    def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> Packing:
+    def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
         """The packing of tensors of these shapes and dtypes."""
         offsets, at = [], 0
         for shape, dtype in parts:
@@ -53,6 +53,6 @@ class Packing:
 
 
 @lru_cache(maxsize=256)
-def flat(numel: int, dtype: torch.dtype) -> Packing:
+def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
     """The packing of so many numbers."""
-    return Packing.of(((numel,), dtype))
+    return BufferSpec.of(((numel,), dtype))

@@ -13,28 +13,28 @@ from torch import Tensor
 from ring_core import KernelConfig, Mask, Plan
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.comm.handshake import CallSignature
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.head_groups import Groups
-from ring_torch.kernels import Choice
+from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (
-    Columns,
     Inputs,
-    Params,
-    RowGrads,
-    Rows,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+    QueryGrads,
 )
 
 
 class Call(NamedTuple):
     """Everything static about a call."""
 
-    ring: Ring
+    ring: Ranks
     plan: Plan
-    params: Params
+    params: KernelParams
     kernel: Kernel
-    choice: Choice
+    choice: Selection
     dtype: torch.dtype  # of the inputs
     wide: torch.dtype  # of accumulators
     device: torch.device
@@ -72,19 +72,19 @@ class Call(NamedTuple):
             return None, None, None
         return positions_of(self.plan, rank, self.device)
 
-    def rows(self, inputs: Inputs) -> Rows:
+    def rows(self, inputs: Inputs) -> QueryBlock:
         """This rank's queries."""
         index, position, _ = self.positions(self.ring.rank)
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
         runs = query_runs(self.plan, self.ring.rank) if self.needs_index else ()
-        return Rows(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
+        return QueryBlock(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
 
-    def columns(self, rank: int, tensors: Sequence[Tensor]) -> Columns:
+    def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
         eights = self.needs_index and _come_in_eights(self.plan, rank)
         runs = key_runs(self.plan, rank) if self.needs_index else ()
-        return Columns(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
+        return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
 
 
 class Options(NamedTuple):
@@ -117,10 +117,10 @@ def header_device(call: Call) -> torch.device:
     return torch.device("cpu") if backend == "gloo" else call.device
 
 
-def zero_row_grads(call: Call, rows: Rows) -> RowGrads:
+def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
     dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
     dbias = None
     if rows.bias is not None and call.params.bias_grad:
         dbias = torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
-    return RowGrads(dq, dbias)
+    return QueryGrads(dq, dbias)

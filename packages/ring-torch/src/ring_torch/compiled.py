@@ -21,8 +21,8 @@ from ring_core import Dealt, KernelConfig, Mask, Schedule, gather_program
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Options
 from ring_torch.capture import owned
-from ring_torch.comm.ranks import Ring, ring_of
-from ring_torch.payload import Keys, keys_of, packing_of
+from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.prepare import ask_peers, check_call
 from ring_torch.records import Inputs
 from ring_torch.strategies.gather import keeps_gathered
@@ -46,7 +46,7 @@ def static_text(
     grad: bool,
 ) -> str:
     """What is static about a call, as text, which the compiler takes for a constant."""
-    ring = ring_of(group)
+    ring = ranks_of(group)
     ask_peers(ring)  # operations may not, while they are traced
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
@@ -100,14 +100,14 @@ class _Static(NamedTuple):
     plain: dict[str, Any]
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> Ranks:
         """The ranks; asked for anew, for a group may be gone and another have its name.
 
         Raises:
             ValueError: It is gone, or has other ranks.
         """
         try:
-            ring = ring_of(None if self.group is None else _group(self.group))
+            ring = ranks_of(None if self.group is None else _group(self.group))
         except RuntimeError as error:
             raise ValueError(f"{_OTHER_GROUP}: {error}") from error
         if (ring.rank, ring.size) != self.ranks:
@@ -277,7 +277,7 @@ def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
         travels = call.ring.size > 1
         return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
     groups = call.groups.forward
-    keys = Keys.of(inputs, groups)
+    keys = KVPayload.of(inputs, groups)
     if numbers.shape_the_plan or not keeps_gathered(call, keys):
         return []
     length = gather_program(call.plan, call.ring.rank).length

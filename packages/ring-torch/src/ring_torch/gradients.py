@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
-from ring_torch.comm.ranks import Ring, collective
+from ring_torch.comm.ranks import Ranks, collective
 
 _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
 
 
-def reduce_gradients(ring: Ring, model: nn.Module) -> None:
+def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
     """:meth:`ContextParallel.reduce_gradients`."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")

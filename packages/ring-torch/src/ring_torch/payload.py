@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from ring_torch.buffers import Packing
+from ring_torch.buffers import BufferSpec
 from ring_torch.memory_ops import has_triton
 from ring_torch.records import Inputs
 
@@ -18,7 +18,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Keys:
+class KVPayload:
     """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``.
 
     ``K`` are the heads of a group, which is all unless heads are cut into several.
@@ -33,7 +33,7 @@ class Keys:
     segments: bool  # whether ids int32 ``[B, T_kv_local]`` go with them
 
     @classmethod
-    def of(cls, inputs: Inputs, groups: int = 1) -> Keys:
+    def of(cls, inputs: Inputs, groups: int = 1) -> KVPayload:
         """The shape of a call's, for one of so many groups of heads."""
         k, v = inputs.k, inputs.v
         sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
@@ -45,11 +45,11 @@ class Keys:
         return self.heads * (self.dim + self.v_dim)
 
     @cached_property
-    def message(self) -> Packing:
+    def message(self) -> BufferSpec:
         """What a rank gives: keys and values, and ids if there are any."""
         both = ((self.batch, self.length, self.width), self.dtype)
         ids = [((self.batch, self.length), torch.int32)] if self.segments else []
-        return Packing.of(both, *ids)
+        return BufferSpec.of(both, *ids)
 
     def size(self, length: int) -> int:
         """Bytes of the message for so many tokens."""
@@ -83,19 +83,19 @@ class Keys:
 def _keys(
     batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype, segments: bool,
     groups: int,
-) -> Keys:  # fmt: skip
-    return Keys(batch, length, heads // groups, dim, v_dim, dtype, segments)
+) -> KVPayload:  # fmt: skip
+    return KVPayload(batch, length, heads // groups, dim, v_dim, dtype, segments)
 
 
 @dataclass(frozen=True)
-class Sums:
+class KeyGradBuffer:
     """Where the sums of gradients of keys lie in a flat buffer, wide.
 
     By token, ``[B, n, K * D + K * Dv]``, or by head, ``[B, K, n, D]`` and ``[B, K, n, Dv]`` one
     after the other: the order in which some kernels add them up.
     """
 
-    keys: Keys
+    keys: KVPayload
     by_head: bool
 
     def numel(self, length: int) -> int:
@@ -137,6 +137,6 @@ def keys_of(inputs: Inputs) -> list[Tensor]:
     return [inputs.k, inputs.v, *([] if inputs.k_ids is None else [inputs.k_ids])]
 
 
-def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
+def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
     """One message that holds tensors like these, in another dtype if one is given."""
-    return Packing.of(*((x.shape, dtype or x.dtype) for x in tensors))
+    return BufferSpec.of(*((x.shape, dtype or x.dtype) for x in tensors))

@@ -29,16 +29,16 @@ from ring_core.choose.rates import default as rates_in_use
 from ring_torch.call import Call, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import CallSignature
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.head_groups import ONE_GROUP, groups_of
 from ring_torch.kernels import KERNEL_NAMES, choose
-from ring_torch.records import Inputs, Params, wide
+from ring_torch.records import Inputs, KernelParams, wide
 
 _LONGEST = 48  # characters of numbers in a message
 
 
 def check_call(
-    ring: Ring,
+    ring: Ranks,
     number: int,
     schedule: Schedule,
     q: Tensor,
@@ -54,7 +54,7 @@ def check_call(
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
 
-    ``number`` is the call's, from :meth:`Ring.next_call`. ``grad`` says whether there will be a
+    ``number`` is the call's, from :meth:`Ranks.next_call`. ``grad`` says whether there will be a
     backward; ``None`` asks the tensors.
 
     Raises:
@@ -155,7 +155,7 @@ class Fact(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _prepare(
-    ring: Ring,
+    ring: Ranks,
     schedule: Schedule,
     facts: tuple[Fact | None, ...],
     options: Options,
@@ -209,7 +209,7 @@ def _prepare(
         facts[0].dtype.itemsize,
     )  # fmt: skip
     transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
-    params = Params(
+    params = KernelParams(
         plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, bias_grad, options.bias_masks,
@@ -296,7 +296,7 @@ MOST_MEMORY = 3.0
 
 def choose_transport(
     transport: str,
-    ring: Ring,
+    ring: Ranks,
     plan: Plan,
     device: torch.device,
     *,
@@ -338,13 +338,13 @@ def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
     return memory > MOST_MEMORY
 
 
-def _pull_refusals(ring: Ring, device: torch.device, *, probe: bool) -> list[str]:
+def _pull_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
     if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
         return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
     return list(ask_peers(ring)) if probe else list(_known(ring) or ())
 
 
-def ask_peers(ring: Ring) -> tuple[str, ...]:
+def ask_peers(ring: Ranks) -> tuple[str, ...]:
     """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return ()
@@ -353,7 +353,7 @@ def ask_peers(ring: Ring) -> tuple[str, ...]:
     return window_of(ring).refusals
 
 
-def _known(ring: Ring) -> tuple[str, ...] | None:
+def _known(ring: Ranks) -> tuple[str, ...] | None:
     """The same, or ``None`` if they have not talked yet."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return ()
@@ -364,7 +364,7 @@ def _known(ring: Ring) -> tuple[str, ...] | None:
 
 
 def describe_transport(
-    transport: str, ring: Ring, plan: Plan, device: torch.device, widths: tuple[int, int, int]
+    transport: str, ring: Ranks, plan: Plan, device: torch.device, widths: tuple[int, int, int]
 ) -> str:
     """A few lines for ``explain``: the transport of a call, and why it is not a faster one."""
     lines = [f"transport {transport}"]

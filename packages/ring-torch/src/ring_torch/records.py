@@ -19,7 +19,7 @@ from ring_core import BlockGeometry, Mask
 
 
 @dataclass(frozen=True)
-class Params:
+class KernelParams:
     """What all items of a call share."""
 
     mask: Mask
@@ -63,7 +63,7 @@ def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
     )
 
 
-class Rows(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries and all that belongs to them."""
 
     q: Tensor
@@ -74,11 +74,11 @@ class Rows(NamedTuple):
     slopes: Tensor | None  # [B or 1, H]
     runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
-    def take(self, part: slice) -> Rows:
+    def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
         segments = None if self.segments is None else self.segments[:, part]
         bias = None if self.bias is None else self.bias[:, :, part]
-        return Rows(
+        return QueryBlock(
             self.q[:, part],
             _part(self.indices, part),
             _part(self.position, part),
@@ -88,13 +88,13 @@ class Rows(NamedTuple):
             _runs_in(self.runs, part),
         )
 
-    def share(self, n: int, groups: int) -> Rows:
+    def share(self, n: int, groups: int) -> QueryBlock:
         """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
         assert groups == 1 or (self.bias is None and self.slopes is None)
         return self._replace(q=head_group(self.q, n, groups, dim=2))
 
 
-class Columns(NamedTuple):
+class KeyBlock(NamedTuple):
     """Keys and values and all that belongs to them."""
 
     k: Tensor
@@ -104,37 +104,37 @@ class Columns(NamedTuple):
     eights: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
     runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
-    def take(self, part: slice) -> Columns:
+    def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
         segments = None if self.segments is None else self.segments[:, part]
         position, eights = _part(self.position, part), self.eights and part.start % 8 == 0
         runs = _runs_in(self.runs, part)
-        return Columns(self.k[:, part], self.v[:, part], position, segments, eights, runs)
+        return KeyBlock(self.k[:, part], self.v[:, part], position, segments, eights, runs)
 
-    def share(self, n: int, groups: int) -> Columns:
+    def share(self, n: int, groups: int) -> KeyBlock:
         """The same for the ``n``-th of so many groups of heads."""
         k, v = (head_group(x, n, groups, dim=2) for x in (self.k, self.v))
         return self._replace(k=k, v=v)
 
 
-class Result(NamedTuple):
+class AttentionState(NamedTuple):
     """Where a forward kernel merges its part; wide floats."""
 
     out: Tensor
     lse: Tensor
 
-    def take(self, part: slice) -> Result:
+    def take(self, part: slice) -> AttentionState:
         """The same for a slice of the rows."""
-        return Result(self.out[:, part], self.lse[:, :, part])
+        return AttentionState(self.out[:, part], self.lse[:, :, part])
 
-    def share(self, n: int, groups: int) -> Result:
+    def share(self, n: int, groups: int) -> AttentionState:
         """The same for the ``n``-th of so many groups of heads."""
-        return Result(
+        return AttentionState(
             head_group(self.out, n, groups, dim=2), head_group(self.lse, n, groups, dim=1)
         )
 
 
-class Upstream(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the backward of some rows starts from; ``lse`` and ``delta`` are global.
 
     ``delta`` is left out for kernels that compute it themselves (:attr:`Kernel.needs_delta`).
@@ -145,43 +145,43 @@ class Upstream(NamedTuple):
     lse: Tensor
     delta: Tensor | None  # rowsum(dout * out) - dlse
 
-    def take(self, part: slice) -> Upstream:
+    def take(self, part: slice) -> BackwardInputs:
         """The same for a slice of the rows."""
         delta = None if self.delta is None else self.delta[:, :, part]
-        return Upstream(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
+        return BackwardInputs(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
 
-    def share(self, n: int, groups: int) -> Upstream:
+    def share(self, n: int, groups: int) -> BackwardInputs:
         """The same for the ``n``-th of so many groups of heads."""
         dout, out = (head_group(x, n, groups, dim=2) for x in (self.dout, self.out))
         delta = None if self.delta is None else head_group(self.delta, n, groups, dim=1)
-        return Upstream(dout, out, head_group(self.lse, n, groups, dim=1), delta)
+        return BackwardInputs(dout, out, head_group(self.lse, n, groups, dim=1), delta)
 
 
-class RowGrads(NamedTuple):
+class QueryGrads(NamedTuple):
     """Accumulators of the rows' gradients; wide floats."""
 
     dq: Tensor
     dbias: Tensor | None
 
-    def take(self, part: slice) -> RowGrads:
+    def take(self, part: slice) -> QueryGrads:
         """The same for a slice of the rows."""
-        return RowGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
+        return QueryGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
 
-    def share(self, n: int, groups: int) -> RowGrads:
+    def share(self, n: int, groups: int) -> QueryGrads:
         """The same for the ``n``-th of so many groups of heads; without bias only."""
         assert groups == 1 or self.dbias is None
         return self._replace(dq=head_group(self.dq, n, groups, dim=2))
 
 
-class ColumnGrads(NamedTuple):
+class KeyGrads(NamedTuple):
     """Accumulators of the columns' gradients; wide floats."""
 
     dk: Tensor
     dv: Tensor
 
-    def take(self, part: slice) -> ColumnGrads:
+    def take(self, part: slice) -> KeyGrads:
         """The same for a slice of the columns."""
-        return ColumnGrads(self.dk[:, part], self.dv[:, part])
+        return KeyGrads(self.dk[:, part], self.dv[:, part])
 
 
 class ItemGrads(NamedTuple):
@@ -204,13 +204,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_result(q: Tensor, v_dim: int) -> Result:
+def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
     batch, length, heads, _ = q.shape
     dtype = wide(q.dtype)
     out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
-    return Result(out, lse)
+    return AttentionState(out, lse)
 
 
 def _part(x: Tensor | None, part: slice) -> Tensor | None:

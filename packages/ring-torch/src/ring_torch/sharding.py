@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ring_core import Layout, Schedule, divisor_of, layout_of
-from ring_torch.comm.ranks import Group, Ring, collective, ring_of
+from ring_torch.comm.ranks import Group, Ranks, collective, ranks_of
 
 
 class Sharding:
@@ -29,18 +29,18 @@ class Sharding:
         self.group = group
         self.schedule: Schedule = schedule
         layout_of(schedule)  # refuses what is none
-        self._bound: Ring | None = None
+        self._bound: Ranks | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.ring  # noqa: B018 - refuses what these ranks cannot run
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> Ranks:
         """The ranks, which are those of the first use.
 
         Raises:
             ValueError: The group was destroyed, or the default one is another by now.
         """
-        ring = ring_of(self.group)
+        ring = ranks_of(self.group)
         if self._bound is None:
             divisor_of(self.schedule, ring.size)
             self._bound = ring
@@ -94,7 +94,7 @@ class _Unshard(torch.autograd.Function):
     """Gather every rank's slice; the gradient's own slice comes back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
         """All-gather, then put the runs where they belong."""
         ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
         x = x.contiguous()

@@ -15,7 +15,7 @@ _HOPPER = 90
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The kernels of a call, why not others, and how long those for NVIDIA GPUs should take.
 
     The platform is not known before the program is compiled, so each is for some platforms, the
@@ -54,7 +54,7 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
 
 def choose(
     kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape
-) -> Choice:
+) -> Selection:
     """The kernel a call named, or with ``auto`` the fastest for each platform that can do it.
 
     Without times of this GPU, and on other platforms, that is the first. A kernel that can do the
@@ -77,7 +77,7 @@ def choose(
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
         times = expected(timed(kernels), request, plan, [config.name], grad=True)
         forward_only = _forward_only((kernel,), local, config, plan)
-        return Choice((kernel,), (), forward_only, times)
+        return Selection((kernel,), (), forward_only, times)
     cases = timed(kernels)
     able, refused = _sorted_out(kernels, config, request, plan, local, cases)
     if not any(not kernel.capabilities.devices for kernel in able):
@@ -91,7 +91,7 @@ def choose(
     chosen = tuple(kernel for kernel in able if kernel not in slower)
     why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
     forward_only = _forward_only(chosen, local, config, plan)
-    return Choice(chosen, (*why_slower, *refused), forward_only, times)
+    return Selection(chosen, (*why_slower, *refused), forward_only, times)
 
 
 def _sorted_out(

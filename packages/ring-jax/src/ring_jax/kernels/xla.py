@@ -20,7 +20,16 @@ from jax import lax
 from ring_core import TABLE_COLUMNS, TILE, Capabilities
 from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.dropout import dropout_keep
-from ring_jax.records import Array, Columns, Grads, Result, Rows, Static, Upstream, Work
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    ItemTable,
+    KeyBlock,
+    QueryBlock,
+    Static,
+)
 
 BLOCK = 512
 _FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
@@ -43,12 +52,17 @@ class XlaKernel:
         return ()
 
     def forward(
-        self, static: Static, rows: Rows, columns: Columns, work: Work, into: Result
-    ) -> Result:
+        self,
+        static: Static,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
+        into: AttentionState,
+    ) -> AttentionState:
         """Attend and merge into ``into``, block row by block row."""
-        sight = Sight.of(static, rows, columns, work)
+        sight = ScoreBlocks.of(static, rows, columns, work)
 
-        def item(n: Array, into: Result) -> Result:
+        def item(n: Array, into: AttentionState) -> AttentionState:
             bounds = Bounds.of(work.items[n])
             return _loop(
                 *sight.row_blocks(bounds), lambda i, into: _attend(sight, bounds, i, into), into
@@ -57,11 +71,11 @@ class XlaKernel:
         return _loop(0, work.items.shape[0], item, into)
 
     def backward(
-        self, static: Static, rows: Rows, columns: Columns, upstream: Upstream, work: Work,
+        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``, block row by block row."""
-        sight = Sight.of(static, rows, columns, work)
+        sight = ScoreBlocks.of(static, rows, columns, work)
 
         def item(n: Array, into: Grads) -> Grads:
             bounds = Bounds.of(work.items[n])
@@ -111,17 +125,19 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sight:
+class ScoreBlocks:
     """What rows see of columns: which blocks, and each block's scores."""
 
     static: Static
-    rows: Rows
-    columns: Columns
-    work: Work
+    rows: QueryBlock
+    columns: KeyBlock
+    work: ItemTable
     shown: Array | None = None  # bool [I, J], which blocks a mask does not hide
 
     @classmethod
-    def of(cls, static: Static, rows: Rows, columns: Columns, work: Work) -> Sight:
+    def of(
+        cls, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable
+    ) -> ScoreBlocks:
         """With what a mask that is an array hides."""
         sight = cls(static, rows, columns, work)
         if not static.bias_masks or rows.bias is None:
@@ -290,7 +306,9 @@ class Sight:
         return x.reshape(x.shape[0], self.columns.kv.shape[1], -1, 1, 1)
 
 
-def _attend(sight: Sight, bounds: Bounds, number: Array, into: Result) -> Result:
+def _attend(
+    sight: ScoreBlocks, bounds: Bounds, number: Array, into: AttentionState
+) -> AttentionState:
     """Merge what one block of rows sees into the result."""
     i = sight.row_block(number)
     q = sight.take_rows(sight.rows.q, i)
@@ -319,11 +337,11 @@ def _attend(sight: Sight, bounds: Bounds, number: Array, into: Result) -> Result
     top, total, acc = _loop(*sight.column_blocks(bounds, number), live, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
     lse = top + jnp.log(total)
-    return Result(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
+    return AttentionState(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
 
 
 def _differentiate(
-    sight: Sight, bounds: Bounds, upstream: Upstream, number: Array, into: Grads
+    sight: ScoreBlocks, bounds: Bounds, upstream: BackwardInputs, number: Array, into: Grads
 ) -> Grads:
     """Add the gradients of what one block of rows sees."""
     i, wide = sight.row_block(number), sight.static.wide

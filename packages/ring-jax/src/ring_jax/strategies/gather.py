@@ -8,20 +8,20 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 from __future__ import annotations
 
 from ring_jax.overlap import after, read_after, together
-from ring_jax.rank_view import Part, of_others, of_step
-from ring_jax.records import Array, Grads, Inputs, Message, Result, Static, Upstream
-from ring_jax.strategies.steps import Loop, RowGrads, heads_first, own_message
+from ring_jax.rank_view import StepTable, of_others, of_step
+from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
+from ring_jax.strategies.steps import QueryGrads, StepRunner, heads_first, own_message
 
 _TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
 
 
-def gathered_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
+def gathered_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Attention of this device's queries over all keys, sinks not yet included.
 
     Returns:
         The wide result, and the keys of all ranks (``None`` if no other rank's are seen).
     """
-    loop, others, mine = Loop.of(static, x), of_others(static.plan), _own_part(static)
+    loop, others, mine = StepRunner.of(static, x), of_others(static.plan), _own_part(static)
     q, own = heads_first(x.q), own_message(x)
     everyone = None if others is None else _gathered(loop, own)
     into = loop.nothing_seen(q, x.v.shape[3])
@@ -35,15 +35,15 @@ def gathered_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]
 
 
 def gathered_backward(
-    static: Static, x: Inputs, upstream: Upstream, everyone: Message | None
+    static: Static, x: Inputs, upstream: BackwardInputs, everyone: KVPayload | None
 ) -> Grads:
     """Gradients of this device's shards, wide, heads first.
 
     The others' keys come first: the sums of their gradients travel beside the own block.
     """
-    loop, others, mine = Loop.of(static, x), of_others(static.plan), _own_part(static)
+    loop, others, mine = StepRunner.of(static, x), of_others(static.plan), _own_part(static)
     q, own = heads_first(x.q), own_message(x)
-    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
+    rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)
     coming: Array | None = None
     if others is not None and everyone is not None:
@@ -60,12 +60,12 @@ def gathered_backward(
     return Grads(rows.dq, at_home, rows.dbias)
 
 
-def _gathered(loop: Loop, own: Message) -> Message:
+def _gathered(loop: StepRunner, own: KVPayload) -> KVPayload:
     ids = None if own.ids is None else loop.ring.gather(own.ids, _ID_TOKENS)
-    return Message(loop.ring.gather(own.kv, _TOKENS), ids)
+    return KVPayload(loop.ring.gather(own.kv, _TOKENS), ids)
 
 
-def _own_part(static: Static) -> Part | None:
+def _own_part(static: Static) -> StepTable | None:
     """The step of the own keys, unless no rank sees any of its own."""
     found = (n for n, step in enumerate(static.plan.steps) if step.shift == 0)
     return next((of_step(static.plan, n) for n in found), None)

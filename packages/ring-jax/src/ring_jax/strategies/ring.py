@@ -6,23 +6,23 @@ from ring_jax.overlap import after, read_after, together
 from ring_jax.rank_view import of_step
 from ring_jax.records import (
     Array,
+    AttentionState,
+    BackwardInputs,
     Grads,
     Inputs,
-    Message,
-    Result,
+    KVPayload,
     Static,
-    Upstream,
 )
-from ring_jax.strategies.steps import Loop, RowGrads, heads_first, merge, own_message
+from ring_jax.strategies.steps import QueryGrads, StepRunner, heads_first, merge, own_message
 
 
-def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
+def run_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Attention of this device's queries over all keys, sinks not yet included.
 
     Returns:
         The wide result, and the K/V that arrived last (``None`` if nothing travelled).
     """
-    loop, stages = Loop.of(static, x), static.plan.forward
+    loop, stages = StepRunner.of(static, x), static.plan.forward
     q, own = heads_first(x.q), own_message(x)
     held, into = own, loop.nothing_seen(q, x.v.shape[3])
     helping, home = loop.ship(stages[0], q), None
@@ -44,12 +44,14 @@ def run_forward(static: Static, x: Inputs) -> tuple[Result, Message | None]:
     return into, held if len(stages) > 1 else None
 
 
-def run_backward(static: Static, x: Inputs, upstream: Upstream, last: Message | None) -> Grads:
+def run_backward(
+    static: Static, x: Inputs, upstream: BackwardInputs, last: KVPayload | None
+) -> Grads:
     """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
-    loop, stages = Loop.of(static, x), static.plan.backward
+    loop, stages = StepRunner.of(static, x), static.plan.backward
     q, own = heads_first(x.q), own_message(x)
     held = own if last is None else last
-    rows = RowGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
+    rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
     travelling: Array | None = None  # dK/dV on their way to the ranks ahead
     helping, returning = loop.ship(stages[0], q, upstream), None

@@ -17,25 +17,25 @@ import numpy as np
 from jax import lax
 
 from ring_core import Stage
-from ring_jax.collectives import Ring
-from ring_jax.rank_view import Part, Side, of_step
+from ring_jax.collectives import Ranks
+from ring_jax.rank_view import RankView, StepTable, of_step
 from ring_jax.records import (
     Array,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     Grads,
     Inputs,
-    Message,
+    ItemTable,
+    KeyBlock,
+    KVPayload,
     Queries,
-    Result,
-    Rows,
+    QueryBlock,
     Static,
-    Upstream,
-    Work,
 )
 from ring_jax.varying import axes_of, vary_alike
 
 
-def merge(a: Result, b: Result) -> Result:
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """:func:`ring_core.merge`: the value of an output whose ``lse`` is ``-inf`` is never read."""
     lse = jnp.logaddexp(a.lse, b.lse)
     safe = jnp.where(lse == -jnp.inf, 0.0, lse)
@@ -43,7 +43,7 @@ def merge(a: Result, b: Result) -> Result:
         jnp.where(x.lse[..., None] == -jnp.inf, 0.0, x.out * jnp.exp(x.lse - safe)[..., None])
         for x in (a, b)
     ]
-    return Result(parts[0] + parts[1], lse)
+    return AttentionState(parts[0] + parts[1], lse)
 
 
 def heads_first(x: Array) -> Array:
@@ -51,49 +51,49 @@ def heads_first(x: Array) -> Array:
     return x.swapaxes(1, 2)
 
 
-def own_message(x: Inputs) -> Message:
+def own_message(x: Inputs) -> KVPayload:
     """What this device's keys travel as."""
-    return Message(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
+    return KVPayload(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
 
 
-class RowGrads(NamedTuple):
+class QueryGrads(NamedTuple):
     """Gradients of some rank's queries and of the bias of all, or some, of the keys."""
 
     dq: Array
     dbias: Array | None
 
 
-class Helping(NamedTuple):
+class RemoteBlock(NamedTuple):
     """What arrived of another rank's queries; the second part only in the backward."""
 
     queries: Queries
-    upstream: Upstream | None
+    upstream: BackwardInputs | None
 
 
 @dataclass(frozen=True)
-class Loop:
+class StepRunner:
     """What both passes need: the ring, this device's side of the plan, accumulators."""
 
     static: Static
     inputs: Inputs
-    ring: Ring
-    side: Side
+    ring: Ranks
+    side: RankView
     axes: frozenset[Any]  # of the mesh, over which the inputs vary
 
     @classmethod
-    def of(cls, static: Static, x: Inputs) -> Loop:
+    def of(cls, static: Static, x: Inputs) -> StepRunner:
         """The loop of a call."""
-        ring = Ring(static.axis_name, static.plan.cp_size)
-        return cls(static, x, ring, Side(static, x, ring.rank()), axes_of(x))
+        ring = Ranks(static.axis_name, static.plan.cp_size)
+        return cls(static, x, ring, RankView(static, x, ring.rank()), axes_of(x))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
         """A wide accumulator."""
         filled: Array = vary_alike(jnp.full(shape, fill, self.static.wide), self.axes)
         return filled
 
-    def nothing_seen(self, q: Array, v_dim: int) -> Result:
+    def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
         """The identity of the merge."""
-        return Result(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
+        return AttentionState(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
 
     def no_bias_grad(self, bias: Array | None) -> Array | None:
         """Where the gradient of a bias is added, if it has one."""
@@ -104,21 +104,28 @@ class Loop:
         return x if hop is None else self.ring.move(x, hop)
 
     def attend(
-        self, part: Part, q: Array, held: Message, into: Result, *, fresh: bool, last: bool
-    ) -> Result:
+        self,
+        part: StepTable,
+        q: Array,
+        held: KVPayload,
+        into: AttentionState,
+        *,
+        fresh: bool,
+        last: bool,
+    ) -> AttentionState:
         """Run a part's items for this device's own queries."""
         work = self.side.own_work(part)
         if work is None:
             return into
         rows, columns = self._own(part, q, held)
         static = self._static(part, fresh=fresh, last=last)
-        result: Result = _kernel("forward", static, rows, columns, work, into)
+        result: AttentionState = _kernel("forward", static, rows, columns, work, into)
         return result
 
     def differentiate(
-        self, part: Part, q: Array, held: Message, upstream: Upstream, grads: RowGrads, dkv: Array,
+        self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
         *, fresh: bool,
-    ) -> tuple[RowGrads, Array]:  # fmt: skip
+    ) -> tuple[QueryGrads, Array]:  # fmt: skip
         """Add the gradients of a part's items for this device's own queries."""
         work = self.side.own_work(part)
         if work is None:
@@ -127,56 +134,56 @@ class Loop:
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
         static = self._static(part, fresh=fresh)
         dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
-        return RowGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
+        return QueryGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
-        self, stage: Stage | None, q: Array, upstream: Upstream | None = None
-    ) -> Helping | None:
+        self, stage: Stage | None, q: Array, upstream: BackwardInputs | None = None
+    ) -> RemoteBlock | None:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
         part = of_step(self.static.plan, stage.step)
         queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
         upstream = None if upstream is None else upstream._replace(out=None)
-        return self.ring.move(Helping(queries, upstream), part.shift, part.helpers)
+        return self.ring.move(RemoteBlock(queries, upstream), part.shift, part.helpers)
 
-    def help(self, part: Part, helping: Helping, own: Message) -> Result:
+    def help(self, part: StepTable, helping: RemoteBlock, own: KVPayload) -> AttentionState:
         """Attend for another rank's queries, over this device's own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
-        result: Result = _kernel("forward", static, rows, columns, work, empty)
+        result: AttentionState = _kernel("forward", static, rows, columns, work, empty)
         return result
 
     def help_backward(
-        self, part: Part, helping: Helping, own: Message, at_home: Array
-    ) -> tuple[RowGrads, Array]:
+        self, part: StepTable, helping: RemoteBlock, own: KVPayload, at_home: Array
+    ) -> tuple[QueryGrads, Array]:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
         grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
-        return RowGrads(grads.dq, grads.dbias), grads.dkv
+        return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
-    def home[R: (Result, RowGrads)](self, part: Part, results: R) -> R:
+    def home[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
         """Send results to whom they belong; a rank that nobody helped gets the identity."""
         size, shift = self.static.plan.cp_size, part.shift
         owners = [(r - shift) % size for r in part.helpers]
         moved = self.ring.move(results, -shift, owners)
-        if isinstance(moved, RowGrads):
+        if isinstance(moved, QueryGrads):
             return moved
         was_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
         return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
 
-    def add(self, grads: RowGrads, part: Part, found: RowGrads) -> RowGrads:
+    def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
         """Add what a helper sent home."""
         dbias = self._scattered(grads.dbias, self._helpers_keys(part), found.dbias)
-        return RowGrads(grads.dq + found.dq, dbias)
+        return QueryGrads(grads.dq + found.dq, dbias)
 
-    def _helpers_keys(self, part: Part) -> Array:
+    def _helpers_keys(self, part: StepTable) -> Array:
         """Positions of the keys that this device's queries meet at its helper's."""
         return self.side.key_positions(self.side.ahead(part.shift))
 
-    def _own(self, part: Part, q: Array, held: Message) -> tuple[Rows, Columns]:
+    def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
         side = self.side
         if part.gathered:
             positions = side.all_key_positions()
@@ -185,14 +192,16 @@ class Loop:
         queries = Queries(q, self.inputs.q_ids, self._bias(positions))
         return side.rows(part, side.rank, queries), side.columns(part, positions, held)
 
-    def _theirs(self, part: Part, helping: Helping, own: Message) -> tuple[Rows, Columns, Work]:
+    def _theirs(
+        self, part: StepTable, helping: RemoteBlock, own: KVPayload
+    ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
         side = self.side
         work = side.helped_work(part)
         assert work is not None
         rows = side.rows(part, side.behind(part.shift), helping.queries)
         return rows, side.columns(part, side.key_positions(side.rank), own), work
 
-    def _static(self, part: Part, *, fresh: bool, last: bool = False) -> Static:
+    def _static(self, part: StepTable, *, fresh: bool, last: bool = False) -> Static:
         """What is known of a part of the call, for this device's own queries."""
         return replace(
             self.static, fresh=fresh, last=last, rectangles=part.rectangles, items=part.items

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_core import RankMismatchError
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import PeerError, QueuedPass, Ring, naming, others, state_of
+from ring_torch.comm.ranks import PeerError, QueuedPass, Ranks, naming, others, state_of
 from ring_torch.comm.store import (
     StoreAgreement,
     clear_failure,
@@ -135,7 +135,7 @@ class Header(NamedTuple):
 
 
 def agree(
-    ring: Ring, number: int, seed: int, signature: CallSignature, device: torch.device
+    ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Check that the rank behind makes the same call, before any of its data is used.
 
@@ -195,7 +195,7 @@ def agree(
 
 
 def _compare_on_stream(
-    ring: Ring, number: int, seed: int, signature: CallSignature, device: torch.device
+    ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call compared before; a difference ends the stream in an error."""
     mine = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
@@ -213,7 +213,7 @@ def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
     return theirs[:4] == mine[:4]
 
 
-def _from_behind(ring: Ring, mine: Tensor) -> Tensor:
+def _from_behind(ring: Ranks, mine: Tensor) -> Tensor:
     """Send a header ahead; returns that of the rank behind."""
     theirs = torch.empty_like(mine)
     ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
@@ -221,7 +221,7 @@ def _from_behind(ring: Ring, mine: Tensor) -> Tensor:
 
 
 def _remember(
-    ring: Ring, signature: CallSignature, agreement: StoreAgreement, digest: bytes
+    ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
     """Note that all ranks make such calls; what they said before this one, all have read."""
     state = state_of(ring)
@@ -234,12 +234,12 @@ def _remember(
         state.agreed.pop(next(iter(state.agreed)))
 
 
-def has_agreed(ring: Ring, signature: CallSignature) -> bool:
+def has_agreed(ring: Ranks, signature: CallSignature) -> bool:
     """Whether this group has compared such calls in words before."""
     return signature.digest in state_of(ring).agreed
 
 
-def check_graph(ring: Ring, signature: CallSignature, device: torch.device) -> None:
+def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> None:
     """Check that a pass that is being captured into a CUDA graph was compared before.
 
     Raises:
@@ -255,7 +255,7 @@ def check_graph(ring: Ring, signature: CallSignature, device: torch.device) -> N
 
 
 @contextmanager
-def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Iterator[None]:
+def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
     """Around a pass: its failure on one rank ends it on all, in the words of that rank.
 
     The rank that fails leaves its words in the store. The others wait for it until the group's
@@ -289,7 +289,7 @@ def with_peer_errors(ring: Ring, number: int, signature: CallSignature) -> Itera
         raise
 
 
-def _note_queued(ring: Ring, name: str) -> None:
+def _note_queued(ring: Ranks, name: str) -> None:
     """Keep what the host has queued, for the thread that looks whether it ends.
 
     Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
@@ -303,7 +303,7 @@ def _note_queued(ring: Ring, name: str) -> None:
         state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
-def fail(ring: Ring, text: str, *, report: bool = True) -> None:
+def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
     """Close a group for later calls, and say why to the others."""
     assert ring.group is not None
     state_of(ring).failure = text

@@ -38,7 +38,7 @@ class QueuedPass(NamedTuple):
 class GroupState:
     """What has happened on a group."""
 
-    ring: Ring
+    ring: Ranks
     calls: int = 0
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
     last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
@@ -65,7 +65,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ranks:
     """This rank's place among those that hold one sequence; without a group it is alone.
 
     A ring does not keep its group: calls are cached, and a group that is kept after it is destroyed
@@ -152,7 +152,7 @@ class Transfer:
                 work.wait()
 
 
-NOTHING = Transfer()
+DONE = Transfer()
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def naming(peers: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def collective(ring: Ring, what: str) -> Iterator[None]:
+def collective(ring: Ranks, what: str) -> Iterator[None]:
     """Around a collective: name it if it fails; it is not entered after a failed pass.
 
     Raises:
@@ -183,12 +183,12 @@ def collective(ring: Ring, what: str) -> Iterator[None]:
         raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
 
 
-def others(ring: Ring) -> list[int]:
+def others(ring: Ranks) -> list[int]:
     """The ranks beside this one."""
     return [rank for rank in range(ring.size) if rank != ring.rank]
 
 
-def state_of(ring: Ring) -> GroupState:
+def state_of(ring: Ranks) -> GroupState:
     """What has happened on a ring's group."""
     assert ring.group is not None
     if (state := _states.get(ring.group)) is None:
@@ -196,7 +196,7 @@ def state_of(ring: Ring) -> GroupState:
     return state
 
 
-def ring_of(group: Any) -> Ring:
+def ranks_of(group: Any) -> Ranks:
     """The ring of a process group, a one-dimensional ``DeviceMesh``, or ``None``.
 
     ``None`` is the default group, or one rank alone where none is initialised.
@@ -207,7 +207,7 @@ def ring_of(group: Any) -> Ring:
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return Ring(None, 0, 1)
+            return Ranks(None, 0, 1)
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
@@ -234,4 +234,4 @@ def ring_of(group: Any) -> Ring:
         raise ValueError(
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
-    return Ring(ref(group), rank, dist.get_world_size(group))
+    return Ranks(ref(group), rank, dist.get_world_size(group))

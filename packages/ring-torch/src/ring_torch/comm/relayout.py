@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_torch.comm.ranks import Ring, naming, others
+from ring_torch.comm.ranks import Ranks, naming, others
 
 Ints = npt.NDArray[np.int64]
 Guard = Callable[[], AbstractContextManager[None]]
@@ -32,7 +32,7 @@ class Moves:
         after: Order in which those that arrive are wanted, int64 ``[T_local]``.
     """
 
-    ring: Ring
+    ring: Ranks
     before: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -50,7 +50,7 @@ class Moves:
         )
 
 
-def moves_between(ring: Ring, source: Ints, target: Ints, device: torch.device) -> Moves:
+def moves_between(ring: Ranks, source: Ints, target: Ints, device: torch.device) -> Moves:
     """The moves from one order to another.
 
     Args:

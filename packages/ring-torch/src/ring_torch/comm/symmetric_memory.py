@@ -9,24 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_torch.buffers import Packing
+from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 
 _MOST_VIEWS = 1024
 
 
 @dataclass
-class Shared:
+class SymmetricMemory:
     """A buffer of every rank's, equally long, that grows: a header, and room after it."""
 
-    ring: Ring
+    ring: Ranks
     header: int  # bytes, zero at first
     handle: Any = None  # of all ranks' buffers
     _memory: Tensor | None = None
     _in_graphs: bool = False  # whether CUDA graphs hold addresses of this memory
     _kept: list[object] = field(default_factory=list)  # what they hold that no call needs any more
-    _views: dict[tuple[int, int, Packing], list[Tensor]] = field(default_factory=dict)
+    _views: dict[tuple[int, int, BufferSpec], list[Tensor]] = field(default_factory=dict)
 
     def reserve(self, size: int) -> bool:
         """Make room for so many bytes after the header, on all ranks alike; whether it is new.
@@ -64,7 +64,7 @@ class Shared:
         with torch.inference_mode(mode=False):
             return [self.handle.get_buffer(rank, (words,), torch.int64, 0) for rank in ranks]
 
-    def views(self, rank: int, start: int, packing: Packing) -> list[Tensor]:
+    def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
         """The tensors of a message in a rank's buffer, behind the header."""
         key = (rank, start, packing)
         if len(self._views) > _MOST_VIEWS:

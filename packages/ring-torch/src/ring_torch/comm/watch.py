@@ -13,14 +13,14 @@ import time
 from datetime import timedelta
 from threading import Event, Thread
 
-from ring_torch.comm.ranks import QueuedPass, Ring, others, ring_of, state_of
+from ring_torch.comm.ranks import QueuedPass, Ranks, others, ranks_of, state_of
 from ring_torch.comm.store import read_failure
 
 _LOG = logging.getLogger("ring_torch")
 _SHORTEST, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 
 
-def watch(ring: Ring, timeout: timedelta) -> Thread:
+def watch(ring: Ranks, timeout: timedelta) -> Thread:
     """Start to look, several times within a group's timeout, until the group is gone.
 
     What is found is logged; a failure closes the group for later calls.
@@ -38,11 +38,11 @@ def watch(ring: Ring, timeout: timedelta) -> Thread:
     return thread
 
 
-def _look(ring: Ring, timeout: timedelta, stop: Event) -> None:
+def _look(ring: Ranks, timeout: timedelta, stop: Event) -> None:
     interval = max(_SHORTEST, min(timeout / 8, _LONGEST))
     while not stop.wait(interval.total_seconds()):
         try:
-            ring_of(ring.group)
+            ranks_of(ring.group)
         except (RuntimeError, ValueError):  # it was destroyed
             return
         assert ring.group is not None

@@ -12,7 +12,7 @@ from ring_torch.attention import Window
 from ring_torch.autograd import RingAttention
 from ring_torch.call import Call
 from ring_torch.call import Options as CallOptions
-from ring_torch.comm.ranks import Group, Ring, ring_of
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
 
@@ -42,12 +42,12 @@ def attend_batch(
     layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options, group: Group
 ) -> Any:
     """Attention of shards ``[B, T_local, H, D]`` that lie in this layout."""
-    call, inputs = checked(ring_of(group), layout, q, k, v, options)
+    call, inputs = checked(ranks_of(group), layout, q, k, v, options)
     return returned(*run(call, inputs), options)
 
 
 def checked(
-    ring: Ring,
+    ring: Ranks,
     layout: LayoutName,
     q: Tensor,
     k: Tensor,

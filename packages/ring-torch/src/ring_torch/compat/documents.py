@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_core import Layout, UnsupportedError
 from ring_torch.call import Call, header_device
 from ring_torch.comm.handshake import CallSignature, agree, with_peer_errors
-from ring_torch.comm.ranks import Group, Ring, ring_of
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Moves, moves_between
 from ring_torch.compat.call import LayoutName, Options, checked, returned, run
 from ring_torch.records import Inputs
@@ -54,7 +54,7 @@ def attend_documents(
     by the document's own length, which no order of all tokens has. So one exchange brings the rows
     of Q, K and V to where the layout has the packed documents, and another one the answer back.
     """
-    ring = ring_of(group)
+    ring = ranks_of(group)
     check_shards(q, k, v)
     offsets = offsets_of("cu_seqlens", cu_seqlens, q.shape[0])
     lengths = np.diff(offsets)
@@ -80,7 +80,7 @@ def attend_documents(
     return returned(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
-def _shared(ring: Ring, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
     """Which documents share a call."""
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
     if ring.size == 1 or len(spans) < 2:
@@ -90,7 +90,7 @@ def _shared(ring: Ring, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int],
 
 
 def _part(
-    ring: Ring, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
+    ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
     spans: tuple[tuple[int, int], ...],
 ) -> _Part:  # fmt: skip
     """Check a call of some of the documents."""
@@ -105,7 +105,9 @@ def _part(
     return _Part(spans, offsets, call, inputs)
 
 
-def _attend(ring: Ring, layout: LayoutName, part: _Part, options: Options) -> tuple[Tensor, Tensor]:
+def _attend(
+    ring: Ranks, layout: LayoutName, part: _Part, options: Options
+) -> tuple[Tensor, Tensor]:
     """``out [T, H, Dv]`` and ``lse [H, T]`` of a part's ``T`` rows."""
     call, inputs = part.call, part.inputs
     if ring.size == 1 or len(part.spans) == 1:  # the rows are where the layout has them
@@ -192,7 +194,9 @@ def check_slopes(slopes: Tensor | None, documents: int) -> None:
 
 
 @lru_cache(maxsize=16)
-def _moves(ring: Ring, layout: LayoutName, offsets: tuple[int, ...], device: torch.device) -> Moves:
+def _moves(
+    ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
+) -> Moves:
     """From every document split by the layout to the whole pack split by it; once a pack."""
     seq_len = ring.size * offsets[-1]
     pack = Layout(layout, seq_len, ring.size)

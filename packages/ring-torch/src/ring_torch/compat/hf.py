@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch.attention import ring_attention
-from ring_torch.comm.ranks import Group, ring_of
+from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compat.call import seed_of
 from ring_torch.compat.documents import offsets_of
 from ring_torch.compat.llama3 import check_stride
@@ -122,7 +122,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
         ValueError: An argument is malformed.
         ImportError: transformers 5 is not installed.
     """
-    ring_of(process_group)
+    ranks_of(process_group)
     check_stride(heads_k_stride, heads_k_stride)
     _install(RingFlashAttention(process_group, heads_k_stride))
 
@@ -144,8 +144,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     ours = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     if not isinstance(ours, RingFlashAttention):
         raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) before")
-    ring = ring_of(process_group)
-    if ring != ring_of(ours.group):
+    ring = ranks_of(process_group)
+    if ring != ranks_of(ours.group):
         raise ValueError("process_group is not the one that substitute_hf_flash_attn was given")
     documents = offsets_of("cu_seqlens", cu_seqlens)
     if documents[-1] % ring.size:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError, checks
-from ring_torch.comm.ranks import Group, Ring, ring_of
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compat.call import Options, checked, returned, run, unpacked
 from ring_torch.compat.documents import check_longest, check_shards, check_slopes, offsets_of
 
@@ -226,7 +226,7 @@ def _attend(
     local_k_slice: slice, options: Options, group: Group,
 ) -> Any:  # fmt: skip
     """Attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
-    ring = ring_of(group)
+    ring = ranks_of(group)
     check_shards(q, k, v)
     at = _checked_start(local_k_slice, ring, causal=options.causal)
     own = (at.prepared.cu_seqlens_q, at.prepared.cu_seqlens_k)
@@ -257,7 +257,7 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
         )
 
 
-def _checked_start(local_k_slice: slice, ring: Ring, *, causal: bool) -> SliceStart:
+def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> SliceStart:
     """The start of a slice that was prepared for this call.
 
     Raises:

@@ -39,7 +39,7 @@ KERNEL_NAMES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The kernel of a call, why not others, and how long those that can should take."""
 
     kernel: Kernel
@@ -60,7 +60,7 @@ class Choice:
         return "\n".join(lines)
 
 
-def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
+def choose(config: KernelConfig, request: Request, plan: Plan) -> Selection:
     """The kernel a call named, or with ``auto`` the fastest that can do it.
 
     Without times of this GPU that is the first.
@@ -77,7 +77,7 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
     if config.name != "auto":
         kernel = _named(config, request, plan)
         times = expected(cases, request, plan, [config.name], grad=request.grad)
-        return Choice(kernel, (), times, has_predicate)
+        return Selection(kernel, (), times, has_predicate)
     able, refused = _sorted_out(config, request, plan, cases)
     if not able:
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
@@ -87,7 +87,7 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Choice:
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
     slower = [kernel.capabilities for kernel in able if kernel is not chosen]
     passed_over = (*((can, (times.time(can.name),)) for can in slower), *refused)
-    return Choice(chosen, passed_over, times, has_predicate)
+    return Selection(chosen, passed_over, times, has_predicate)
 
 
 def _sorted_out(

@@ -12,38 +12,38 @@ from torch import Tensor
 
 from ring_core import Capabilities, Plan, WorkItem
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     ItemGrads,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
     wide,
 )
 
 
-class Parts(Protocol):
+class SplitBackward(Protocol):
     """A kernel's backward by parts: sums of several launches and ranks are rounded once.
 
     The sums are ``[B, K, m, D]`` and ``[B, K, m, Dv]``, float32, in an order of the kernel's own
     inside each of its tiles of keys.
     """
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
         ...
 
     def add_sums(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Write ``dq`` and add to the sums of dK and dV."""
         ...
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
         ...
@@ -58,7 +58,7 @@ class Kernel(Protocol):
         ...
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> SplitBackward | None:
         """Its backward by parts, if it has one."""
         ...
 
@@ -69,7 +69,7 @@ class Kernel(Protocol):
 
     @property
     def adds_sinks(self) -> bool:
-        """Whether a launch that is all of a call can add its sinks (``Params.sinks``)."""
+        """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
         ...
 
     def missing(self) -> str | None:
@@ -77,9 +77,9 @@ class Kernel(Protocol):
         ...
 
     def attend(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
-        place: Result | None = None,
-    ) -> Result:  # fmt: skip
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
 
         Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``place`` is where
@@ -88,20 +88,25 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
+        into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
         ...
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         ...
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         place: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients by themselves; ``place`` is where a kernel may write ``dq``."""
@@ -109,7 +114,12 @@ class Kernel(Protocol):
 
 
 def added_up(
-    kernel: Kernel, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params
+    kernel: Kernel,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    upstream: BackwardInputs,
+    item: WorkItem,
+    params: KernelParams,
 ) -> ItemGrads:
     """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
     dtype = wide(rows.q.dtype)
@@ -117,5 +127,5 @@ def added_up(
     dbias = None
     if rows.bias is not None and params.bias_grad:
         dbias = torch.zeros_like(rows.bias, dtype=dtype)
-    kernel.backward(rows, columns, upstream, item, params, RowGrads(dq, dbias), ColumnGrads(dk, dv))
+    kernel.backward(rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv))
     return ItemGrads(dq, dk, dv, dbias)

@@ -37,7 +37,7 @@ class Grid(NamedTuple):
     geometry: BlockGeometry | None  # of a predicate
 
 
-class Visits(NamedTuple):
+class BlockIndex(NamedTuple):
     """Which inner blocks each outer block visits, int32.
 
     Attributes:
@@ -51,7 +51,7 @@ class Visits(NamedTuple):
 
 def visits(
     item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, shown: Tensor | None = None
-) -> Visits:
+) -> BlockIndex:
     """The blocks of an item.
 
     Segment ids are ``[B, n]`` of its rows and ``[B, m]`` of its columns; ``shown``, bool ``[B or 1,
@@ -84,7 +84,7 @@ def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) 
 
 
 @cached_tensors(maxsize=32)  # of a long sequence each takes megabytes
-def _without_segments(item: WorkItem, grid: Grid) -> Visits:
+def _without_segments(item: WorkItem, grid: Grid) -> BlockIndex:
     return _listed(kinds_on(item, grid), grid)
 
 
@@ -99,7 +99,7 @@ def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
     return torch.as_tensor(kinds[None], device=grid.device)
 
 
-def _listed(kinds: Tensor, grid: Grid) -> Visits:
+def _listed(kinds: Tensor, grid: Grid) -> BlockIndex:
     if grid.all_partial:
         kinds = kinds.clamp(max=PARTIAL)
     if grid.by_columns:
@@ -107,7 +107,7 @@ def _listed(kinds: Tensor, grid: Grid) -> Visits:
     order = torch.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = torch.argsort(order, dim=2, stable=True).to(torch.int32)
     counts = torch.stack([(kinds == kind).sum(dim=2) for kind in (PARTIAL, FULL)], dim=2)
-    return Visits(blocks, counts.to(torch.int32))
+    return BlockIndex(blocks, counts.to(torch.int32))
 
 
 def _kinds(live: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Kinds:

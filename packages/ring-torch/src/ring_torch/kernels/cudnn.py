@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.flash_library import Options
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 aten = torch.ops.aten
 _WIDE = 128
@@ -27,7 +27,7 @@ class Cudnn:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
         del place

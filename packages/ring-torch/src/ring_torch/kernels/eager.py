@@ -19,15 +19,15 @@ from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
 from ring_torch.kernels.api import added_up
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     ItemGrads,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
-    empty_result,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
 )
 
 BLOCK_K = 256
@@ -64,20 +64,25 @@ class EagerKernel:
         return None
 
     def attend(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
-        place: Result | None = None,
-    ) -> Result:  # fmt: skip
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, wide."""
         del place  # it is narrower
-        into = empty_result(rows.q, columns.v.shape[3])
+        into = empty_state(rows.q, columns.v.shape[3])
         self.forward(rows, columns, item, params, into)
         return into
 
     def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
+        into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
-        sight = Sight(rows, columns, item, params)
+        sight = ScoreBlocks(rows, columns, item, params)
         v_clean = _is_finite(columns.v)
         for i in _row_blocks(rows, params):
             q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
@@ -103,11 +108,11 @@ class EagerKernel:
             part.lse.copy_((top + total.log()).view(part.lse.shape))
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators, block by block."""
-        sight = Sight(rows, columns, item, params)
+        sight = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
             "q": _is_finite(rows.q),
@@ -157,7 +162,7 @@ class EagerKernel:
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         place: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide."""
@@ -166,17 +171,17 @@ class EagerKernel:
 
 
 @dataclass(frozen=True)
-class Sight:
+class ScoreBlocks:
     """What an item's rows see of its columns: which blocks, and each block's scores.
 
     Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]`` with ``G =
     H / K`` query heads a K/V head folded into the rows.
     """
 
-    rows: Rows
-    columns: Columns
+    rows: QueryBlock
+    columns: KeyBlock
     item: WorkItem
-    params: Params
+    params: KernelParams
 
     def key_blocks(self, i: slice, size: int) -> Iterator[slice]:
         """The blocks of columns that some of these rows may see."""
@@ -317,7 +322,7 @@ class Sight:
         return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]
 
 
-def _row_blocks(rows: Rows, params: Params) -> Iterator[slice]:
+def _row_blocks(rows: QueryBlock, params: KernelParams) -> Iterator[slice]:
     """Blocks of rows, as many as keep a block of scores small."""
     batch, length, heads, _ = rows.q.shape
     size = params.block_q or max(16, BLOCK_SCORES // (batch * heads * (params.block_k or BLOCK_K)))

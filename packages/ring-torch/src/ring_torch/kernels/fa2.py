@@ -19,7 +19,7 @@ from torch import Tensor
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
 from ring_torch.kernels.flash_library import Options
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 
 class Flash2:
@@ -32,7 +32,7 @@ class Flash2:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
         del place

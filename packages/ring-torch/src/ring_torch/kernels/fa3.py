@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
 from ring_torch.kernels.flash_library import Options
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 
 class Flash3:
@@ -31,7 +31,7 @@ class Flash3:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
         del place

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
 from ring_torch.capture import cached_tensors
-from ring_torch.kernels.api import Parts
+from ring_torch.kernels.api import SplitBackward
 from ring_torch.kernels.flash_library import (
     Documents,
     Flash,
@@ -32,14 +32,14 @@ from ring_torch.kernels.flash_library import (
 from ring_torch.kernels.merge import merge_into
 from ring_torch.memory_ops import has_triton
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     ItemGrads,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
     wide,
 )
 
@@ -63,7 +63,7 @@ class FlashKernel:
     flash: Flash
     capabilities: Capabilities
     needs_delta: bool = False
-    parts: Parts | None = None
+    parts: SplitBackward | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, Plan], tuple[str, ...]] = no_limits
     adds_sinks: bool = False
@@ -82,9 +82,9 @@ class FlashKernel:
         return self.limits(request, plan)
 
     def attend(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
-        place: Result | None = None,
-    ) -> Result:  # fmt: skip
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
         """One launch, or one a document where their windows differ."""
         pieces = self._pieces(item)
         if pieces:
@@ -94,13 +94,13 @@ class FlashKernel:
             options = _with_mods(_options(item, params), rows, columns, item, params)
             out, lse = self._forward(q, k, v, options, place)
             if options.mods is not None and options.mods.masked is not None:
-                return Result(out, _numbers_where_seen(out, lse))
-            return Result(out, _numbers(lse))
+                return AttentionState(out, _numbers_where_seen(out, lse))
+            return AttentionState(out, _numbers(lse))
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
         unseen, inside = _unseen(item, device), None
         if place is not None and batch == 1 and unseen is None:
-            inside = Result(place.out[0], place.lse[0])
+            inside = AttentionState(place.out[0], place.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         out, lse = self._forward(q, k, v, options, inside)
         lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
@@ -109,17 +109,22 @@ class FlashKernel:
             # Libraries write either infinity there, and anything.
             lse = lse.masked_fill(unseen, -torch.inf)
             out = out.masked_fill(unseen[:, None, None], 0.0)
-        return Result(out, lse)
+        return AttentionState(out, lse)
 
     def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
+        into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``."""
         merge_into(into, *self.attend(rows, columns, item, params))
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add what :meth:`gradients` gives."""
         grads = self.gradients(rows, columns, upstream, item, params)
@@ -128,7 +133,7 @@ class FlashKernel:
         column_grads.dv.add_(grads.dv)
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         place: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """One launch with the global ``out`` and ``lse``, or one a document."""
@@ -153,7 +158,7 @@ class FlashKernel:
         return ItemGrads(dq, dk, dv, None)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """The library's, at head dims that it has."""
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
@@ -201,15 +206,15 @@ class FlashKernel:
         return self.flash.drops_right and wide and queries > keys
 
     def _attend_each(
-        self, rows: Rows, columns: Columns, pieces: Sequence[WorkItem], params: Params
-    ) -> Result:
+        self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
+    ) -> AttentionState:
         """One launch a piece; no two share a row."""
         batch, length, heads, _ = rows.q.shape
         out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
         lse = torch.full(
             (batch, heads, length), -torch.inf, dtype=wide(out.dtype), device=out.device
         )
-        whole = Result(out, lse)
+        whole = AttentionState(out, lse)
         for one in pieces:
             part = whole.take(one.q_slice)
             result = self.attend(*_part(rows, columns, one), one, params)
@@ -218,8 +223,8 @@ class FlashKernel:
         return whole
 
     def _gradients_each(
-        self, rows: Rows, columns: Columns, upstream: Upstream, pieces: Sequence[WorkItem],
-        params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
+        params: KernelParams,
     ) -> ItemGrads:  # fmt: skip
         """One launch a piece; pieces of a window share keys."""
         dq = torch.zeros_like(rows.q)
@@ -280,19 +285,22 @@ def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
     return torch.as_tensor(hidden, device=device) if hidden.any() else None
 
 
-def _part(rows: Rows, columns: Columns, item: WorkItem) -> tuple[Rows, Columns]:
+def _part(rows: QueryBlock, columns: KeyBlock, item: WorkItem) -> tuple[QueryBlock, KeyBlock]:
     return rows.take(item.q_slice), columns.take(item.k_slice)
 
 
 def _options(
-    item: WorkItem, params: Params, window: Window | None = None, documents: Documents | None = None
+    item: WorkItem,
+    params: KernelParams,
+    window: Window | None = None,
+    documents: Documents | None = None,
 ) -> Options:
     sides = item.window if window is None else window
     return Options(params.scale, params.softcap, sides, documents, params.deterministic)
 
 
 def _with_mods(
-    options: Options, rows: Rows, columns: Columns, item: WorkItem, params: Params
+    options: Options, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
 ) -> Options:
     """What else a launch is told. What its lists and mask hide, no window needs to hide again."""
     segments, positions, apart = None, None, None

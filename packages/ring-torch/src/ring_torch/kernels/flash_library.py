@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ring_core import BlockGeometry, Plan, Request, WorkItem
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 Window = tuple[int | None, int | None]
 Pass = Literal["forward", "backward"]
@@ -98,7 +98,7 @@ class Flash(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``, in ``place`` if the library can write there."""
         ...

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ring_torch.memory_ops import has_triton
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 _MERGED_ROWS = 512
 
 
-def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
+def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     """Merge a kernel's ``(out, lse)`` into what was accumulated, in place.
 
     The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
@@ -26,7 +26,7 @@ def merge_into(into: Result, out: Tensor, lse: Tensor) -> None:
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
 
 
-def _merge_rows(into: Result, out: Tensor, lse: Tensor) -> None:
+def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     lse = lse.to(into.lse.dtype)
     merged = torch.logaddexp(into.lse, lse)
     safe = merged.masked_fill(merged == -torch.inf, 0.0)

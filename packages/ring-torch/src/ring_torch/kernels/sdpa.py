@@ -20,15 +20,15 @@ from ring_torch.kernels.flash import FlashKernel, capability, unbounded
 from ring_torch.kernels.flash_library import Options
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     ItemGrads,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
-    empty_result,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
 )
 
 aten = torch.ops.aten
@@ -54,17 +54,22 @@ class CpuFlashKernel:
         return None
 
     def attend(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
-        place: Result | None = None,
-    ) -> Result:  # fmt: skip
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item."""
         del place  # it is narrower
-        into = empty_result(rows.q, columns.v.shape[3])
+        into = empty_state(rows.q, columns.v.shape[3])
         self.forward(rows, columns, item, params, into)
         return into
 
     def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
+        into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
         if _is_special(rows.q, columns.k) or _would_leak(item, columns.v):
@@ -74,11 +79,13 @@ class CpuFlashKernel:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, item.lo is not None, scale=params.scale
             )
-            merge_into(Result(into.out[:, :, heads], into.lse[:, heads]), out.transpose(1, 2), lse)
+            merge_into(
+                AttentionState(into.out[:, :, heads], into.lse[:, heads]), out.transpose(1, 2), lse
+            )
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
@@ -104,7 +111,7 @@ class CpuFlashKernel:
             column_grads.dv.add_(dv.transpose(1, 2))
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         place: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide."""
@@ -124,7 +131,7 @@ class Flash:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
         del place
@@ -181,7 +188,7 @@ def _is_special(*tensors: Tensor) -> bool:
     return not all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
-def _head_groups(q: Tensor, columns: Columns) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
+def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)

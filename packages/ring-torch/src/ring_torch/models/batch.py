@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
-from ring_torch.comm.ranks import Ring, collective
+from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
 from ring_torch.models.labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
@@ -309,7 +309,7 @@ def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
 
 
 def _check_same(
-    ring: Ring, given: Mapping[str, Any], segments: Integers, dropout_seed: int | None
+    ring: Ranks, given: Mapping[str, Any], segments: Integers, dropout_seed: int | None
 ) -> None:
     """Check that all ranks were given the same batch: another one would pass unnoticed.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ring_core import HELP_PIECES, Stage, WorkItem
 from ring_torch.call import Call
-from ring_torch.comm.ranks import NOTHING, Transfer
-from ring_torch.records import Rows
+from ring_torch.comm.ranks import DONE, Transfer
+from ring_torch.records import QueryBlock
 
 
 class Shipment(NamedTuple):
@@ -23,7 +23,7 @@ class Shipment(NamedTuple):
 
 
 @dataclass
-class Errands:
+class RemoteQueries:
     """Ships what a call's rows need to their helpers, helps others, and brings results home.
 
     Rows travel in pieces, one ahead of the piece that is computed, so that a helper holds two.
@@ -55,7 +55,7 @@ class Errands:
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
         for piece in range(HELP_PIECES):
-            shipment, self._coming = self._coming, Shipment(NOTHING, [])
+            shipment, self._coming = self._coming, Shipment(DONE, [])
             shipment.transfer.wait()
             self._coming = self._ship()
             results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
@@ -74,7 +74,7 @@ class Errands:
         """Start sending the next piece that others compute, and receiving the next one to do."""
         following = next(self._ahead, None)
         if following is None:
-            return Shipment(NOTHING, [])
+            return Shipment(DONE, [])
         step, piece = following
         ring, plan = self.call.ring, self.call.plan
         helper = ring.ahead(plan.steps[step].shift)
@@ -110,12 +110,12 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def rows_tensors(rows: Rows) -> list[Tensor]:
+def rows_tensors(rows: QueryBlock) -> list[Tensor]:
     """What a helper needs of some rows to run the forward."""
     return [x for x in (rows.q, rows.segments, rows.bias) if x is not None]
 
 
-def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -> Rows:
+def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
     """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
     rest = iter(tensors)
     q = next(rest)
@@ -123,7 +123,7 @@ def helped_rows(call: Call, item: WorkItem, like: Rows, tensors: list[Tensor]) -
     bias = None if like.bias is None else next(rest)
     index, position, _ = call.positions(item.q_rank)
     part = item.q_slice
-    return Rows(
+    return QueryBlock(
         q, None if index is None else index[part], None if position is None else position[part],
         segments, bias,
         like.slopes,

@@ -19,27 +19,29 @@ from ring_core import Fetch, Gather, WorkItem, gather_program, longest_gather
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.call import Call, zero_row_grads
 from ring_torch.head_groups import KEPT_BYTES, Groups
-from ring_torch.payload import Keys, Sums, keys_of
+from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
 from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     Grads,
     Inputs,
     ItemGrads,
-    Result,
-    RowGrads,
-    Rows,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
     Run,
-    Upstream,
-    empty_result,
+    empty_state,
     head_group,
 )
-from ring_torch.transports.api import Arriving, Carrier, Returning
+from ring_torch.transports.api import Carrier, PendingGrads, PendingKV
 from ring_torch.transports.p2p import add_landed
 
 
-def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Result, list[Tensor]]:
+def gathered_forward(
+    call: Call, inputs: Inputs, carrier: Carrier
+) -> tuple[AttentionState, list[Tensor]]:
     """``out [B, T_local, H, Dv]``, in the inputs' dtype or wider, and ``lse [B, H, T_local]``.
 
     And the gathered keys, if they are few enough to be kept for the backward, a group's after
@@ -66,11 +68,11 @@ def gathered_forward(call: Call, inputs: Inputs, carrier: Carrier) -> tuple[Resu
         whole = results[0]
     elif results[0].out.dtype != whole.out.dtype:
         outs, lses = zip(*results, strict=True)
-        whole = Result(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
+        whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
     return whole, gathered if keeps_gathered(call, carrier.keys) else []
 
 
-def keeps_gathered(call: Call, keys: Keys) -> bool:
+def keeps_gathered(call: Call, keys: KVPayload) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
     longest = longest_gather(call.plan).length
     in_one = call.kernel.capabilities.bands == "any"
@@ -78,9 +80,9 @@ def keeps_gathered(call: Call, keys: Keys) -> bool:
 
 
 def _in_one_launch(
-    call: Call, rows: Rows, columns: Columns, in_place: Sequence[tuple[Columns, WorkItem]],
-    gather: Gather, arriving: Arriving, whole: Result,
-) -> Result:  # fmt: skip
+    call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
+    gather: Gather, arriving: PendingKV, whole: AttentionState,
+) -> AttentionState:  # fmt: skip
     """Every row sees all its keys in one launch: nothing to merge.
 
     The result is in ``whole``, unless a kernel's is wider, to be rounded at the end.
@@ -96,7 +98,7 @@ def _in_one_launch(
         place = whole.take(item.q_slice)
         result = call.kernel.attend(*part, item, call.params, place)
         if result.out.dtype != whole.out.dtype:
-            whole = Result(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
+            whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
             place = whole.take(item.q_slice)
         if result.out.data_ptr() != place.out.data_ptr():
             place.out.copy_(result.out)
@@ -105,11 +107,11 @@ def _in_one_launch(
 
 
 def _in_two_stages(
-    call: Call, inputs: Inputs, gather: Gather, columns: Columns, arriving: Arriving
-) -> Result:
+    call: Call, inputs: Inputs, gather: Gather, columns: KeyBlock, arriving: PendingKV
+) -> AttentionState:
     """The own keys while the others' arrive, then these: for kernels that know no band."""
     rows, rank = call.rows(inputs), call.ring.rank
-    into = empty_result(rows.q, inputs.v.shape[3])
+    into = empty_state(rows.q, inputs.v.shape[3])
     own = call.columns(rank, keys_of(inputs))
     work = [(own, item, 0) for item in call.plan.items(rank, 0)]
     work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
@@ -123,7 +125,7 @@ def _in_two_stages(
 
 
 def gathered_backward(
-    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor]
+    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier, kept: list[Tensor]
 ) -> Grads:
     """Gradients of this rank's shards; ``kept`` are the keys that the forward gathered, if any."""
     if call.kernel.capabilities.bands == "any":
@@ -132,7 +134,7 @@ def gathered_backward(
 
 
 def _back_in_one_launch(
-    call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier, kept: list[Tensor]
+    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier, kept: list[Tensor]
 ) -> Grads:
     """The launches of the forward in reverse, the longest first, for each group of heads.
 
@@ -149,13 +151,13 @@ def _back_in_one_launch(
     items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
     # A kernel's parts add, where launches by themselves write what comes first.
     room = carrier.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
-    row_grads = RowGrads(_dq(call, gather, rows), _dbias(call, rows))
+    row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
     shape = (carrier.keys.batch, carrier.keys.length, inputs.k.shape[2])
     dk, dv = (
         torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
         for x in (inputs.k, inputs.v)
     )
-    travelling: list[list[Returning]] = [[] for _ in range(groups)]
+    travelling: list[list[PendingGrads]] = [[] for _ in range(groups)]
     home: list[Tensor | None] = []
 
     def finish(n: int) -> None:
@@ -185,8 +187,8 @@ def _launches(items: range, groups: Groups, *, last: bool) -> list[tuple[range, 
 
 
 def _back_in_place(
-    call: Call, in_place: Sequence[tuple[Columns, WorkItem]], rows: Rows, upstream: Upstream,
-    row_grads: RowGrads, sums: Sums,
+    call: Call, in_place: Sequence[tuple[KeyBlock, WorkItem]], rows: QueryBlock, upstream: BackwardInputs,
+    row_grads: QueryGrads, sums: KeyGradBuffer,
 ) -> Tensor | None:  # fmt: skip
     """The sums of all own keys, of launches over them in place; ``None`` if there are none."""
     if not in_place:
@@ -200,8 +202,8 @@ def _back_in_place(
 
 
 def _differentiate(
-    call: Call, work: Sequence[tuple[Columns, WorkItem, Sequence[slice]]], rows: Rows,
-    upstream: Upstream, row_grads: RowGrads, sums: Sums, grads: Tensor, length: int,
+    call: Call, work: Sequence[tuple[KeyBlock, WorkItem, Sequence[slice]]], rows: QueryBlock,
+    upstream: BackwardInputs, row_grads: QueryGrads, sums: KeyGradBuffer, grads: Tensor, length: int,
 ) -> None:  # fmt: skip
     """The backward of items: into ``row_grads``, and added to the sums of so many tokens.
 
@@ -220,7 +222,7 @@ def _differentiate(
 
 def _keys_by_group(
     call: Call, gather: Gather, inputs: Inputs, carrier: Carrier, kept: Sequence[Tensor]
-) -> Iterator[Columns]:
+) -> Iterator[KeyBlock]:
     """The keys of each group of heads, kept or fetched again."""
     if not kept:
         for arriving in carrier.fetch(gather, inputs):
@@ -236,8 +238,8 @@ def _keys_by_group(
 
 
 def _come_home(
-    call: Call, gather: Gather, sums: Sums, found: tuple[Tensor, Tensor | None],
-    travelling: Sequence[Returning], places: tuple[Tensor, Tensor],
+    call: Call, gather: Gather, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
+    travelling: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Add what comes home to the own sums, and round them into dK and dV.
 
@@ -272,33 +274,33 @@ def _come_home(
                 place.copy_(x)
 
 
-def _all(keys: Keys) -> Fetch:
+def _all(keys: KVPayload) -> Fetch:
     """All of a rank's own keys, where they are."""
     return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
 
 
-def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> Sums:
+def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> KeyGradBuffer:
     """By head where the kernel has a backward by parts that can run this call."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
     by_head = parts is not None and banded and parts.can_sum(call.plan, q, k, v, call.params)
-    return Sums(carrier.keys, by_head)
+    return KeyGradBuffer(carrier.keys, by_head)
 
 
-def _dq(call: Call, gather: Gather, rows: Rows) -> Tensor:
+def _dq(call: Call, gather: Gather, rows: QueryBlock) -> Tensor:
     """Room for dQ; rows that see nothing have none. Every row is in one launch: no sums."""
     dtype = call.wide if call.kernel.needs_delta else call.dtype
     dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
 
-def _dbias(call: Call, rows: Rows) -> Tensor | None:
+def _dbias(call: Call, rows: QueryBlock) -> Tensor | None:
     if rows.bias is None or not call.params.bias_grad:
         return None
     return torch.zeros_like(rows.bias, dtype=call.wide)
 
 
-def _put_rows(result: ItemGrads, into: RowGrads) -> None:
+def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
     """Put the gradients of an item's rows in their places, unless they are there."""
     if result.dq.data_ptr() != into.dq.data_ptr():
         into.dq.copy_(result.dq)
@@ -320,13 +322,15 @@ def _put_columns(
                 total[:, part].copy_(x[:, part])
 
 
-def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier: Carrier) -> Grads:
+def _back_in_two_stages(
+    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier
+) -> Grads:
     """The others' keys, and then the own ones while the others' gradients travel home."""
     plan, rank, keys = call.plan, call.ring.rank, carrier.keys
     gather, rows, sums = (
         gather_program(plan, rank, own=False),
         call.rows(inputs),
-        Sums(keys, by_head=False),
+        KeyGradBuffer(keys, by_head=False),
     )
     row_grads = zero_row_grads(call, rows)
     (others,) = carrier.accumulators(gather, sums, zero=True)
@@ -335,10 +339,10 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
     columns = _columns(call, gather, keys, arriving.tensors)
     arriving.wait(None)
 
-    def differentiate(of: Columns, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
+    def differentiate(of: KeyBlock, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
         if rows.q.shape[0] > 0:
             part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
-            into = row_grads.take(item.q_slice), ColumnGrads(dk, dv)
+            into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
             call.kernel.backward(*part, item, call.params, *into)
 
     for item in gather.items:
@@ -353,7 +357,7 @@ def _back_in_two_stages(call: Call, inputs: Inputs, upstream: Upstream, carrier:
 
 def _in_place(
     call: Call, gather: Gather, inputs: Inputs, n: int, groups: int
-) -> list[tuple[Columns, WorkItem]]:
+) -> list[tuple[KeyBlock, WorkItem]]:
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
@@ -361,7 +365,7 @@ def _in_place(
     return [(own, item) for item in gather.in_place]
 
 
-def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) -> Columns:
+def _columns(call: Call, gather: Gather, keys: KVPayload, tensors: Sequence[Tensor]) -> KeyBlock:
     """The keys of the buffer and all that belongs to them."""
     position, eights = None, False
     runs: tuple[Run, ...] = ()
@@ -370,10 +374,10 @@ def _columns(call: Call, gather: Gather, keys: Keys, tensors: Sequence[Tensor]) 
         position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
         eights = come_in_eights(gather.positions)
     segments = tensors[1] if keys.segments else None
-    return Columns(*keys.split(tensors[0]), position, segments, eights, runs)
+    return KeyBlock(*keys.split(tensors[0]), position, segments, eights, runs)
 
 
-def _unseen(call: Call, gather: Gather, inputs: Inputs) -> Result:
+def _unseen(call: Call, gather: Gather, inputs: Inputs) -> AttentionState:
     """Room for all rows, of which those that no item covers see nothing."""
     batch, length, heads, _ = inputs.q.shape
     out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
@@ -381,4 +385,4 @@ def _unseen(call: Call, gather: Gather, inputs: Inputs) -> Result:
     if gather.num_rows < length:
         out.zero_()
         lse.fill_(-torch.inf)
-    return Result(out, lse)
+    return AttentionState(out, lse)

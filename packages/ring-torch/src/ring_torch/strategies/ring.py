@@ -7,11 +7,11 @@ from torch import Tensor
 from ring_core import WorkItem
 from ring_torch.call import Call, header_device
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import NOTHING
+from ring_torch.comm.ranks import DONE
 from ring_torch.kernels.merge import merge_into
 from ring_torch.payload import keys_of, packing_of
-from ring_torch.records import Columns, Inputs, Result, Rows, empty_result
-from ring_torch.strategies.balanced import Errands, helped_rows, rows_tensors
+from ring_torch.records import AttentionState, Inputs, KeyBlock, QueryBlock, empty_state
+from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tensors
 
 
 def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -28,13 +28,13 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
     agree(ring, call.number, call.seed, call.forward_signature, header_device(call))
     rows, keys = call.rows(inputs), keys_of(inputs)
     own = columns = call.columns(ring.rank, keys)
-    into = empty_result(rows.q, inputs.v.shape[3])
+    into = empty_state(rows.q, inputs.v.shape[3])
     packing = packing_of(keys)
     held: Tensor | None = None
     spare: Tensor | None = None
     if plan.num_steps > 1:
         held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
-    errands = Errands(
+    errands = RemoteQueries(
         call,
         plan.forward,
         take=lambda part: rows_tensors(rows.take(part)),
@@ -42,11 +42,11 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
         add=lambda part, tensors: merge_into(into.take(part), *tensors),
     )
 
-    def help_with(item: WorkItem, tensors: list[Tensor]) -> Result:
+    def help_with(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
         return _help(call, item, helped_rows(call, item, rows, tensors), own, inputs)
 
     for stage in plan.forward:
-        transfer = NOTHING
+        transfer = DONE
         if stage.kv_hop is not None:
             assert held is not None and spare is not None
             transfer = ring.start(
@@ -68,7 +68,7 @@ def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def _attend(
-    call: Call, rows: Rows, columns: Columns, own: Columns, step: int, into: Result
+    call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, step: int, into: AttentionState
 ) -> None:
     """Run a step's items for this rank's own queries."""
     for item in call.plan.items(call.ring.rank, step):
@@ -78,9 +78,11 @@ def _attend(
             call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
 
 
-def _help(call: Call, item: WorkItem, rows: Rows, own: Columns, inputs: Inputs) -> Result:
+def _help(
+    call: Call, item: WorkItem, rows: QueryBlock, own: KeyBlock, inputs: Inputs
+) -> AttentionState:
     """Run an item for another rank's queries, over this rank's own keys."""
-    result = empty_result(rows.q, inputs.v.shape[3])
+    result = empty_state(rows.q, inputs.v.shape[3])
     if rows.q.shape[0] > 0:
         call.kernel.forward(rows, own.take(item.k_slice), item, call.params, result)
     return result

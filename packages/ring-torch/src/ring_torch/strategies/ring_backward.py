@@ -5,16 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from ring_core import WorkItem
-from ring_torch.buffers import Packing
+from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, header_device, zero_row_grads
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import NOTHING, Transfer
+from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.payload import keys_of, packing_of
-from ring_torch.records import ColumnGrads, Columns, Grads, Inputs, RowGrads, Rows, Upstream
-from ring_torch.strategies.balanced import Errands, helped_rows, rows_tensors
+from ring_torch.records import (
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+)
+from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tensors
 
 
-def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | None) -> Grads:
+def run_backward(
+    call: Call, inputs: Inputs, upstream: BackwardInputs, last: Tensor | None
+) -> Grads:
     """Gradients of this rank's shards.
 
     The stages start from the K/V that arrived last. dK/dV travel with the K/V they belong to, one
@@ -35,21 +45,23 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
     if held is not None:
         columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(held))
     row_grads = zero_row_grads(call, rows)
-    moving = Moving(call, packing_of(keys[:2], call.wide))
+    moving = RotatingKeyGrads(call, packing_of(keys[:2], call.wide))
 
     def help_with(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
         theirs = helped_rows(call, item, rows, tensors)
         grads = zero_row_grads(call, theirs)
         sent = tensors[len(rows_tensors(rows)) :]
         delta = sent[3] if len(sent) > 3 else None
-        _help(call, item, theirs, own, Upstream(sent[0], sent[1], sent[2], delta), grads, moving)
+        _help(
+            call, item, theirs, own, BackwardInputs(sent[0], sent[1], sent[2], delta), grads, moving
+        )
         return _row_grad_tensors(grads)
 
     def add(part: slice, tensors: list[Tensor]) -> None:
         for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
             total.add_(x)
 
-    errands = Errands(
+    errands = RemoteQueries(
         call,
         plan.backward,
         take=lambda part: [
@@ -60,7 +72,7 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
         add=add,
     )
     for stage in plan.backward:
-        transfer, arriving = NOTHING, held
+        transfer, arriving = DONE, held
         if stage.kv_hop is not None:
             assert held is not None
             arriving = packing.buffer(call.device)
@@ -84,21 +96,21 @@ def run_backward(call: Call, inputs: Inputs, upstream: Upstream, last: Tensor | 
     return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
 
-class Moving:
+class RotatingKeyGrads:
     """dK/dV: those of this rank's own keys, and those of the keys it holds for now.
 
     At most three buffers live: one computing, one arriving, one leaving.
     """
 
-    def __init__(self, call: Call, packing: Packing) -> None:
+    def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call = call
         self._packing = packing
         self._home: Tensor | None = None
         self._computing: Tensor | None = None
         self._arriving: Tensor | None = None
-        self._transfer: Transfer = NOTHING
+        self._transfer: Transfer = DONE
 
-    def grads(self, *, home: bool) -> ColumnGrads:
+    def grads(self, *, home: bool) -> KeyGrads:
         """Accumulators of the own keys, or of the held ones; zero when first asked for."""
         buffer = self._home if home else self._computing
         if buffer is None:
@@ -108,7 +120,7 @@ class Moving:
             else:
                 self._computing = buffer
         dk, dv = self._packing.views(buffer)
-        return ColumnGrads(dk, dv)
+        return KeyGrads(dk, dv)
 
     def hop(self, hop: int | None, *, home: bool) -> None:
         """Add what arrived to what was computed, and start moving the sum on."""
@@ -120,7 +132,7 @@ class Moving:
             wide = self._call.wide
             computed.view(wide).add_(arrived.view(wide))
             total = computed
-        self._computing, self._arriving, self._transfer = None, None, NOTHING
+        self._computing, self._arriving, self._transfer = None, None, DONE
         if home:
             self._home = total
         if hop is None:
@@ -134,9 +146,9 @@ class Moving:
 
 
 def _differentiate(
-    call: Call, rows: Rows, columns: Columns, own: Columns, upstream: Upstream, step: int,
-    row_grads: RowGrads,
-    moving: Moving,
+    call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, upstream: BackwardInputs, step: int,
+    row_grads: QueryGrads,
+    moving: RotatingKeyGrads,
 ) -> None:  # fmt: skip
     """Run a step's items for this rank's own queries."""
     for item in call.plan.items(call.ring.rank, step):
@@ -153,11 +165,11 @@ def _differentiate(
 def _help(
     call: Call,
     item: WorkItem,
-    rows: Rows,
-    own: Columns,
-    upstream: Upstream,
-    row_grads: RowGrads,
-    moving: Moving,
+    rows: QueryBlock,
+    own: KeyBlock,
+    upstream: BackwardInputs,
+    row_grads: QueryGrads,
+    moving: RotatingKeyGrads,
 ) -> None:
     """Run an item for another rank's queries, over this rank's own keys."""
     if rows.q.shape[0] > 0:
@@ -167,5 +179,5 @@ def _help(
         )
 
 
-def _row_grad_tensors(grads: RowGrads) -> list[Tensor]:
+def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
     return [x for x in grads if x is not None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_core import WorkItem
 from ring_torch.call import Call
 from ring_torch.payload import keys_of
-from ring_torch.records import Grads, Inputs, Result, Upstream
+from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 
 
 def only_item(call: Call, inputs: Inputs) -> WorkItem | None:
@@ -35,7 +35,7 @@ def _adds_sinks(call: Call, inputs: Inputs, item: WorkItem) -> bool:
     return call.kernel.adds_sinks and banded and whole
 
 
-def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
+def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> AttentionState:
     """``out [B, T, H, Dv]``, in the inputs' dtype or wider, ``lse [B, H, T]``; sinks included."""
     rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
     batch, length, heads, _ = rows.q.shape
@@ -45,7 +45,7 @@ def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
     if not is_whole:  # the other rows see nothing
         out.zero_()
         lse.fill_(-torch.inf)
-    whole = Result(out, lse)
+    whole = AttentionState(out, lse)
     place, part = whole.take(item.q_slice), rows.take(item.q_slice)
     params = call.params
     if inputs.sinks is not None:
@@ -53,7 +53,7 @@ def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> Result:
     result = call.kernel.attend(part, columns.take(item.k_slice), item, params, place)
     if is_whole:
         return result
-    whole = Result(out.to(result.out.dtype), lse.to(result.lse.dtype))
+    whole = AttentionState(out.to(result.out.dtype), lse.to(result.lse.dtype))
     for mine, found in zip(whole.take(item.q_slice), result, strict=True):
         if mine.data_ptr() != found.data_ptr():
             mine.copy_(found)
@@ -66,7 +66,7 @@ def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
 
 
-def single_backward(call: Call, inputs: Inputs, upstream: Upstream, item: WorkItem) -> Grads:
+def single_backward(call: Call, inputs: Inputs, upstream: BackwardInputs, item: WorkItem) -> Grads:
     """Gradients of all inputs, in the inputs' dtype or wider."""
     rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
     part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)

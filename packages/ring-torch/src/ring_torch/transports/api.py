@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ring_core import Gather
-from ring_torch.payload import Keys, Sums
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 
 Where = Callable[[slice], slice]  # from local indices to columns of a buffer
@@ -22,7 +22,7 @@ class Carrier(Protocol):
     """
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> KVPayload:
         """The shape of what travels for one group."""
         ...
 
@@ -31,14 +31,14 @@ class Carrier(Protocol):
         """Into how many groups heads are cut."""
         ...
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
-        """Start fetching into new tensors like a :attr:`Keys.message` of ``gather.length``.
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
+        """Start fetching into new tensors like a :attr:`KVPayload.message` of ``gather.length``.
 
         What comes for each group; all are to be taken, each before the kernels that need it.
         """
         ...
 
-    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
         """Room for the sums of gradients of what was fetched, flat; in a backward, called first.
 
         Full of zeros if ``zero``, else of anything.
@@ -46,9 +46,9 @@ class Carrier(Protocol):
         ...
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
-    ) -> Returning:  # fmt: skip
+    ) -> PendingGrads:  # fmt: skip
         """Start sending a group's sums to the ranks the keys belong to.
 
         All of them, or those that :meth:`ring_core.Gather.is_early`, or then the others. ``beside``
@@ -58,7 +58,7 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingKV:
     """Tensors that fill up, fetch by fetch."""
 
     tensors: list[Tensor]
@@ -67,7 +67,7 @@ class Arriving:
 
 
 @dataclass(frozen=True)
-class Returning:
+class PendingGrads:
     """Gradients on their way."""
 
     #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.

@@ -23,13 +23,13 @@ from ring_core import Fetch, Gather, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
 from ring_torch.call import Call
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
-from ring_torch.comm.symmetric_memory import Shared
+from ring_torch.comm.symmetric_memory import SymmetricMemory
 from ring_torch.memory_ops import has_triton
-from ring_torch.payload import Keys, Sums, are_rows
+from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
-from ring_torch.transports.api import Arriving, Returning, Where
+from ring_torch.transports.api import PendingGrads, PendingKV, Where
 from ring_torch.transports.p2p import asked_of
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ _FIRST = 2  # where in a header the number of the exchange stands
 _MOST_TABLES = 1024
 
 # The meeting of each group: a fact about the group, which is not ours to extend.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+_meetings: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)
-def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
+def is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
     """Whether passes over gathered keys take one kernel each way, on all ranks alike.
 
     Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
@@ -62,18 +62,18 @@ def is_short(plan: Plan, keys: Keys, groups: int) -> bool:
 
 
 @dataclass
-class Meeting:
+class ExchangeState:
     """Where the ranks of a group exchange: memory, and tables of what is to be read of it."""
 
-    ring: Ring
-    memory: Shared = field(init=False)
+    ring: Ranks
+    memory: SymmetricMemory = field(init=False)
     _place: Place | None = None
     _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
     _tables: dict[object, Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
 
     def __post_init__(self) -> None:
-        self.memory = Shared(self.ring, _HEADER)
+        self.memory = SymmetricMemory(self.ring, _HEADER)
 
     def reserve(self, size: int) -> Place:
         """Make room for so many bytes, and let this pass follow the last one."""
@@ -132,35 +132,35 @@ def _programs(device: torch.device) -> int:
     return count // 2
 
 
-def meeting_of(ring: Ring) -> Meeting:
+def meeting_of(ring: Ranks) -> ExchangeState:
     """A group's meeting."""
     assert ring.group is not None
     if ring.group not in _meetings:
-        _meetings[ring.group] = Meeting(ring)
+        _meetings[ring.group] = ExchangeState(ring)
     return _meetings[ring.group]
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class OneKernel:
     """A :class:`ring_torch.transports.api.Carrier` for short passes, whose heads are one group.
 
     A rank's memory holds its keys, and behind them the gradients of what it fetched.
     """
 
     call: Call
-    meeting: Meeting
-    keys: Keys
+    meeting: ExchangeState
+    keys: KVPayload
     place: Place  # in the meeting
     digest: int  # what tells this pass of this call from any other
     groups: int = 1
 
     @classmethod
-    def of(cls, call: Call, keys: Keys, room: int, digest: int) -> AtOnce:
+    def of(cls, call: Call, keys: KVPayload, room: int, digest: int) -> OneKernel:
         """With so much room for the sums of gradients."""
         meeting = meeting_of(call.ring)
         return cls(call, meeting, keys, meeting.reserve(keys.message.size + room), digest)
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
         """Put the own keys where peers read them, and fetch all that this rank's queries see."""
         from ring_torch.transports.exchange_kernel import exchange_keys
 
@@ -170,9 +170,9 @@ class AtOnce:
         target = own.new_empty(keys.batch, gather.length, keys.width)
         table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
         exchange_keys(self.place, self.digest, k, v, own, table, target)
-        yield Arriving([target], _arrived)
+        yield PendingKV([target], _arrived)
 
-    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
         """Room where the keys' owners will read."""
         from ring_torch.transports.exchange_kernel import clear
 
@@ -184,16 +184,18 @@ class AtOnce:
         return [room]
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
-    ) -> Returning:  # fmt: skip
+    ) -> PendingGrads:  # fmt: skip
         """All gradients go at the end."""
         del grads, group, beside
         if early:
-            return Returning(lambda _total, _length, _where: None)
-        return Returning(lambda *total: self._add(gather, sums, *total))
+            return PendingGrads(lambda _total, _length, _where: None)
+        return PendingGrads(lambda *total: self._add(gather, sums, *total))
 
-    def _add(self, gather: Gather, sums: Sums, total: Tensor, length: int, where: Where) -> None:
+    def _add(
+        self, gather: Gather, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
+    ) -> None:
         from ring_torch.transports.exchange_kernel import add_peers
 
         asked = asked_of(self.call, own=gather.own)
@@ -223,7 +225,7 @@ class AtOnce:
         return _mixed(list(rows.values()))
 
     def _sums_of_peers(
-        self, asked: Sequence[tuple[int, Fetch]], sums: Sums, length: int,
+        self, asked: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
         spans: Sequence[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
         """What :func:`add_peers` adds, with as many addresses a row."""
@@ -256,7 +258,7 @@ class AtOnce:
     def _keys_of(self, rank: int) -> Tensor:
         return self.meeting.memory.views(rank, 0, self.keys.message)[0]
 
-    def _grads_of(self, rank: int, sums: Sums, length: int) -> Tensor:
+    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> Tensor:
         packing = flat(sums.numel(length), self.call.wide)
         return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from ring_core import Fetch, Gather, Plan, gather_program
 from ring_torch.call import Call
 from ring_torch.memory_ops import has_triton
-from ring_torch.payload import Keys, Sums
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
-from ring_torch.transports.api import Arriving, Returning, Where
+from ring_torch.transports.api import PendingGrads, PendingKV, Where
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Messages:
     """Point-to-point messages: everybody sends everybody what they fetch, all at once."""
 
     call: Call
-    keys: Keys
+    keys: KVPayload
     groups: int
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
         """Start all messages; any of a group means waiting for all of it."""
         groups = [self._fetch(gather, inputs.share(n, self.groups)) for n in range(self.groups)]
         return iter(groups)
 
-    def _fetch(self, gather: Gather, inputs: Inputs) -> Arriving:
+    def _fetch(self, gather: Gather, inputs: Inputs) -> PendingKV:
         ring, device = self.call.ring, self.call.device
         own = self.keys.message.views(self.keys.message.buffer(device))
         self.keys.write(own, inputs)
@@ -63,9 +63,9 @@ class Messages:
                         place.copy_(x)
             pending.clear()
 
-        return Arriving(tensors, wait)
+        return PendingKV(tensors, wait)
 
-    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
         """New ones."""
         size, call, make = (
             sums.numel(gather.length),
@@ -75,9 +75,9 @@ class Messages:
         return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
-    ) -> Returning:  # fmt: skip
+    ) -> PendingGrads:  # fmt: skip
         """The messages of :meth:`fetch`, turned round."""
         del group, beside  # messages are told apart by their order, and never hold up kernels
         ring = self.call.ring
@@ -99,7 +99,7 @@ class Messages:
             for (_, one), came in zip(asked, landed, strict=True):
                 add_landed(sums.parts(total, length, where(one.source)), [came])
 
-        return Returning(add_to)
+        return PendingGrads(add_to)
 
 
 def asked_of(call: Call, *, own: bool, early: bool | None = None) -> tuple[tuple[int, Fetch], ...]:
@@ -141,7 +141,7 @@ def _landing(place: Tensor) -> Tensor:
     return place if place.is_contiguous() else torch.empty_like(place)
 
 
-def landing(sums: Sums, like: Tensor, one: Fetch) -> list[Tensor]:
+def landing(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
     """Room for the sums that come home of what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))

@@ -18,10 +18,10 @@ from ring_torch.buffers import flat
 from ring_torch.call import Call
 from ring_torch.comm.handshake import CallSignature, agree, has_agreed
 from ring_torch.memory_ops import has_triton
-from ring_torch.payload import Keys, Sums
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
-from ring_torch.transports.api import Arriving, Carrier, Returning, Where
-from ring_torch.transports.one_kernel import AtOnce, is_short
+from ring_torch.transports.api import Carrier, PendingGrads, PendingKV, Where
+from ring_torch.transports.one_kernel import OneKernel, is_short
 from ring_torch.transports.p2p import add_landed, asked_of, landing, spans_of
 from ring_torch.transports.symm_buffer import Window, restored, window_of
 
@@ -31,7 +31,7 @@ Done = tuple[Stream, Event]  # a copy, by the stream it was made on
 
 
 @dataclass(frozen=True)
-class Pulls:
+class PeerCopies:
     """A :class:`ring_torch.transports.api.Carrier` that copies out of the peers' windows.
 
     A window holds a rank's keys, a group of heads after the other, and behind them the gradients of
@@ -40,12 +40,12 @@ class Pulls:
 
     call: Call
     window: Window
-    keys: Keys
+    keys: KVPayload
     groups: int
     room: int  # bytes for the sums of a group's gradients
     digest: int  # what tells this pass of this call from any other
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[Arriving]:
+    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
         """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
 
         Only those go into the window that are fetched from it. The own ones are not, unless there
@@ -70,7 +70,7 @@ class Pulls:
                 self.keys.write(places, inputs.share(n, self.groups), span)
             met = window.meet_as(self.digest)
             same = window.stream.record_event()
-        begun: list[Arriving] = []
+        begun: list[PendingKV] = []
         copied: list[Done] = []
         for n in every:
             with restored(main):
@@ -79,7 +79,7 @@ class Pulls:
                 copied += done
                 if n + 1 == self.groups:
                     window.leave(_last(copied))
-            begun.append(Arriving(tensors[n], partial(_wait, main, same, done)))
+            begun.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
                 yield begun[n - 1]
         yield begun[-1]
@@ -106,7 +106,7 @@ class Pulls:
             done.append((stream, stream.record_event()))
         return done
 
-    def accumulators(self, gather: Gather, sums: Sums, *, zero: bool) -> list[Tensor]:
+    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
         rank, every = self.call.ring.rank, range(self.groups)
@@ -116,9 +116,9 @@ class Pulls:
         return [x.zero_() for x in room] if zero else room
 
     def send_home(
-        self, gather: Gather, sums: Sums, grads: Tensor, group: int, *, beside: bool,
+        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
-    ) -> Returning:  # fmt: skip
+    ) -> PendingGrads:  # fmt: skip
         """Let the owners fetch, and fetch what is this rank's.
 
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
@@ -164,15 +164,15 @@ class Pulls:
                     window.leave([added])
                 window.join(main)
 
-        return Returning(add_to)
+        return PendingGrads(add_to)
 
-    def _grads_of(self, rank: int, group: int, sums: Sums, length: int) -> Tensor:
+    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
         packing = flat(sums.numel(length), self.call.wide)
         start = self.groups * self.keys.message.size + group * self.room
         return self.window.memory.views(rank, start, packing)[0]
 
 
-def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carrier:
+def pulls(call: Call, keys: KVPayload, groups: int, signature: CallSignature) -> Carrier:
     """What moves keys in a pass, with room for it in the memory of all ranks.
 
     The first time that a group makes such a call, its signature is compared in words and the host
@@ -186,17 +186,17 @@ def pulls(call: Call, keys: Keys, groups: int, signature: CallSignature) -> Carr
     room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
     digest = signature.as_int64(call.number, call.seed)
     if call.kernel.capabilities.bands == "any" and is_short(call.plan, keys, groups):
-        return AtOnce.of(call, keys, room, digest)
+        return OneKernel.of(call, keys, room, digest)
     window = window_of(call.ring)
     window.reserve(groups * (keys.message.size + room))
-    return Pulls(call, window, keys, groups, room, digest)
+    return PeerCopies(call, window, keys, groups, room, digest)
 
 
 @lru_cache(maxsize=256)
-def _room(plan: Plan, keys: Keys, dtype: torch.dtype) -> int:
+def _room(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = longest_gather(plan).length
-    return flat(Sums(keys, by_head=False).numel(longest), dtype).size
+    return flat(KeyGradBuffer(keys, by_head=False).numel(longest), dtype).size
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import Ring
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
-from ring_torch.comm.symmetric_memory import Shared
+from ring_torch.comm.symmetric_memory import SymmetricMemory
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each other
@@ -39,7 +39,7 @@ _CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each othe
 _windows: WeakKeyDictionary[dist.ProcessGroup, Window] = WeakKeyDictionary()
 
 
-def window_of(ring: Ring) -> Window:
+def window_of(ring: Ranks) -> Window:
     """A group's window; all ranks are asked when it is first wanted."""
     assert ring.group is not None
     if ring.group not in _windows:
@@ -47,7 +47,7 @@ def window_of(ring: Ring) -> Window:
     return _windows[ring.group]
 
 
-def known_window(ring: Ring) -> Window | None:
+def known_window(ring: Ranks) -> Window | None:
     """A group's window, if its ranks have been asked."""
     return None if ring.group is None else _windows.get(ring.group)
 
@@ -56,10 +56,10 @@ def known_window(ring: Ring) -> Window | None:
 class Window:
     """A buffer of this rank's that its peers read."""
 
-    ring: Ring
+    ring: Ranks
     refusals: tuple[str, ...] = field(init=False)  # why peers' memory cannot be read, if it cannot
     device: int = field(init=False)
-    memory: Shared = field(init=False)
+    memory: SymmetricMemory = field(init=False)
     stream: torch.cuda.Stream = field(init=False)  # where ranks meet
     near: torch.cuda.Stream = field(init=False)  # for copies out of the own memory
     #: For copies out of peers' memory, one after the other: they share an engine, which takes those
@@ -78,7 +78,7 @@ class Window:
         self.refusals = tuple(refusals(places, pairs))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
-        self.memory = Shared(self.ring, _HEADER)
+        self.memory = SymmetricMemory(self.ring, _HEADER)
         group, cuda = self.ring.group, torch.device("cuda")
         assert group is not None
         self._patience = timeout_of(group, cuda) // timedelta(milliseconds=1)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request
-from ring_torch.kernels.fa4.hopper import Function, HopperParts, recorded
+from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.flash_library import HeadDims, Options, Pass
-from ring_torch.records import Result
+from ring_torch.records import AttentionState
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
 _MOST_LAUNCHES = 256
@@ -35,7 +35,7 @@ class Flash4:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: Result | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``.
 
@@ -88,7 +88,7 @@ class Flash4:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: Result | None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: AttentionState | None
 ) -> tuple[Tensor, Tensor]:
     """By the library's own way."""
     where = {} if place is None else {"out": place.out, "lse": place.lse}
@@ -188,7 +188,7 @@ FA4 = FlashKernel(
         mixed_head_dims=True, bands="any", documents=True, segment_ids=True, predicate=True,
         softcap=True, alibi=True, deterministic=True, exact_nan=False,
     ),
-    parts=HopperParts(),
+    parts=HopperSplitBackward(),
     head_dims=_head_dims,
     limits=_limits,
     adds_sinks=True,

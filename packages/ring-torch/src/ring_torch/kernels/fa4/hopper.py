@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_core import Plan, WorkItem, gather_program
 from ring_torch.kernels.flash import aligned, capability
 from ring_torch.kernels.flash_library import Window
-from ring_torch.records import Columns, Params, Rows, Upstream
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums
 Function = Callable[..., None]
@@ -38,17 +38,17 @@ class Compiled(NamedTuple):
     dim: int  # padded head dim of the sum of dQ
 
 
-class HopperParts:
-    """See :class:`ring_torch.kernels.api.Parts`."""
+class HopperSplitBackward:
+    """See :class:`ring_torch.kernels.api.SplitBackward`."""
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: Params) -> bool:
+    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
         return fits and plain and _is_hopper(q.device) and _is_tiled(plan)
 
     def add_sums(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """One launch."""
@@ -74,7 +74,7 @@ class HopperParts:
         compiled.round_dq(accumulator, dq, params.scale, None, None, None, None)
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: Params
+        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """The library's own rounding; the number of query heads is nothing to it."""
         compiled = _compiled(places[0].dtype, sums[0].shape[3], 2, True, (False, False))

@@ -17,14 +17,14 @@ from ring_torch.kernels.flash import capability
 from ring_torch.kernels.triton.launch import Launch
 from ring_torch.memory_ops import has_triton
 from ring_torch.records import (
-    ColumnGrads,
-    Columns,
+    AttentionState,
+    BackwardInputs,
     ItemGrads,
-    Params,
-    Result,
-    RowGrads,
-    Rows,
-    Upstream,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
 )
 
 
@@ -83,23 +83,28 @@ class TritonKernel:
         return (*reasons, *_no_room(config, request))
 
     def attend(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params,
-        place: Result | None = None,
-    ) -> Result:  # fmt: skip
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, in ``place`` if there is one."""
         into = place or _empty(rows, columns)
         Launch(rows, columns, item, params).attend(into, fresh=True)
         return into
 
     def forward(
-        self, rows: Rows, columns: Columns, item: WorkItem, params: Params, into: Result
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
+        into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, in one pass."""
         Launch(rows, columns, item, params).attend(into, fresh=False)
 
     def backward(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
-        row_grads: RowGrads, column_grads: ColumnGrads,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         launch = Launch(rows, columns, item, params)
@@ -112,7 +117,7 @@ class TritonKernel:
             launch.add_to_bias(upstream, row_grads.dbias)
 
     def gradients(
-        self, rows: Rows, columns: Columns, upstream: Upstream, item: WorkItem, params: Params,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         place: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``place`` if there is one."""
@@ -131,12 +136,12 @@ class TritonKernel:
         return ItemGrads(dq, dk, dv, dbias)
 
 
-def _empty(rows: Rows, columns: Columns) -> Result:
+def _empty(rows: QueryBlock, columns: KeyBlock) -> AttentionState:
     """Room for the result of an item alone."""
     batch, length, heads, _ = rows.q.shape
     out = rows.q.new_empty(batch, length, heads, columns.v.shape[3])
     lse = rows.q.new_empty(batch, heads, length, dtype=torch.float32)
-    return Result(out, lse)
+    return AttentionState(out, lse)
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ring_core.triton.tile_configs import Blocks, Pass
 from ring_core.triton.tile_sizes import choose_blocks, heads_together, padded, stages_that_fit
 from ring_torch.capture import cached_tensors
 from ring_torch.kernels.block_index import FAR, Grid, tile_numbers, visits
-from ring_torch.records import Columns, Params, Result, Rows, Upstream
+from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 _OLDEST = 80  # compute capability
 
@@ -32,30 +32,30 @@ _ROLES = {"dout": "out", "delta": "lse"}
 class Launch:
     """The work of an item for the kernels."""
 
-    rows: Rows
-    columns: Columns
+    rows: QueryBlock
+    columns: KeyBlock
     item: WorkItem
-    params: Params
+    params: KernelParams
 
-    def attend(self, into: Result, *, fresh: bool) -> None:
+    def attend(self, into: AttentionState, *, fresh: bool) -> None:
         """Merge what the queries see into a result, or, if ``fresh``, write it there."""
         self._run("attend", {"out": into.out, "lse": into.lse}, fresh=fresh)
 
-    def add_to_queries(self, upstream: Upstream, dq: Tensor, *, fresh: bool) -> None:
+    def add_to_queries(self, upstream: BackwardInputs, dq: Tensor, *, fresh: bool) -> None:
         """Add the gradient of the queries, or, if ``fresh``, write it."""
         self._run("add_to_queries", {**_given(upstream), "dq": dq}, fresh=fresh)
 
-    def add_to_keys(self, upstream: Upstream, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
+    def add_to_keys(self, upstream: BackwardInputs, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
         """Add the gradients of keys and values, or, if ``fresh``, write them."""
         self._run("add_to_keys", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
 
     def add_to_all(
-        self, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
+        self, upstream: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
     ) -> None:
         """Both in one kernel; only ``dk`` and ``dv`` may be fresh."""
         self._run("add_to_all", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
 
-    def add_to_bias(self, upstream: Upstream, dbias: Tensor) -> None:
+    def add_to_bias(self, upstream: BackwardInputs, dbias: Tensor) -> None:
         """Add the gradient of the bias."""
         batch, _, heads, _ = self.rows.q.shape
         numbers = {
@@ -195,7 +195,7 @@ class Launch:
         return found
 
 
-def _given(upstream: Upstream) -> dict[str, Tensor]:
+def _given(upstream: BackwardInputs) -> dict[str, Tensor]:
     """What a backward starts from; ``lse`` and delta have to be alike in memory."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
