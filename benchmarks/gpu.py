@@ -120,12 +120,16 @@ def _as_long(setting: Setting) -> Iterator[None]:
     plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, schedule="zigzag")
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
-    groups = head_groups.groups_of(plan, sizes, 2)
-    is_short = one_kernel.is_short
+    groups = head_groups.head_groups_of(plan, sizes, 2)
+    fits_one_kernel = one_kernel.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
     with (
-        patch.object(prepare, "groups_of", lambda *_: groups),
-        patch.object(peer_copies, "is_short", lambda *x: setting.seq_len <= 8 * K and is_short(*x)),
+        patch.object(prepare, "head_groups_of", lambda *_: groups),
+        patch.object(
+            peer_copies,
+            "fits_one_kernel",
+            lambda *x: setting.seq_len <= 8 * K and fits_one_kernel(*x),
+        ),
     ):
         yield
     prepare._prepare.cache_clear()  # noqa: SLF001

@@ -53,9 +53,9 @@ class Alone:
             self.call,
             torch.zeros if zero else torch.empty,
         )
-        return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+        return [make(size, dtype=call.acc_dtype, device=call.device) for _ in range(self.groups)]
 
-    def send_home(
+    def return_grads(
         self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip

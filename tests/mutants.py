@@ -320,14 +320,14 @@ def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
     gather = _torch("transports.p2p")
     if gather is None:
         return []
-    right = gather.Messages.send_home
+    right = gather.Messages.return_grads
 
     def wrong(carrier: Any, *args: Any, **named: Any) -> Any:
         if beside in (None, named["beside"]):
             return gather.PendingGrads(lambda *_: None)
         return right(carrier, *args, **named)
 
-    return [(gather.Messages, "send_home", wrong)]
+    return [(gather.Messages, "return_grads", wrong)]
 
 
 def _gathered_out_of_order() -> Patches:
@@ -373,11 +373,11 @@ def _in_groups() -> Patches:
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return _torch("head_groups").Groups(
+        return _torch("head_groups").HeadGroups(
             *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True
         )
 
-    return [(call, "groups_of", groups_of)]
+    return [(call, "head_groups_of", groups_of)]
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
@@ -418,6 +418,6 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [
-        (_torch("transports.peer_copies"), "is_short", lambda *_: False)
+        (_torch("transports.peer_copies"), "fits_one_kernel", lambda *_: False)
     ],  # short calls, too
 }

@@ -188,7 +188,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def judged(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
+def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
     """What is wrong with two runs of the same calls, by rank; says what they held."""
     wrong: list[str] = []
     for rank, (one, other) in enumerate(zip(first, again, strict=True)):
@@ -213,7 +213,7 @@ def main() -> int:
     asked = parser.parse_args()
     with LocalRanks(3, patience=None) as ranks:
         first, again = (ranks.run(many_calls, asked.calls, asked.seed) for _ in range(2))
-    wrong = judged(first, again)
+    wrong = compared(first, again)
     with LocalRanks(4, patience=None) as ranks:
         found = ranks.run(long_sequence, asked.tokens, WINDOW)
     error, seconds = (max(column) for column in zip(*found, strict=True))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cases import Case, round_to
 
 from ring_core import philox
-from ring_core.reference.item_kernel import seen_matmul
+from ring_core.reference.item_kernel import masked_matmul
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -60,7 +60,7 @@ def plain(case: Case) -> Arrays:
     lse = (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))[..., 0]
     safe = np.where(np.isneginf(lse), 0, lse)[..., None]
     p = np.where(visible, np.exp(s - safe), 0).astype(wide)
-    out = seen_matmul(_rounded(p * keep, case, wide), visible, v)
+    out = masked_matmul(_rounded(p * keep, case, wide), visible, v)
     again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, shift)
     p = np.where(visible, np.exp(again - safe), 0).astype(wide)
     kept = _rounded(p * keep, case, wide)
@@ -68,9 +68,9 @@ def plain(case: Case) -> Arrays:
     delta = (dout * out).sum(-1) - x.get("dlse", wide(0))
     ds: Any = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
     dx = _rounded(np.where(visible, ds * slope * scale, 0), case, wide)
-    dq = seen_matmul(dx, visible, k)
-    dk = seen_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
-    dv = seen_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
+    dq = masked_matmul(dx, visible, k)
+    dk = masked_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
+    dv = masked_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
     out, dq, dk, dv = (y[..., ::order] for y in (out, dq, dk, dv))
     dk, dv, ds = dk[:, :, ::order], dv[:, :, ::order], ds[..., ::order]
     fold = (case.batch, case.heads[1], group)

@@ -28,7 +28,7 @@ def test_plain_ring_by_hand() -> None:
             "flops": 26 * 120,
             "bytes_sent": 240,
             "messages": 1,
-            "live_steps": 2,
+            "active_steps": 2,
             "balance": 26 / 18,
             "memory_bytes": 2 * 240 + 576,
             "compute_s": 10 + 16,
@@ -43,7 +43,7 @@ def test_plain_ring_by_hand() -> None:
             "flops": 26 * 120 * 3.5,
             "bytes_sent": 240 + 480,
             "messages": 2,
-            "live_steps": 2,
+            "active_steps": 2,
             "balance": 26 / 18,
             "memory_bytes": 2 * 240 + 384 + 3 * 480,
             "compute_s": 26 + 26,
@@ -73,7 +73,7 @@ def test_balanced_ring_by_hand() -> None:
             "flops": 18 * 120 * 3.5,
             "bytes_sent": 240 + q + out + lse + shipped + 480 + dq,
             "messages": 9 + 9,
-            "live_steps": 2,
+            "active_steps": 2,
             "balance": 1,
             "memory_bytes": 2 * 240 + dq + 3 * 480 + q + dout + dq,
             "compute_s": 36,
@@ -95,7 +95,7 @@ def test_messages_of_a_longer_ring() -> None:
 def test_a_single_rank_moves_nothing() -> None:
     plan = make_plan(Mask(causal=True), seq_len=8, cp_size=1)
     cost = estimate(plan, MODEL, SLOW)
-    assert (cost.bytes_sent, cost.messages, cost.live_steps, cost.exposed_s) == (0, 0, 1, 0)
+    assert (cost.bytes_sent, cost.messages, cost.active_steps, cost.exposed_s) == (0, 0, 1, 0)
     assert cost.time_s == pytest.approx(2 * 36)
     assert cost.memory_bytes == 3 * 8 * 2 * 4 * 4 + 3 * 8 * 1 * 10 * 4  # dQ and one dK/dV
 
@@ -113,7 +113,7 @@ def test_a_window_sends_only_what_someone_sees() -> None:
         estimate(make_plan(mask, seq_len=4096, cp_size=8), model, device)
         for mask in (Mask(window=(100, 0)), Mask())
     )
-    assert window.live_steps == 2
+    assert window.active_steps == 2
     assert window.bytes_sent < full.bytes_sent / 4
 
 
@@ -134,7 +134,7 @@ def test_keys_count_by_their_own_length() -> None:
 def test_thousands_of_ranks() -> None:
     plan = make_plan(Mask(causal=True), seq_len=1 << 20, cp_size=2048, schedule="balanced")
     cost = estimate(plan, Model(32, 8, 128), hardware("tpu-v5p"))
-    assert cost.live_steps == 1025
+    assert cost.active_steps == 1025
     assert cost.time_s == pytest.approx(cost.compute_s + cost.exposed_s)
 
 

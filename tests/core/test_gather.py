@@ -24,8 +24,8 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core.programs.gather import Fetch, _without
-from ring_core.programs.intervals import Span
+from ring_core.programs.gather import Fetch, _subtract
+from ring_core.programs.intervals import Interval
 
 
 def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
@@ -260,18 +260,18 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
     item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
     targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
     fetches = tuple(Fetch(1, target, target) for target in targets)
-    gather = Gather(True, fetches, (item,), (4,), (Span(0, 9),))
+    gather = Gather(True, fetches, (item,), (4,), (Interval(0, 9),))
     assert [gather.is_early(fetch) for fetch in fetches] == [True, False, False, True]
 
 
 def test_parts_outside_others() -> None:
     """Others may lie on either side, touch, overlap and hold all."""
-    span = Span(3, 9)
-    assert _without(span, [Span(0, 2), Span(11, 12)]) == [span]
-    assert _without(span, [Span(0, 3), Span(9, 12)]) == [span]
-    assert _without(span, [Span(8, 12), Span(0, 4)]) == [Span(4, 8)]
-    assert _without(span, [Span(4, 5), Span(6, 9)]) == [Span(3, 4), Span(5, 6)]
-    assert _without(span, [Span(3, 9)]) == []
+    span = Interval(3, 9)
+    assert _subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
+    assert _subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
+    assert _subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
+    assert _subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
+    assert _subtract(span, [Interval(3, 9)]) == []
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -19,7 +19,7 @@ from ring_core import (
     make_plan,
 )
 from ring_core.masks.band import UNBOUNDED
-from ring_core.plan.geometry import Rows
+from ring_core.plan.geometry import RectangleTable
 
 
 @given(plans(), st.data())
@@ -40,7 +40,7 @@ def test_one_pair_of_ranks_is_counted_as_among_many(plan: Plan, data: st.DataObj
     assert half is not None or count == seen_in(plan, q_rank, kv_rank).sum()
 
 
-def columns_of(rows: Rows) -> list[Any]:
+def columns_of(rows: RectangleTable) -> list[Any]:
     return [*rows.rect, rows.doc_start, rows.doc_stop]
 
 
@@ -49,7 +49,7 @@ def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
     return plan.mask.dense(plan.q_positions(q_rank), plan.k_positions(kv_rank))
 
 
-def pairs_by_row(rows: Rows, plan: Plan, q_rank: int, kv_rank: int) -> Any:
+def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:
     """How many keys each query of a rank sees in rectangles, which no two of them share."""
     seen = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
     for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():

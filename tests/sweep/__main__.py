@@ -33,7 +33,7 @@ SECONDS = 60.0  # a class may take
 WAIT = 8.0  # a rank waits for another
 
 
-def judged(answers: list[tuple[bool, object]]) -> Outcome:
+def compared(answers: list[tuple[bool, object]]) -> Outcome:
     """One outcome of both ranks' answers."""
     outcomes = [x if ok and isinstance(x, Outcome) else None for ok, x in answers]
     texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
@@ -56,7 +56,7 @@ def run(chosen: list[Entry], results: Path) -> None:
     for entry in bar:
         bar.set_postfix_str(entry.name, refresh=False)
         ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
-        outcome = judged(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
+        outcome = compared(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
         result = Result(
             transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
             outcome.loss, outcome.padding,

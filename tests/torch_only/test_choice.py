@@ -181,7 +181,7 @@ def test_flash_attn_4_under_an_older_one_says_how_to_mend_it(
 ) -> None:
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
     monkeypatch.setattr(fa4, "_interface", SimpleNamespace)
-    message = fa4.FA4.missing()
+    message = fa4.FA4.unavailable_reason()
     assert message is not None and "flash-attn 2.8 has put an older flash_attn/cute" in message
     assert message.endswith("pip install --force-reinstall --no-deps flash-attn-4")
 
@@ -193,13 +193,13 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
     monkeypatch.setattr(fa4, "_interface", broken)
-    assert fa4.FA4.missing() == "flash-attn-4 4.1 does not load: no cutlass"
+    assert fa4.FA4.unavailable_reason() == "flash-attn-4 4.1 does not load: no cutlass"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_auto_says_why_not_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "version", _absent)
-    monkeypatch.setattr(TritonKernel, "missing", lambda _: None)
+    monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
     choice = kernels.choose(KernelConfig(), replace(BFLOAT16, softcap=True, bias=True), plan())
     assert choice.kernel.capabilities.name == "triton"
     passed_over = {can.name: why for can, why in choice.passed_over}
@@ -266,9 +266,11 @@ def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             name, kind = kernel.capabilities.name, type(kernel)
             if isinstance(kernel, FlashKernel):
                 why = None if name in names else "is not there"
-                monkeypatch.setattr(type(kernel.flash), "missing", lambda _, why=why: why)
+                monkeypatch.setattr(
+                    type(kernel.flash), "unavailable_reason", lambda _, why=why: why
+                )
             elif isinstance(kernel, TritonKernel):
-                monkeypatch.setattr(kind, "missing", lambda _: None)
+                monkeypatch.setattr(kind, "unavailable_reason", lambda _: None)
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     return show

@@ -55,7 +55,7 @@ class PlainFlash:
 
     drops_right: bool = False
 
-    def missing(self) -> None:
+    def unavailable_reason(self) -> None:
         """It runs everywhere."""
 
     def forward(

@@ -6,7 +6,7 @@ import pytest
 
 from ring_core import Mask, make_plan
 from ring_core.checks import Sizes
-from ring_torch.head_groups import ONE_GROUP, Groups, groups_of
+from ring_torch.head_groups import ONE_GROUP, HeadGroups, head_groups_of
 
 K = 1024
 
@@ -16,13 +16,13 @@ K = 1024
     [
         (8 * K, 8, ONE_GROUP),  # too little work for more launches
         (8 * K, 32, ONE_GROUP),
-        (32 * K, 8, Groups(1, 1, early=True)),  # few keys: what travels is hidden as it is
-        (32 * K, 32, Groups(2, 2, early=True)),
-        (128 * K, 32, Groups(4, 4, early=True)),
-        (128 * K, 8, Groups(1, 1, early=True)),
+        (32 * K, 8, HeadGroups(1, 1, early=True)),  # few keys: what travels is hidden as it is
+        (32 * K, 32, HeadGroups(2, 2, early=True)),
+        (128 * K, 32, HeadGroups(4, 4, early=True)),
+        (128 * K, 8, HeadGroups(1, 1, early=True)),
     ],
 )
-def test_groups_of_a_causal_ring_of_four(tokens: int, kv_heads: int, expected: Groups) -> None:
+def test_groups_of_a_causal_ring_of_four(tokens: int, kv_heads: int, expected: HeadGroups) -> None:
     assert groups(tokens, 32, kv_heads) == expected
 
 
@@ -31,8 +31,8 @@ def test_groups_divide_the_heads_of_keys() -> None:
     assert groups(128 * K, 30, 30).forward == 3
 
 
-def groups(tokens: int, q_heads: int, kv_heads: int) -> Groups:
+def groups(tokens: int, q_heads: int, kv_heads: int) -> HeadGroups:
     """Of bfloat16 sequences with head dim 128."""
     plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, schedule="zigzag")
     local = tokens // 4
-    return groups_of(plan, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
+    return head_groups_of(plan, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)

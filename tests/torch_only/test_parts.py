@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core import Mask, Plan, WorkItem
 from ring_core.programs import own_key_rows
 from ring_torch import ContextParallel, prepare
-from ring_torch.head_groups import ONE_GROUP, Groups
+from ring_torch.head_groups import ONE_GROUP, HeadGroups
 from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
@@ -65,7 +65,7 @@ def _reversed(x: Tensor) -> Tensor:
     return found
 
 
-def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[list[bool], float]:
+def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: HeadGroups) -> tuple[list[bool], float]:
     """Which passes added up in tiles, and the largest error of a gradient."""
     del rank
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[lis
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
-        patch.object(prepare, "groups_of", lambda *_: groups),
+        patch.object(prepare, "head_groups_of", lambda *_: groups),
         patch.object(hopper, "KEYS", KEYS),
         patch.object(own_key_rows, "TILE", KEYS),
     ):
@@ -111,12 +111,12 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: Groups) -> tuple[lis
     [
         ("plain", ONE_GROUP),
         ("zigzag", ONE_GROUP),
-        ("plain", Groups(1, 2, early=True)),
-        ("zigzag", Groups(2, 2, early=True)),
+        ("plain", HeadGroups(1, 2, early=True)),
+        ("zigzag", HeadGroups(2, 2, early=True)),
     ],
 )
 def test_tiles_of_all_launches_are_the_same(
-    schedule: Any, groups: Groups, mask: Mask, tiled: bool, backend: Any
+    schedule: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
     for used, error in backend.pool(2).run(on_a_rank, schedule, mask, groups):
         assert used == [tiled]

@@ -9,7 +9,7 @@ import torch
 import transformers
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, AttentionState, read, rendered
+from sweep.page import PAGE, RESULTS, Result, read, rendered
 from sweep.tiny import config_of
 
 from ring_torch import hf
@@ -107,5 +107,5 @@ def test_check_model_says_in_advance_what_the_page_says() -> None:
     assert others == []
 
 
-def _is_exact(listed: AttentionState) -> bool:
+def _is_exact(listed: Result) -> bool:
     return listed.result == "exact" or not listed.is_checked  # what only a call shows

@@ -45,7 +45,7 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return one_kernel.is_short(case.plan, keys, 1)
+    return one_kernel.fits_one_kernel(case.plan, keys, 1)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
@@ -94,9 +94,9 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Any:
         keys = KVPayload.of(inputs, groups)
         agree(call.ring, call.number, call.seed, facts, call.device)
-        assert one_kernel.is_short(call.plan, keys, groups)
+        assert one_kernel.fits_one_kernel(call.plan, keys, groups)
         digest = facts.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
-        return one_kernel.OneKernel.of(call, keys, _room(call.plan, keys, call.wide), digest)
+        return one_kernel.OneKernel.of(call, keys, _room(call.plan, keys, call.acc_dtype), digest)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)

@@ -144,7 +144,7 @@ class Cost:
             ``4 * B * H * D`` where the dims are equal, and 2.5 times as many again backward.
         bytes_sent: Bytes a rank sends.
         messages: Messages a rank sends.
-        live_steps: Steps the plan runs, the own block included.
+        active_steps: Steps the plan runs, the own block included.
         balance: Visible pairs of the busiest rank over the mean of all.
         memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
         compute_s: Seconds: the slowest rank of every stage, summed.
@@ -155,7 +155,7 @@ class Cost:
     flops: float
     bytes_sent: int
     messages: int
-    live_steps: int
+    active_steps: int
     balance: float
     memory_bytes: int
     compute_s: float
@@ -208,7 +208,7 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
         flops=flops,
         bytes_sent=sum(p.bytes_sent for p in passes),
         messages=sum(p.messages for p in passes),
-        live_steps=plan.num_steps,
+        active_steps=plan.num_steps,
         balance=plan.balance,
         memory_bytes=_memory(plan, model, backward),
         compute_s=compute_s,

@@ -89,7 +89,7 @@ def backward_pass(
     ):
         delta = None
         if call.kernel.needs_delta:
-            delta = _delta(dout, out, call.wide)
+            delta = _delta(dout, out, call.acc_dtype)
             delta = delta if dlse is None else delta - dlse
         found = _run_backward(call, inputs, BackwardInputs(dout, out, lse, delta), kept)
         dsinks = None
@@ -120,7 +120,7 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
         carrier = _carrier(call, inputs, call.forward_signature, call.groups.forward)
         (out, lse), kept = gathered_forward(call, inputs, carrier)
     if inputs.sinks is not None:
-        out = out.to(call.wide)
+        out = out.to(call.acc_dtype)
         lse = _add_sinks(out, lse, inputs.sinks)
     return out, lse, kept
 
@@ -147,17 +147,17 @@ def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) 
     return Messages(call, keys, groups)
 
 
-def _delta(dout: Tensor, out: Tensor, wide: torch.dtype) -> Tensor:
+def _delta(dout: Tensor, out: Tensor, acc_dtype: torch.dtype) -> Tensor:
     """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
-    if _has_passes(out, wide):
+    if _has_passes(out, acc_dtype):
         from ring_torch.memory_ops import row_dots_on_gpu
 
         return row_dots_on_gpu(dout, out)
     batch, length, heads, _ = out.shape
-    delta = torch.empty(batch, heads, length, dtype=wide, device=out.device)
+    delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
     for start in range(0, length, _DELTA_ROWS):
         rows = slice(start, start + _DELTA_ROWS)
-        product = dout[:, rows].to(wide) * out[:, rows].to(wide)
+        product = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
         delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
     return delta
 

@@ -14,7 +14,7 @@ from ring_core import KernelConfig, Mask, Plan
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.head_groups import Groups
+from ring_torch.head_groups import HeadGroups
 from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel
 from ring_torch.positions import key_runs, positions_of, query_runs
@@ -36,12 +36,12 @@ class Call(NamedTuple):
     kernel: Kernel
     choice: Selection
     dtype: torch.dtype  # of the inputs
-    wide: torch.dtype  # of accumulators
+    acc_dtype: torch.dtype  # of accumulators
     device: torch.device
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
     transport: str
-    groups: Groups  # of heads, over gathered keys
+    groups: HeadGroups  # of heads, over gathered keys
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
@@ -119,8 +119,8 @@ def header_device(call: Call) -> torch.device:
 
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
-    dq = torch.zeros(rows.q.shape, dtype=call.wide, device=call.device)
+    dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
     dbias = None
     if rows.bias is not None and call.params.bias_grad:
-        dbias = torch.zeros(rows.bias.shape, dtype=call.wide, device=call.device)
+        dbias = torch.zeros(rows.bias.shape, dtype=call.acc_dtype, device=call.device)
     return QueryGrads(dq, dbias)

@@ -25,7 +25,7 @@ from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.prepare import ask_peers, check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies.gather import keeps_gathered
+from ring_torch.strategies.gather import saves_gathered
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -267,7 +267,7 @@ def _attention_like(
     call, inputs = _call(text, given, _widest(numbers), number=1)
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
-    lse = q.new_empty(batch, heads, length, dtype=call.wide)
+    lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
     return out, lse, _kept_like(call, inputs, numbers)
 
 
@@ -278,7 +278,7 @@ def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
         return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
     groups = call.groups.forward
     keys = KVPayload.of(inputs, groups)
-    if numbers.shape_the_plan or not keeps_gathered(call, keys):
+    if numbers.shape_the_plan or not saves_gathered(call, keys):
         return []
     length = gather_program(call.plan, call.ring.rank).length
     both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]

@@ -18,18 +18,18 @@ MOST_GROUPS = 4
 
 #: Gathered keys of up to this many bytes are kept from the forward for the backward, which
 #: otherwise fetches them again.
-KEPT_BYTES = 256 << 20
+MAX_SAVED_BYTES = 256 << 20
 
 #: Bytes fetched a FLOP of a forward from which on keys do not hide behind one another's launches:
 #: those of a ring of four with a key head for every query head, up to 128k tokens. Fewer are not
 #: worth more launches.
-LEAST_RATIO = 1e-4
+MIN_BYTES_PER_FLOP = 1e-4
 
 #: FLOPs of a forward from which on gradients are sent in two parts.
-EARLY_FLOPS = 3e11
+EARLY_RETURN_FLOPS = 3e11
 
 
-class Groups(NamedTuple):
+class HeadGroups(NamedTuple):
     """Into how many groups heads are cut; the backward cuts what the forward has cut."""
 
     forward: int
@@ -38,19 +38,19 @@ class Groups(NamedTuple):
     early: bool
 
 
-ONE_GROUP = Groups(1, 1, early=False)
+ONE_GROUP = HeadGroups(1, 1, early=False)
 
 
-def groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> Groups:
+def head_groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> HeadGroups:
     """Groups for a plan that gathers keys, the same on all ranks."""
     dims = sizes.head_dim + sizes.v_head_dim
     pairs = int(plan.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
     longest = longest_gather(plan).length
     size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
-    fetched = size if size <= KEPT_BYTES else 2 * size
+    fetched = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
-    if fetched > LEAST_RATIO * flops:
+    if fetched > MIN_BYTES_PER_FLOP * flops:
         most = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
         groups = max(n for n in range(1, max(most, 1) + 1) if sizes.kv_heads % n == 0)
-    return Groups(groups, groups, early=flops > EARLY_FLOPS)
+    return HeadGroups(groups, groups, early=flops > EARLY_RETURN_FLOPS)

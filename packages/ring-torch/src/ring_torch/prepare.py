@@ -30,9 +30,9 @@ from ring_torch.call import Call, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.head_groups import ONE_GROUP, groups_of
+from ring_torch.head_groups import ONE_GROUP, head_groups_of
 from ring_torch.kernels import KERNEL_NAMES, choose
-from ring_torch.records import Inputs, KernelParams, wide
+from ring_torch.records import Inputs, KernelParams, acc_dtype
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -240,9 +240,9 @@ def _prepare(
         transport in GATHERED and choice.kernel.capabilities.bands == "any"
         and not needs_index and q_ids is None
     ):  # fmt: skip
-        groups = groups_of(plan, sizes, facts[0].dtype.itemsize)
+        groups = head_groups_of(plan, sizes, facts[0].dtype.itemsize)
     return Call(
-        ring, plan, params, choice.kernel, choice, facts[0].dtype, wide(facts[0].dtype), device,
+        ring, plan, params, choice.kernel, choice, facts[0].dtype, acc_dtype(facts[0].dtype), device,
         needs_index, grad, transport, groups, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip

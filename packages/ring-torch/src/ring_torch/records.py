@@ -199,7 +199,7 @@ def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
     return x if groups == 1 else x.narrow(dim, n * size, size)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of accumulators for inputs of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -207,7 +207,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
     batch, length, heads, _ = q.shape
-    dtype = wide(q.dtype)
+    dtype = acc_dtype(q.dtype)
     out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
     return AttentionState(out, lse)

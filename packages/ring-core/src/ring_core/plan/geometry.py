@@ -24,7 +24,7 @@ Bools = npt.NDArray[np.bool_]
 _CELLS_AT_ONCE = 1 << 15  # arrays that stay in cache
 
 
-class Rows(NamedTuple):
+class RectangleTable(NamedTuple):
     """Rectangles ``[..., n]`` of each pair of ranks; the empty ones are all zeros.
 
     ``doc_start:doc_stop`` are the cells of ``boundaries`` that the rectangle spans; both are zero
@@ -44,7 +44,9 @@ class Geometry(Protocol):
         """Ascending positions of chunk and document borders, if there are any."""
         ...
 
-    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+    def rows(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
+    ) -> RectangleTable:
         """What queries of one rank meet of keys of another, for each pair of ranks."""
         ...
 
@@ -67,7 +69,9 @@ class BandGeometry:
         first, last = min(0, self.q_offset), self.k_layout.seq_len
         object.__setattr__(self, "boundaries", self.mask.boundaries(first, last))
 
-    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+    def rows(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
+    ) -> RectangleTable:
         """The rectangles a pair of ranks computes, in as few as possible."""
         rows = self._pieces(q_rank, kv_rank)
         if half is not None:
@@ -76,7 +80,7 @@ class BandGeometry:
             rows = self._without_dead(q_rank, kv_rank, rows)
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
 
-    def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> Rows:
+    def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> RectangleTable:
         """One rectangle for each run of a rank's queries against neighbouring keys.
 
         For a layout of keys whose local indices are their positions.
@@ -86,7 +90,7 @@ class BandGeometry:
         rect = self._untrimmed(q_local, k_local, q_pos, k_pos)
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         if self.boundaries is None:
-            return Rows(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
+            return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
         rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
         return self._without_dead(q_rank, 0, rows)
 
@@ -112,13 +116,13 @@ class BandGeometry:
         )
         return q_local.reshape(-1), k_local.reshape(-1), q_pos.reshape(flat), k_pos.reshape(flat)
 
-    def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> Rows:
+    def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> RectangleTable:
         """One trimmed rectangle for every pair of runs."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         rect = band.trim(self._untrimmed(q_local, k_local, q_pos, k_pos))
         if self.boundaries is None:
             zero = np.zeros_like(rect.lo)
-            return Rows(rect, zero, zero)
+            return RectangleTable(rect, zero, zero)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
     def _untrimmed(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
@@ -126,7 +130,7 @@ class BandGeometry:
         q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
 
-    def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> Rows:
+    def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> RectangleTable:
         """Clip rectangles to the chunks and documents that both sides touch.
 
         ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
@@ -135,7 +139,7 @@ class BandGeometry:
         cells = self.boundaries
         if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
             stop = np.where(rect.live, cells.size - 1, 0)
-            return Rows(rect, np.zeros_like(stop), stop)
+            return RectangleTable(rect, np.zeros_like(stop), stop)
         for _ in range(2):  # the band may cut further, and then fewer cells are touched
             first, last = self._touched(rect, q_zero, k_zero)
             inside = rect.live & (first <= last)
@@ -144,7 +148,7 @@ class BandGeometry:
             rect = band.clip(rect, start - q_zero, stop - q_zero, start - k_zero, stop - k_zero)
         first, last = self._touched(rect, q_zero, k_zero)
         several = rect.live & (last > first)
-        return Rows(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
+        return RectangleTable(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
 
     def _touched(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
         """First and last cell that hold both a query and a key of each rectangle."""
@@ -157,13 +161,17 @@ class BandGeometry:
         cell = np.searchsorted(self.boundaries, position, side="right") - 1
         return np.clip(cell, 0, self.boundaries.size - 2)
 
-    def _without_dead(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Rows:
+    def _without_dead(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
+    ) -> RectangleTable:
         """Drop rectangles whose band never meets a cell they span."""
         dead = self._count(q_rank, kv_rank, rows) == 0
         rect = Rectangles(*(np.where(dead, 0, x) for x in rows.rect))
-        return Rows(rect, np.where(dead, 0, rows.doc_start), np.where(dead, 0, rows.doc_stop))
+        return RectangleTable(
+            rect, np.where(dead, 0, rows.doc_start), np.where(dead, 0, rows.doc_stop)
+        )
 
-    def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Ints:
+    def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable) -> Ints:
         shown = _count(rows.rect)
         if not rows.doc_stop.any():
             return shown
@@ -171,7 +179,7 @@ class BandGeometry:
         in_cells = self._count_in_cells(rows, q_pos - q_local, k_pos - k_local)
         return np.where(rows.doc_stop > 0, in_cells, shown)
 
-    def _count_in_cells(self, rows: Rows, q_zero: Ints, k_zero: Ints) -> Ints:
+    def _count_in_cells(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of rectangles that span several cells (zero for the others)."""
         if self.q_layout.stride > 1:
             return self._count_strided(rows, q_zero, k_zero)
@@ -194,7 +202,7 @@ class BandGeometry:
         k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
         return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
 
-    def _count_strided(self, rows: Rows, q_zero: Ints, k_zero: Ints) -> Ints:
+    def _count_strided(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Striped layouts cut every cell differently on every rank: count cell by cell."""
         assert self.boundaries is not None
         cells = self.boundaries.size - 1
@@ -217,7 +225,9 @@ class BandGeometry:
         lo, hi = band.local_band(0, 0, 1, self.mask.band)
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
 
-    def _half(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, half: int) -> Rows:
+    def _half(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable, half: int
+    ) -> RectangleTable:
         """Half of the query rows by visible pairs: cut at the row that halves the count."""
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
@@ -231,15 +241,22 @@ class BandGeometry:
         return self._cut(q_rank, kv_rank, rows, *bounds)
 
     def _cut(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows, start: Ints, stop: Ints
-    ) -> Rows:
+        self,
+        q_rank: npt.ArrayLike,
+        kv_rank: npt.ArrayLike,
+        rows: RectangleTable,
+        start: Ints,
+        stop: Ints,
+    ) -> RectangleTable:
         rect = band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
         if self.boundaries is None:
-            return Rows(rect, rows.doc_start, rows.doc_stop)
+            return RectangleTable(rect, rows.doc_start, rows.doc_stop)
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
-    def _coalesced(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: Rows) -> Rows:
+    def _coalesced(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
+    ) -> RectangleTable:
         """Replace the rectangles of a pair by their bounding box where one band shows the same.
 
         That band is the one of all pieces together, in the local coordinates of the box: sides that
@@ -273,15 +290,15 @@ class BandGeometry:
         out = Rectangles(
             *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
         )
-        return self._packed(Rows(out, rows.doc_start, rows.doc_stop))
+        return self._packed(RectangleTable(out, rows.doc_start, rows.doc_stop))
 
     @staticmethod
-    def _packed(rows: Rows) -> Rows:
+    def _packed(rows: RectangleTable) -> RectangleTable:
         """Live rectangles first; columns no pair uses are dropped."""
         order = np.argsort(~rows.rect.live, axis=-1, kind="stable")
         width = max(1, int(rows.rect.live.sum(axis=-1).max(initial=0)))
         take = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*rows.rect, *rows[1:])]
-        return Rows(Rectangles(*take[:6]), take[6], take[7])
+        return RectangleTable(Rectangles(*take[:6]), take[6], take[7])
 
 
 def _count(rect: Rectangles) -> Ints:

@@ -16,16 +16,16 @@ from ring_core.base.tiles import TILE
 from ring_core.layouts.layout import Dealt, Layout, Run, Schedule, layout_of
 from ring_core.masks.band import UNBOUNDED
 from ring_core.masks.mask import Mask, check_documents
-from ring_core.plan.geometry import BandGeometry, Rows
+from ring_core.plan.geometry import BandGeometry, RectangleTable
 from ring_core.plan.items import WorkItem
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.programs.ring import (
     Help,
     Stage,
     Step,
+    active_steps,
     backward_program,
     forward_program,
-    live_steps,
     step_rows,
 )
 
@@ -38,7 +38,7 @@ TABLE_UNBOUNDED = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Traits:
+class ItemCounts:
     """What a kernel must be able to do to run every item of a plan, as numbers of items.
 
     Attributes:
@@ -187,7 +187,7 @@ class Plan:
         return float(self._work.max(axis=1).sum() / mean) if mean else 1.0
 
     @cached_property
-    def traits(self) -> Traits:
+    def traits(self) -> ItemCounts:
         """Which kinds of items the plan has, over all ranks and steps."""
         counts = np.zeros(4, dtype=np.int64)
         for step in range(self.num_steps):
@@ -199,7 +199,7 @@ class Plan:
             counts += [
                 x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
             ]
-        return Traits(*counts.tolist())
+        return ItemCounts(*counts.tolist())
 
     @cached_property
     def digest(self) -> bytes:
@@ -232,7 +232,9 @@ class Plan:
                     items[n] += self._work_items(helped, at, int(behind[at]), rank)
         return tuple(items)
 
-    def _work_items(self, rows: Rows, at: int, q_rank: int, kv_rank: int) -> tuple[WorkItem, ...]:
+    def _work_items(
+        self, rows: RectangleTable, at: int, q_rank: int, kv_rank: int
+    ) -> tuple[WorkItem, ...]:
         columns = (*rows.rect, rows.doc_start, rows.doc_stop)
         table = zip(*(x[at].tolist() for x in columns), strict=True)
         return tuple(self._work_item(q_rank, kv_rank, row) for row in table if row[1] > row[0])
@@ -298,11 +300,11 @@ def _make_plan(
     check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
     geometry = kind(mask, q_layout, k_layout, keys - seq_len)
-    steps, work = live_steps(schedule, geometry, cp_size)
+    steps, work = active_steps(schedule, geometry, cp_size)
     return Plan(mask, seq_len, cp_size, schedule, keys, q_layout, k_layout, geometry, steps, work)
 
 
-def _columns(rows: Rows, q_rank: Ints, kv_rank: Ints) -> npt.NDArray[np.int32]:
+def _columns(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> npt.NDArray[np.int32]:
     rect = rows.rect
     wide = np.zeros_like(rect.lo)
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)

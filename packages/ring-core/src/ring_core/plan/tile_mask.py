@@ -18,7 +18,7 @@ from ring_core.base.tiles import EMPTY, FULL, PARTIAL, TILE
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
 from ring_core.masks.mask import Mask
-from ring_core.plan.geometry import Rows
+from ring_core.plan.geometry import RectangleTable
 
 Ints = npt.NDArray[np.int64]
 MAX_PAIRS = 1 << 34
@@ -59,7 +59,9 @@ class BlockGeometry:
         store(self, "kinds", kinds)
         store(self, "pairs", pairs)
 
-    def rows(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Rows:
+    def rows(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
+    ) -> RectangleTable:
         """The bounding box of the tiles that hold anything, one a pair of ranks."""
         pairs = self._tiles(q_rank, kv_rank, half)
         rows, columns = pairs.any(axis=-1), pairs.any(axis=-2)
@@ -71,7 +73,7 @@ class BlockGeometry:
         zero = np.zeros_like(q_stop)
         box = (q_start, q_stop, k_start, k_stop, zero - UNBOUNDED, zero + UNBOUNDED)
         rect = Rectangles(*(np.where(live, x, 0) for x in box))
-        return Rows(rect, zero, zero)
+        return RectangleTable(rect, zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible pairs of each pair of ranks."""

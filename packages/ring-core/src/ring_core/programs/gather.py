@@ -21,8 +21,8 @@ from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.intervals import Span, union
-from ring_core.programs.own_key_rows import some_in_place
+from ring_core.programs.intervals import Interval, union
+from ring_core.programs.own_key_rows import split_own_key_rows
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class Gather:
     fetches: tuple[Fetch, ...]
     items: tuple[WorkItem, ...]
     needs: tuple[int, ...]
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[Interval, ...] = field(repr=False)
     in_place: tuple[WorkItem, ...] = ()
 
     @cached_property
@@ -83,11 +83,11 @@ class Gather:
 
         A backward, which runs the items in reverse, writes their gradients, and adds all others.
         """
-        done: list[Span] = []
+        done: list[Interval] = []
         fresh = []
         for item in reversed(self.items):
-            columns = Span(item.k_start, item.k_stop)
-            fresh.append(tuple(slice(*span) for span in _without(columns, done)))
+            columns = Interval(item.k_start, item.k_stop)
+            fresh.append(tuple(slice(*span) for span in _subtract(columns, done)))
             done = union([*done, columns])
         return tuple(reversed(fresh))
 
@@ -147,11 +147,11 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> Gather:
     runs = plan.k_runs
     fetches: list[Fetch] = []
     needs: list[int] = []
-    done: list[Span] = []
+    done: list[Interval] = []
     for item in items:
-        columns = Span(item.k_start, item.k_stop)
+        columns = Interval(item.k_start, item.k_stop)
         needed = [
-            one for missing in _without(columns, done) for one in _fetches(runs, spans, missing)
+            one for missing in _subtract(columns, done) for one in _fetches(runs, spans, missing)
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
@@ -188,18 +188,18 @@ def _longest_gather(plan: Plan) -> Longest:
 
 def _needed(
     plan: Plan, rank: int, *, own: bool
-) -> tuple[list[WorkItem], list[WorkItem], list[Span]]:
+) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    everything = Span(0, plan.kv_seq_len)
-    mine = [] if own else [Span(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in _without(everything, mine) for item in _items(plan, rank, span)]
+    everything = Interval(0, plan.kv_seq_len)
+    mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
+    items = [item for span in _subtract(everything, mine) for item in _items(plan, rank, span)]
     in_place: list[WorkItem] = []
     if own:
-        items, in_place = some_in_place(plan, rank, items)
-    return items, in_place, union(Span(item.k_start, item.k_stop) for item in items)
+        items, in_place = split_own_key_rows(plan, rank, items)
+    return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 
-def _items(plan: Plan, rank: int, span: Span) -> Iterator[WorkItem]:
+def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     """A rank's queries against some neighbouring keys; columns are positions."""
     layout = Layout("contiguous", plan.kv_seq_len, 1)
     geometry = BandGeometry(plan.mask, plan.q_layout, layout, plan.q_offset)
@@ -217,10 +217,10 @@ def _items(plan: Plan, rank: int, span: Span) -> Iterator[WorkItem]:
             yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
 
 
-def _moved(item: WorkItem, spans: Sequence[Span]) -> WorkItem:
+def _moved(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     """An item over positions as one over the columns of a buffer that holds these spans."""
     before = sum(
-        span.within(Span(0, item.k_start)).stop - span.start
+        span.within(Interval(0, item.k_start)).stop - span.start
         for span in spans
         if span.start < item.k_start
     )
@@ -261,7 +261,7 @@ def _full(*items: WorkItem) -> bool:
 
 
 def _fetches(
-    runs: Sequence[tuple[Run, int]], spans: Sequence[Span], columns: Span
+    runs: Sequence[tuple[Run, int]], spans: Sequence[Interval], columns: Interval
 ) -> Iterator[Fetch]:
     """Columns of the buffer as slices of the ranks that hold them, in order.
 
@@ -270,10 +270,10 @@ def _fetches(
     length = runs[0][0].length
     at = 0
     for span in spans:
-        inside = Span(at, at + span.stop - span.start).within(columns)
-        wanted = Span(span.start + inside.start - at, span.start + inside.stop - at)
+        inside = Interval(at, at + span.stop - span.start).within(columns)
+        wanted = Interval(span.start + inside.start - at, span.start + inside.stop - at)
         for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
-            part = wanted.within(Span(*_ends(run)))
+            part = wanted.within(Interval(*_ends(run)))
             if part.start < part.stop:
                 local, column = run.local_start - run.global_start, at - span.start
                 yield Fetch(
@@ -286,11 +286,11 @@ def _ends(run: Run) -> tuple[int, int]:
     return run.global_start, run.global_start + run.length
 
 
-def _without(span: Span, others: Sequence[Span]) -> list[Span]:
+def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
     """The parts of a span outside others, which are sorted and apart."""
     inside = [
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]
     edges = [span.start, *(edge for part in inside for edge in part), span.stop]
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Span(a, b) for a, b in pairs if a < b]
+    return [Interval(a, b) for a, b in pairs if a < b]

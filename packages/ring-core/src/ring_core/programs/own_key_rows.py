@@ -12,10 +12,10 @@ import numpy.typing as npt
 from ring_core.base.tiles import TILE
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.intervals import Span, union
+from ring_core.programs.intervals import Interval, union
 
 
-class Stretch(NamedTuple):
+class OwnKeySpan(NamedTuple):
     """Own keys that are neighbours in the sequence and in memory."""
 
     start: int  # position
@@ -23,14 +23,14 @@ class Stretch(NamedTuple):
     local: int  # local index of the first
 
 
-def some_in_place(
+def split_own_key_rows(
     plan: Plan, rank: int, items: Sequence[WorkItem]
 ) -> tuple[list[WorkItem], list[WorkItem]]:
     """Items over positions without the rows that see own keys only; and these, over local keys.
 
     Only where that leaves most of the own keys to them alone: else all stay as they are.
     """
-    stretches = _stretches(plan, rank)
+    stretches = _own_key_spans(plan, rank)
     tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
     rest: list[WorkItem] = []
     in_place: list[WorkItem] = []
@@ -44,25 +44,25 @@ def some_in_place(
         in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         rest += [side for side in sides if side is not None]
-    still = union(Span(item.k_start, item.k_stop) for item in rest)
-    parts = (span.within(Span(own.start, own.stop)) for own in stretches for span in still)
+    still = union(Interval(item.k_start, item.k_stop) for item in rest)
+    parts = (span.within(Interval(own.start, own.stop)) for own in stretches for span in still)
     needed = sum(part.stop - part.start for part in parts)
     return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
 
 
-def _stretches(plan: Plan, rank: int) -> list[Stretch]:
-    found: list[Stretch] = []
+def _own_key_spans(plan: Plan, rank: int) -> list[OwnKeySpan]:
+    found: list[OwnKeySpan] = []
     for run in plan.k_layout.runs(rank):
         start, stop = run.global_start, run.global_start + run.length
         last = found[-1] if found else None
         if last and last.stop == start and last.local + last.stop - last.start == run.local_start:
             found[-1] = last._replace(stop=stop)
         else:
-            found.append(Stretch(start, stop, run.local_start))
+            found.append(OwnKeySpan(start, stop, run.local_start))
     return found
 
 
-def _inside(item: WorkItem, own: Stretch, tile: int) -> WorkItem | None:
+def _inside(item: WorkItem, own: OwnKeySpan, tile: int) -> WorkItem | None:
     """The rows of an item that see these keys only, if they are most of it."""
     from_first = item.cu_q is None and item.hi is None  # every row sees the first key
     to_last = item.cu_q is None and item.lo is None

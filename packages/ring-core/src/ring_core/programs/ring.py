@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core.layouts.layout import Dealt, Schedule
-from ring_core.plan.geometry import Geometry, Rows
+from ring_core.plan.geometry import Geometry, RectangleTable
 
 HELP_PIECES = 4
 
@@ -98,7 +98,7 @@ class Step:
     helps: Help = "none"
 
 
-def live_steps(
+def active_steps(
     schedule: Schedule, geometry: Geometry, cp_size: int
 ) -> tuple[tuple[Step, ...], Ints]:
     """The steps some rank needs, and the visible pairs ``[step, rank]`` each rank computes in them.
@@ -127,7 +127,7 @@ def live_steps(
 
 def step_rows(
     helps: Help, geometry: Geometry, ranks: Ints, behind: Ints
-) -> tuple[Rows, Rows | None]:
+) -> tuple[RectangleTable, RectangleTable | None]:
     """What ``ranks`` compute in steps that help alike: for their own queries, and for others'.
 
     ``behind`` are the ranks their K/V, or the queries they help, come from.

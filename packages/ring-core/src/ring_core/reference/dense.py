@@ -17,7 +17,7 @@ from ring_core import checks
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
 from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
-from ring_core.reference.item_kernel import seen_matmul
+from ring_core.reference.item_kernel import masked_matmul
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -195,7 +195,7 @@ def _dense(
             queries=np.arange(sizes.q_len), keys=k_pos,
         )  # fmt: skip
         keep = kept / (1 - dropout_p)
-    out = seen_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
+    out = masked_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
     return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, given)
 
 
@@ -223,9 +223,9 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
     dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
     seen_by = dense.visible.swapaxes(-1, -2)
-    dq = seen_matmul(dx, dense.visible, dense.k)
-    dk = seen_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
-    dv = seen_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
+    dq = masked_matmul(dx, dense.visible, dense.k)
+    dk = masked_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
+    dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
     sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
     group = dk.shape[1] // kv_heads
     dk, dv = (x.reshape(x.shape[0], kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))

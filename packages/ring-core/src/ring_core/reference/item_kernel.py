@@ -47,16 +47,16 @@ class Side(NamedTuple):
         return Side(self.indices[part], self.position[part], segments)
 
 
-class Rows(NamedTuple):
+class RectangleTable(NamedTuple):
     """What belongs to query rows besides Q, and travels with them."""
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
     slopes: Floats | None  # [B or 1, H]
 
-    def take(self, part: slice) -> Rows:
+    def take(self, part: slice) -> RectangleTable:
         """The same for a slice of the rows."""
-        return Rows(
+        return RectangleTable(
             self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes
         )
 
@@ -84,7 +84,13 @@ def round_to(x: Floats, precision: Precision) -> Floats:
 
 
 def forward(
-    q: Floats, k: Floats, v: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    rows: RectangleTable,
+    columns: Side,
+    item: WorkItem,
+    params: Params,
 ) -> tuple[Floats, Floats]:
     """``(out, lse)`` of one item."""
     logits = _logits(q, k, rows, columns, item, params)
@@ -95,12 +101,12 @@ def forward(
     lse = safe + np.log(total)
     probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
     kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
-    out = seen_matmul(kept, logits.visible, _heads(v, q.shape[2]))
+    out = masked_matmul(kept, logits.visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), lse
 
 
 def backward(
-    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: Rows,
+    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: RectangleTable,
     columns: Side,
     item: WorkItem, params: Params,
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
@@ -116,14 +122,14 @@ def backward(
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
     dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
     kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
-    dq = seen_matmul(dx, visible, kh)
-    dk = _grouped(seen_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
-    dv = _grouped(seen_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
+    dq = masked_matmul(dx, visible, kh)
+    dk = _grouped(masked_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
+    dv = _grouped(masked_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
     return dq.swapaxes(1, 2), dk, dv, dlogits
 
 
 def _logits(
-    q: Floats, k: Floats, rows: Rows, columns: Side, item: WorkItem, params: Params
+    q: Floats, k: Floats, rows: RectangleTable, columns: Side, item: WorkItem, params: Params
 ) -> Logits:
     visible = _visible(rows.side, columns, item, params.mask)
     x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
@@ -163,7 +169,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     return both[:, None]
 
 
-def _keep(rows: Rows, columns: Side, q: Floats, params: Params) -> Floats | float:
+def _keep(rows: RectangleTable, columns: Side, q: Floats, params: Params) -> Floats | float:
     """Dropout's factor: 0 or ``1 / (1 - p)``."""
     if params.dropout_seed is None:
         return 1.0
@@ -186,7 +192,7 @@ def _grouped(x: Floats, kv_heads: int) -> Floats:
     return grouped.sum(axis=2).swapaxes(1, 2)
 
 
-def seen_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
+def masked_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
     """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
 
     Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.

@@ -194,7 +194,7 @@ def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
         return (cost,)
     times = (f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s))
     sent, memory = (f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes))
-    steps = (f"{cost.balance:.3f}", str(cost.live_steps), str(cost.messages))
+    steps = (f"{cost.balance:.3f}", str(cost.active_steps), str(cost.messages))
     return (*times, *steps, sent, memory)
 
 

@@ -83,7 +83,7 @@ def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
     return Example((q, k, v, dout), (out, *grads[:3]))
 
 
-def judged(
+def compared(
     name: str,
     where: str,
     example: Example,
@@ -188,7 +188,7 @@ def _self_test(ranks: int) -> Iterator[Check]:
         plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, schedule=schedule)
         out, _, *grads = reference.simulate(plan, q, k, v, dout=dout)
         where, eps = f"numpy, {ranks} ranks", float(np.finfo(np.float64).eps)
-        yield from judged(schedule, where, example, (out, *grads), example.expected, eps)
+        yield from compared(schedule, where, example, (out, *grads), example.expected, eps)
 
 
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:

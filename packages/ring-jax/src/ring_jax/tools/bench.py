@@ -86,13 +86,13 @@ def _checks(cp: ContextParallel, setting: Setting) -> Iterator[doctor.Check]:
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(cp.cp_size, setting.head_dim)
     ]
     results = out_and_grads(_attend(cp, setting))(*(cp.shard(x) for x in inputs))
-    yield from judged(
+    yield from compared(
         setting.kernel, [cp.unshard(x) for x in results], inputs, where=_where(cp.cp_size),
         mask=setting.mask,
     )  # fmt: skip
 
 
-def judged(
+def compared(
     name: str, results: list[Array], inputs: list[Array], *, where: str, mask: Mask
 ) -> Iterator[doctor.Check]:
     """Results beside those of JAX's own dense attention on the same inputs."""
@@ -106,7 +106,7 @@ def judged(
         for arrays in (results, inputs, out_and_grads(dense)(*inputs))
     )
     eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]
-    yield from doctor.judged(name, where, doctor.example_of(exact, mask), found, plain, eps)
+    yield from doctor.compared(name, where, doctor.example_of(exact, mask), found, plain, eps)
 
 
 def _where(ranks: int) -> str:

@@ -27,7 +27,7 @@ from ring_core.tools import doctor
 from ring_core.tools.doctor import Check
 from ring_jax.attention import RingAttention
 from ring_jax.records import Kernel
-from ring_jax.tools.bench import judged, out_and_grads
+from ring_jax.tools.bench import compared, out_and_grads
 
 LIBRARIES = (
     "numpy", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton",
@@ -142,7 +142,7 @@ def self_test(kernel: Kernel) -> Iterator[Check]:
     except Exception:  # noqa: BLE001 - whatever it is, it is the finding
         yield doctor.failed(can.name, where, traceback.format_exc())
         return
-    yield from judged(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
+    yield from compared(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
 
 
 def _report(package: str, can: Capabilities) -> KernelReport:

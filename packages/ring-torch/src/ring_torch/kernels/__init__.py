@@ -168,8 +168,8 @@ def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:
         return (f"runs on {', '.join(devices)}",)
-    missing = kernel.missing()
-    return () if missing is None else (missing,)
+    why = kernel.unavailable_reason()
+    return () if why is None else (why,)
 
 
 def matrix() -> str:

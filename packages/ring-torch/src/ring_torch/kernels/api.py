@@ -20,7 +20,7 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    wide,
+    acc_dtype,
 )
 
 
@@ -72,7 +72,7 @@ class Kernel(Protocol):
         """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
         ...
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
         ...
 
@@ -122,7 +122,7 @@ def added_up(
     params: KernelParams,
 ) -> ItemGrads:
     """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
-    dtype = wide(rows.q.dtype)
+    dtype = acc_dtype(rows.q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
     dbias = None
     if rows.bias is not None and params.bias_grad:

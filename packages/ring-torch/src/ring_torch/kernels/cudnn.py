@@ -22,7 +22,7 @@ class Cudnn:
 
     drops_right = False
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """A GPU before Ampere, or a torch without cuDNN."""
         return _missing()
 

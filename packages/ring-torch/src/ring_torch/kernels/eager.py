@@ -59,7 +59,7 @@ class EagerKernel:
     adds_sinks = False
     parts = None
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """It runs everywhere."""
         return None
 
@@ -100,7 +100,9 @@ class EagerKernel:
                 total = total * shrink + weights.sum(dim=-1)
                 v = _heads_first(columns.v[:, j], acc.dtype)
                 weights = sight.dropped(weights, i, j)
-                acc = acc * shrink.unsqueeze(-1) + _seen_matmul(weights, visible, v, clean=v_clean)
+                acc = acc * shrink.unsqueeze(-1) + _masked_matmul(
+                    weights, visible, v, clean=v_clean
+                )
                 top = new_top
             part.out.copy_(
                 _unfold(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
@@ -150,13 +152,13 @@ class EagerKernel:
                     dscores.mul_(slope)
                     if visible is not None:  # the slope of a masked score may be NaN
                         dscores.masked_fill_(~visible, 0.0)
-                dq += _seen_matmul(dscores, visible, k, clean=clean["k"])
+                dq += _masked_matmul(dscores, visible, k, clean=clean["k"])
                 weights = probs if keep is None else probs * keep
                 seen_by = None if visible is None else visible.mT
-                column_grads.dk[:, j] += _seen_matmul(
+                column_grads.dk[:, j] += _masked_matmul(
                     dscores.mT, seen_by, q, clean=clean["q"]
                 ).transpose(1, 2)
-                column_grads.dv[:, j] += _seen_matmul(
+                column_grads.dv[:, j] += _masked_matmul(
                     weights.mT, seen_by, do, clean=clean["do"]
                 ).transpose(1, 2)
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
@@ -351,7 +353,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).to(dtype)
 
 
-def _seen_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean: bool) -> Tensor:
+def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean: bool) -> Tensor:
     """``weights @ x``, reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``."""
     if visible is None or clean:
         return weights @ x

@@ -27,7 +27,7 @@ class Flash2:
 
     drops_right = True
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Not installed, of another version, or a GPU before Ampere."""
         return _missing()
 

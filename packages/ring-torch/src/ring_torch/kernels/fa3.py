@@ -26,7 +26,7 @@ class Flash3:
 
     drops_right = False
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Not installed, or a GPU it has no kernels for."""
         return _missing()
 

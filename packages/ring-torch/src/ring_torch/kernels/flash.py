@@ -40,7 +40,7 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    wide,
+    acc_dtype,
 )
 
 
@@ -69,9 +69,9 @@ class FlashKernel:
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
-        return self.flash.missing()
+        return self.flash.unavailable_reason()
 
     def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
@@ -202,8 +202,8 @@ class FlashKernel:
 
     def _drops(self, window: Window, queries: int, keys: int) -> bool:
         left, right = window
-        wide = left is not None if right is None else right >= keys
-        return self.flash.drops_right and wide and queries > keys
+        beyond = left is not None if right is None else right >= keys
+        return self.flash.drops_right and beyond and queries > keys
 
     def _attend_each(
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
@@ -212,7 +212,7 @@ class FlashKernel:
         batch, length, heads, _ = rows.q.shape
         out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
         lse = torch.full(
-            (batch, heads, length), -torch.inf, dtype=wide(out.dtype), device=out.device
+            (batch, heads, length), -torch.inf, dtype=acc_dtype(out.dtype), device=out.device
         )
         whole = AttentionState(out, lse)
         for one in pieces:

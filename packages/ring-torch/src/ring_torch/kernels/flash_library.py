@@ -93,7 +93,7 @@ class Flash(Protocol):
         """
         ...
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why it cannot be called on this machine; ``None`` if it can."""
         ...
 

@@ -49,7 +49,7 @@ class CpuFlashKernel:
     adds_sinks = False
     parts = None
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """It comes with torch."""
         return None
 
@@ -124,7 +124,7 @@ class Flash:
 
     drops_right = True
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """A GPU before Ampere."""
         if capability()[0] < 8:
             return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"

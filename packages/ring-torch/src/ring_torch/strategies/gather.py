@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_core import Fetch, Gather, WorkItem, gather_program, longest_gather
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.call import Call, zero_row_grads
-from ring_torch.head_groups import KEPT_BYTES, Groups
+from ring_torch.head_groups import MAX_SAVED_BYTES, HeadGroups
 from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
 from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import (
@@ -69,14 +69,16 @@ def gathered_forward(
     elif results[0].out.dtype != whole.out.dtype:
         outs, lses = zip(*results, strict=True)
         whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-    return whole, gathered if keeps_gathered(call, carrier.keys) else []
+    return whole, gathered if saves_gathered(call, carrier.keys) else []
 
 
-def keeps_gathered(call: Call, keys: KVPayload) -> bool:
+def saves_gathered(call: Call, keys: KVPayload) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
     longest = longest_gather(call.plan).length
     in_one = call.kernel.capabilities.bands == "any"
-    return in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= KEPT_BYTES
+    return (
+        in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
+    )
 
 
 def _in_one_launch(
@@ -169,7 +171,7 @@ def _back_in_one_launch(
         for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
             work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
             _differentiate(call, work, *part, sums, room[n], gather.length)
-            sent = carrier.send_home(gather, sums, room[n], n, early=early, beside=beside)
+            sent = carrier.return_grads(gather, sums, room[n], n, early=early, beside=beside)
             travelling[n].append(sent)
         in_place = _in_place(call, gather, inputs, n, groups)
         home.append(_back_in_place(call, in_place, *part, sums))
@@ -179,7 +181,9 @@ def _back_in_one_launch(
     return Grads(row_grads.dq, dk, dv, row_grads.dbias)
 
 
-def _launches(items: range, groups: Groups, *, last: bool) -> list[tuple[range, bool | None, bool]]:
+def _launches(
+    items: range, groups: HeadGroups, *, last: bool
+) -> list[tuple[range, bool | None, bool]]:
     """Items of a group, which gradients go home after them, and whether beside others' launches."""
     if last and groups.early:
         return [(items[1:], True, True), (items[:1], False, False)]
@@ -194,7 +198,7 @@ def _back_in_place(
     if not in_place:
         return None
     length = sums.keys.length
-    home = torch.zeros(sums.numel(length), dtype=call.wide, device=call.device)
+    home = torch.zeros(sums.numel(length), dtype=call.acc_dtype, device=call.device)
     if rows.q.shape[0] > 0:
         work = [(*each, ()) for each in reversed(in_place)]
         _differentiate(call, work, rows, upstream, row_grads, sums, home, length)
@@ -250,7 +254,7 @@ def _come_home(
     own = [one for one in gather.fetches if one.rank == call.ring.rank]
     grads, home = found
     if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
-        home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
+        home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
     if home is not None:
         for one in own:
             places_at_home = sums.parts(home, keys.length, one.source)
@@ -289,7 +293,7 @@ def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> KeyGradBuffer:
 
 def _dq(call: Call, gather: Gather, rows: QueryBlock) -> Tensor:
     """Room for dQ; rows that see nothing have none. Every row is in one launch: no sums."""
-    dtype = call.wide if call.kernel.needs_delta else call.dtype
+    dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
     dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
@@ -297,7 +301,7 @@ def _dq(call: Call, gather: Gather, rows: QueryBlock) -> Tensor:
 def _dbias(call: Call, rows: QueryBlock) -> Tensor | None:
     if rows.bias is None or not call.params.bias_grad:
         return None
-    return torch.zeros_like(rows.bias, dtype=call.wide)
+    return torch.zeros_like(rows.bias, dtype=call.acc_dtype)
 
 
 def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
@@ -335,7 +339,7 @@ def _back_in_two_stages(
     row_grads = zero_row_grads(call, rows)
     (others,) = carrier.accumulators(gather, sums, zero=True)
     (arriving,) = carrier.fetch(gather, inputs)
-    home = torch.zeros(sums.numel(keys.length), dtype=call.wide, device=call.device)
+    home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
     columns = _columns(call, gather, keys, arriving.tensors)
     arriving.wait(None)
 
@@ -347,7 +351,7 @@ def _back_in_two_stages(
 
     for item in gather.items:
         differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-    returning = carrier.send_home(gather, sums, others, 0, beside=True)
+    returning = carrier.return_grads(gather, sums, others, 0, beside=True)
     for item in plan.items(rank, 0):
         own = call.columns(rank, keys_of(inputs))
         differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
@@ -381,7 +385,7 @@ def _unseen(call: Call, gather: Gather, inputs: Inputs) -> AttentionState:
     """Room for all rows, of which those that no item covers see nothing."""
     batch, length, heads, _ = inputs.q.shape
     out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = torch.empty(batch, heads, length, dtype=call.wide, device=out.device)
+    lse = torch.empty(batch, heads, length, dtype=call.acc_dtype, device=out.device)
     if gather.num_rows < length:
         out.zero_()
         lse.fill_(-torch.inf)

@@ -45,7 +45,7 @@ def run_backward(
     if held is not None:
         columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(held))
     row_grads = zero_row_grads(call, rows)
-    moving = RotatingKeyGrads(call, packing_of(keys[:2], call.wide))
+    moving = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
 
     def help_with(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
         theirs = helped_rows(call, item, rows, tensors)
@@ -129,8 +129,8 @@ class RotatingKeyGrads:
         if computed is None or arrived is None:
             total = computed if arrived is None else arrived
         else:
-            wide = self._call.wide
-            computed.view(wide).add_(arrived.view(wide))
+            acc_dtype = self._call.acc_dtype
+            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
             total = computed
         self._computing, self._arriving, self._transfer = None, None, DONE
         if home:

@@ -40,7 +40,7 @@ def single_forward(call: Call, inputs: Inputs, item: WorkItem) -> AttentionState
     rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
     batch, length, heads, _ = rows.q.shape
     out = rows.q.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = torch.empty(batch, heads, length, dtype=call.wide, device=call.device)
+    lse = torch.empty(batch, heads, length, dtype=call.acc_dtype, device=call.device)
     is_whole = item.q_stop - item.q_start == length
     if not is_whole:  # the other rows see nothing
         out.zero_()

@@ -139,7 +139,7 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
         why: str | None = f"runs on {', '.join(can.devices)}; torch finds no such device here"
     else:
         try:
-            why = kernel.missing()
+            why = kernel.unavailable_reason()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
             why = f"looking for it failed: {error!r}"
     return Report(can.name, can.devices, available=why is None, why=why or "")
@@ -230,7 +230,7 @@ def _judged(
     example = doctor.example_of([_array(x) for x in inputs], mask)
     plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
     eps = torch.finfo(inputs[0].dtype).eps
-    yield from doctor.judged(name, where, example, found, plain, eps)
+    yield from doctor.compared(name, where, example, found, plain, eps)
 
 
 def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:

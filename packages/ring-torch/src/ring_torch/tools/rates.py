@@ -116,8 +116,8 @@ def _case(sizes: Sizes, length: int, capability: int, times: dict[str, Times]) -
 def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     """Of the kernels that are right; why another is not is said on stderr."""
     runs: dict[str, Runs] = {}
-    short, (dtype, wide) = min(length, GATE_LENGTH), DTYPES[device]
-    exact = _runs(sizes, "eager", short, wide, device).both()
+    short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
+    exact = _runs(sizes, "eager", short, acc_dtype, device).both()
     allowed = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
     for name in _names(device):
         try:
@@ -144,7 +144,11 @@ def _names(device: str) -> Iterator[str]:
     """Kernels of this machine; on a GPU plain torch is compared with, not timed."""
     for kernel in in_order(device):
         name, devices = kernel.capabilities.name, kernel.capabilities.devices or (device,)
-        if device in devices and kernel.missing() is None and (name, device) != ("eager", "cuda"):
+        if (
+            device in devices
+            and kernel.unavailable_reason() is None
+            and (name, device) != ("eager", "cuda")
+        ):
             yield name
 
 
@@ -157,12 +161,12 @@ def _errors(found: Arrays, exact: Arrays) -> list[float]:
 def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
     """The formula, densely, rounded where a framework would round."""
     dtype = DTYPES[device][0]
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).to(wide)
+        return x.to(dtype).to(acc_dtype)
 
-    q, k, v, dout, options = _given(sizes, length, wide, device)
+    q, k, v, dout, options = _given(sizes, length, acc_dtype, device)
     at = torch.arange(length, device=device)
     shared = sizes.heads[0] // sizes.heads[1]
     products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(shared, dim=2))
@@ -182,7 +186,7 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
     if "dropout_p" in options:
         seed = options["dropout_seed"]
         kept = dropout_keep(_DROPOUT, seed, len(q), sizes.heads[0], at, at)
-        weights = weights * kept.to(wide) / (1 - _DROPOUT)
+        weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(shared, dim=2))
     grads = torch.autograd.grad(out, (q, k, v), dout)

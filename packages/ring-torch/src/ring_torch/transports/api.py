@@ -45,7 +45,7 @@ class Carrier(Protocol):
         """
         ...
 
-    def send_home(
+    def return_grads(
         self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip

@@ -30,7 +30,7 @@ from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports.api import PendingGrads, PendingKV, Where
-from ring_torch.transports.p2p import asked_of
+from ring_torch.transports.p2p import requests_to
 
 if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place
@@ -47,7 +47,7 @@ _meetings: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictiona
 
 
 @lru_cache(maxsize=256)
-def is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
+def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
     """Whether passes over gathered keys take one kernel each way, on all ranks alike.
 
     Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
@@ -177,13 +177,13 @@ class OneKernel:
         from ring_torch.transports.exchange_kernel import clear
 
         if gather.length == 0:  # nobody reads any
-            room = torch.empty(0, dtype=self.call.wide, device=self.call.device)
+            room = torch.empty(0, dtype=self.call.acc_dtype, device=self.call.device)
         else:
             room = self._grads_of(self.call.ring.rank, sums, gather.length)
         clear(self.place, room, zero=zero)
         return [room]
 
-    def send_home(
+    def return_grads(
         self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
@@ -198,7 +198,7 @@ class OneKernel:
     ) -> None:
         from ring_torch.transports.exchange_kernel import add_peers
 
-        asked = asked_of(self.call, own=gather.own)
+        asked = requests_to(self.call, own=gather.own)
         spans = _apart([one for _, one in asked])
         starts = [where(span).start for span in spans]
         parts = max(self.call.ring.size - 1, 1)
@@ -231,7 +231,7 @@ class OneKernel:
         """What :func:`add_peers` adds, with as many addresses a row."""
         from ring_torch.transports.exchange_kernel import NUMBERS
 
-        like = torch.empty(sums.numel(length), dtype=self.call.wide, device="meta")
+        like = torch.empty(sums.numel(length), dtype=self.call.acc_dtype, device="meta")
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
@@ -259,7 +259,7 @@ class OneKernel:
         return self.meeting.memory.views(rank, 0, self.keys.message)[0]
 
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> Tensor:
-        packing = flat(sums.numel(length), self.call.wide)
+        packing = flat(sums.numel(length), self.call.acc_dtype)
         return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
 
 

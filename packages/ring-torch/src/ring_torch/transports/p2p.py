@@ -41,7 +41,7 @@ class Messages:
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
-        asked = asked_of(self.call, own=gather.own)
+        asked = requests_to(self.call, own=gather.own)
         sends = [(x[:, one.source].contiguous(), peer) for peer, one in asked for x in own]
         places = [
             (x[:, one.target], one.rank)
@@ -72,9 +72,9 @@ class Messages:
             self.call,
             torch.zeros if zero else torch.empty,
         )
-        return [make(size, dtype=call.wide, device=call.device) for _ in range(self.groups)]
+        return [make(size, dtype=call.acc_dtype, device=call.device) for _ in range(self.groups)]
 
-    def send_home(
+    def return_grads(
         self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
@@ -87,7 +87,7 @@ class Messages:
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        asked = asked_of(self.call, own=gather.own, early=early)
+        asked = requests_to(self.call, own=gather.own, early=early)
         landed = [landing(sums, grads, one) for _, one in asked]
         receives = [
             (part, peer) for (peer, _), parts in zip(asked, landed, strict=True) for part in parts
@@ -102,13 +102,15 @@ class Messages:
         return PendingGrads(add_to)
 
 
-def asked_of(call: Call, *, own: bool, early: bool | None = None) -> tuple[tuple[int, Fetch], ...]:
+def requests_to(
+    call: Call, *, own: bool, early: bool | None = None
+) -> tuple[tuple[int, Fetch], ...]:
     """What other ranks fetch from this one, by rank, in their order."""
-    return _asked_of(call.plan, call.ring.rank, own=own, early=early)
+    return _requests_to(call.plan, call.ring.rank, own=own, early=early)
 
 
 @lru_cache(maxsize=256)
-def _asked_of(
+def _requests_to(
     plan: Plan, rank: int, *, own: bool, early: bool | None
 ) -> tuple[tuple[int, Fetch], ...]:
     return tuple(

@@ -21,8 +21,8 @@ from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 from ring_torch.transports.api import Carrier, PendingGrads, PendingKV, Where
-from ring_torch.transports.one_kernel import OneKernel, is_short
-from ring_torch.transports.p2p import add_landed, asked_of, landing, spans_of
+from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
+from ring_torch.transports.p2p import add_landed, landing, requests_to, spans_of
 from ring_torch.transports.symm_buffer import Window, restored, window_of
 
 Event = torch.cuda.Event
@@ -53,7 +53,7 @@ class PeerCopies:
         """
         window, message, rank = self.window, self.keys.message, self.call.ring.rank
         every, in_window = range(self.groups), self.groups > 1
-        asked = [one for _, one in asked_of(self.call, own=gather.own)]
+        asked = [one for _, one in requests_to(self.call, own=gather.own)]
         spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
@@ -111,11 +111,13 @@ class PeerCopies:
         self.window.wait_free()
         rank, every = self.call.ring.rank, range(self.groups)
         if gather.length == 0:  # nobody fetches any
-            return [torch.empty(0, dtype=self.call.wide, device=self.call.device) for _ in every]
+            return [
+                torch.empty(0, dtype=self.call.acc_dtype, device=self.call.device) for _ in every
+            ]
         room = [self._grads_of(rank, n, sums, gather.length) for n in every]
         return [x.zero_() for x in room] if zero else room
 
-    def send_home(
+    def return_grads(
         self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
@@ -124,7 +126,7 @@ class PeerCopies:
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
         """
         window, plan = self.window, self.call.plan
-        asked = asked_of(self.call, own=gather.own, early=early)
+        asked = requests_to(self.call, own=gather.own, early=early)
         theirs = []
         for peer, one in asked:
             length = gather_program(plan, peer, own=gather.own).length
@@ -167,7 +169,7 @@ class PeerCopies:
         return PendingGrads(add_to)
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
-        packing = flat(sums.numel(length), self.call.wide)
+        packing = flat(sums.numel(length), self.call.acc_dtype)
         start = self.groups * self.keys.message.size + group * self.room
         return self.window.memory.views(rank, start, packing)[0]
 
@@ -183,9 +185,9 @@ def pulls(call: Call, keys: KVPayload, groups: int, signature: CallSignature) ->
     """
     if not has_agreed(call.ring, signature):
         agree(call.ring, call.number, call.seed, signature, call.device)
-    room = _room(call.plan, keys, call.wide) if call.needs_grad else 0
+    room = _room(call.plan, keys, call.acc_dtype) if call.needs_grad else 0
     digest = signature.as_int64(call.number, call.seed)
-    if call.kernel.capabilities.bands == "any" and is_short(call.plan, keys, groups):
+    if call.kernel.capabilities.bands == "any" and fits_one_kernel(call.plan, keys, groups):
         return OneKernel.of(call, keys, room, digest)
     window = window_of(call.ring)
     window.reserve(groups * (keys.message.size + room))

@@ -30,7 +30,7 @@ class Flash4:
     def __init__(self) -> None:
         self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Not installed, shadowed by another package, or a GPU it has no backward for."""
         return _missing()
 

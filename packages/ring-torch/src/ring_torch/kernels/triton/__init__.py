@@ -60,7 +60,7 @@ class TritonKernel:
     adds_sinks = False
     parts = None
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """No Triton, or no NVIDIA GPU from Ampere on."""
         if not has_triton():
             return "triton is not installed (torch for Linux brings it)"
