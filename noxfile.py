@@ -63,6 +63,9 @@ LOWEST = ["--resolution", "lowest-direct"]
 
 def install(session: nox.Session, packages: list[str], groups: list[str], *options: str) -> None:
     """Install packages of this repository, built anew, and dependency groups."""
+    # uv compiles nothing: where no process may keep what it compiled of torch or of jax, each that
+    # tests start takes seconds to compile it again.
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
     # Siblings are among the arguments; --no-sources keeps the workspace, and its links, out.
     session.install(
         *options,

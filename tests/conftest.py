@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -27,41 +30,71 @@ FOLDERS = {
     "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
     "none": {"packaging"},
 }
-#: Tests of TPU kernels that show what others show too, in a case or on a chip of their own.
+#: Matrices of which a part runs each time: where the numbers of the values, each counted from 0 in
+#: its list, add up to a multiple of this. All values run, and of more than two lists all pairs.
+PARTS = {
+    "test_meshes.py::test_every_mesh": 4,
+    "test_padded_documents.py::test_padded_to_different_lengths": 2,
+    "test_api.py::test_context_parallel": 2,
+    "test_program.py::test_transfers_are_the_plans": 2,
+    "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 2,
+    "test_compiled_numbers.py::test_one_graph_for_all": 2,
+    "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
+    "test_benchmark.py::test_ways_in_plain_jax": 2,
+    "test_compiled.py::test_roles_on_hopper": 2,
+    "test_kernels.py::test_what_the_kernels_for_hopper_leave": 2,
+    "test_kernels.py::test_oblong_blocks": 2,
+    "test_long_shards.py::test_long_shards_run_in_pallas": 2,
+    "test_visits.py::test_live_blocks": 2,
+}
+#: Tests of TPU kernels that show what others show too, in a case or on a chip of their own. Of
+#: programs of forward and backward one is compiled in which the order holds without barriers.
 SLOW_ON_TPU = (
     "test_options_compile", "test_other_cases", "test_other_schedules_compile",
-    "test_in_one_program[everything",
-    *(f"test_compiles[{chip}-True"
-      for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
-    *(f"{test}[{chip}" for chip in ("v4", "v5p", "v6e", "tpu7x")
-      for test in ("test_forward", "test_where_the_compiler_is_told_to_drop_barriers")),
-    "test_where_the_compiler_is_told_to_drop_barriers[v5e:2x2-False",
-    "test_compiles[v5p:2x2x1-False", "test_compiles[v6e:2x2-False",
+    "test_in_one_program[everything", "test_forward_and_backward",
+    *(f"test_compiles[{chip}-True" for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+    *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
+    *(f"test_forward[{chip}" for chip in ("v4", "tpu7x")),
+    *(f"test_where_the_compiler_is_told_to_drop_barriers[{chip}"
+      for chip in ("v4", "v5p", "v6e", "tpu7x", "v5e:2x2-False")),
     *(f"test_two_backward_kernels[{case}]" for case in (
         "full", "window", "chunks", "documents", "predicate", "keys", "fewer-keys", "bfloat16",
-        "softcap", "segments", "bias", "poison-v", "dropout", "alibi", "gqa",
+        "softcap", "segments", "bias", "poison-v", "dropout", "alibi", "gqa", "everything",
     )),
-    "test_compiles[v5e:2x2-False",
+    "test_fused_backward_kernel[everything",  # as test_pieces does
+    "test_selected_cases[causal-balanced-cp3",  # as test_in_one_program does
     "test_blocks_of_dq_that_come_back_at_once[heads0",
+    "test_blocks_of_dq_that_come_back_at_once[heads1-200",
     "test_pieces_of_every_mask", "test_long_shards_compile", "test_transfers_beside_pieces[True",
+    "test_a_dense_mask_is_exact[shape0", "test_hidden_blocks_are_not_visited[shape1",
 )  # fmt: skip
-#: Kernels of whose kind others are compiled each time.
+#: Kernels of whose kind others are compiled each time, masks that others hold too.
 SLOW_ON_GPU = (
-    "test_roles_on_hopper[True-64",
-    *(f"test_roles_on_hopper[False-64-{step}" for step in ("first", "later", "last")),
-    "test_options[bias", "test_options[predicate]",
+    "test_options[bias", "test_options[predicate]", "test_options[last",
+    "test_in_the_ring[documents-window", "test_in_the_ring[predicate-zigzag-cp2",
+    "test_over_gathered_keys[documents-window", "test_hidden_blocks_are_on_no_list[shape0",
+    "test_a_dense_mask_is_exact[shape0",
 )  # fmt: skip
 #: In ring_torch: ring_jax_gpu compiles the same kernels.
 SLOW_WITH_TRITON = (
     "test_causal[80", "test_causal[100", "test_bias",
     *(f"test_options[{x}" for x in ("fused", "wide", "odd", "predicate", "dropout")),
 )  # fmt: skip
-#: What others show too, on meshes of the other kind.
+#: Another test calls the demonstration with more options, and torchrun starts it as a program.
+SLOW_IN_TORCH = ("test_demonstration_as_a_command",)
+#: Combinations of masks, options and layouts that others hold too.
 SLOW_IN_JAX = (
-    *(f"test_context_parallel[{schedule}-AxisType.Explicit" for schedule in ("plain", "striped", "balanced")),
+    "test_context_parallel[rows-alone-zigzag", "test_context_parallel[by head-bias-zigzag",
+    "test_what_the_error_says_is_exact[causal", "test_what_the_error_says_is_exact[chunks",
 )  # fmt: skip
 #: Masks that run on more numbers of ranks than the others.
 FEW = ("causal", "window-shard", "documents", "shortest")
+#: Numbers of keys other than of queries, that are left to GPUs but for these.
+LONGER_AND_SHORTER = ("keys16-window", "keys80-predicate")
+#: Options that JAX has in other cases too: with others, over gathered keys, or in ``tests/meta``.
+COMBINED = ("bias", "bias-float64", "alibi", "segments-padded", "gqa")
+#: Masks that run on one device in JAX.
+ALONE = ("full", "causal", "window-both", "chunks", "documents", "predicate-documents")
 #: Cases of layouts that are dealt out which run in JAX each time.
 DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
 #: Cases over gathered keys which run in JAX each time.
@@ -90,7 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="jax: all masks everywhere; jax-tpu, jax-gpu, torch-triton: all cases",
+        help="torch, jax: all masks everywhere, all combinations; other backends: all cases",
     )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
@@ -106,9 +139,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.getoption("--backend"),
         {"torch": "ring_torch.hf", "torch-triton": "triton"},
     )
+    runs_tests = not config.getoption("numprocesses", None)  # else its workers do
     if backend == "torch-triton":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
-    if backend in also and not config.getoption("--collect-only"):
+    if backend in also and runs_tests and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED
 
         multiprocessing.set_forkserver_preload([*PRELOADED, also[backend]])
@@ -127,6 +161,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
+    if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Of this run: its workers, and the processes that tests start, compile a program once.
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    # Traces are many objects that live: a fifteenth of the time went into looking for others.
+    gc.set_threshold(50_000, 20, 20)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
@@ -143,12 +185,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On GPUs, leave out the cases of more ranks than there are GPUs.
 
     In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
-    few of them on 2, 4 and 8 too, and each option and most masks under one of the four schedules,
-    the causal one under all on 2 and 3. On one rank all schedules are the same, so one runs.
+    few of them on 1, 2, 4 and 8 too, and each option and most masks under one of the four
+    schedules, the causal one under all on 3. In torch all run on 2 and 3 ranks under all schedules,
+    on 4 and 8 most under one. On one rank all schedules are the same, so one runs.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):
-        slow = [item for item in items if _is_slow(item, backend)]
+        slow = [*_outside_of_parts(items), *(item for item in items if _is_slow(item, backend))]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     if not backend.endswith("-cuda"):
@@ -179,32 +222,61 @@ def _ranks(item: pytest.Item) -> int:
     return getattr(case, "cp_size", 1)
 
 
+def _outside_of_parts(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """What the parts of matrices leave out."""
+    numbers: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for item in items:
+        test = f"{item.path.name}::{item.name.partition('[')[0]}"
+        callspec = getattr(item, "callspec", None)
+        if test in PARTS and callspec is not None:
+            found = [
+                numbers[test, name].setdefault(repr(value), len(numbers[test, name]))
+                for name, value in callspec.params.items()
+            ]
+            if sum(found) % PARTS[test]:
+                yield item
+
+
 def _is_slow(item: pytest.Item, backend: str) -> bool:
     """Whether a test runs only where all are asked for."""
     slow = {
         "jax-tpu": SLOW_ON_TPU, "jax": SLOW_IN_JAX, "jax-gpu": SLOW_ON_GPU,
-        "torch-triton": SLOW_WITH_TRITON,
+        "torch": SLOW_IN_TORCH, "torch-triton": SLOW_WITH_TRITON,
     }.get(backend)  # fmt: skip
     if slow and item.name.startswith(slow):
         return True
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if case is None or backend not in ("torch", "torch-triton", "jax", "jax-cuda"):
-        return False
+    return case is not None and _is_slow_case(case, backend, item.path.name)
+
+
+def _is_slow_case(case: Any, backend: str, file: str) -> bool:
     if backend == "torch-triton":
-        return item.path.name == "test_at_once.py" and case.name not in AT_ONCE
-    if case.cp_size == 1:
-        return bool(case.schedule != "plain")
-    if backend == "torch":  # beside the conformance tests, which run all
-        again = item.path.name in ("test_gather.py", "test_flash.py")
-        mask, size = _mask_and_size(case)
-        return again and size in ("4", "8") and mask not in FEW
-    return _is_slow_in_jax(case, gathered=item.path.name == "test_gather.py")
-
-
-def _is_slow_in_jax(case: Any, *, gathered: bool) -> bool:
-    if gathered:
+        return file == "test_at_once.py" and case.name not in AT_ONCE
+    if backend not in ("torch", "jax", "jax-cuda"):
+        return False
+    if case.cp_size == 1 and case.schedule != "plain":
+        return True
+    if backend == "torch":
+        return _is_slow_in_torch(case, again=file in ("test_gather.py", "test_flash.py"))
+    if file == "test_gather.py":
         return case.name not in GATHERED_IN_JAX
+    return _is_slow_in_jax(case) or (backend == "jax" and _is_slow_on_hosts(case))
+
+
+def _is_slow_in_torch(case: Any, *, again: bool) -> bool:
+    """Most masks have one of the four schedules on many ranks, and none where cases run again."""
+    mask, size = _mask_and_size(case)
+    if mask in FEW or size not in ("3", "4", "8") or isinstance(case.schedule, Dealt):
+        return False
+    if size == "3":
+        return again and _is_not_in_turn(case, mask)
+    return again or _is_not_in_turn(case, mask + size)
+
+
+def _is_slow_in_jax(case: Any) -> bool:
+    if case.cp_size == 1:
+        return False
     if isinstance(case.schedule, Dealt):
         return case.name not in DEALT_IN_JAX
     mask, size = _mask_and_size(case)
@@ -216,8 +288,26 @@ def _is_slow_in_jax(case: Any, *, gathered: bool) -> bool:
             return True
     # One of the four schedules for the others, and for few masks on other numbers of devices.
     elsewhere = size in ("2", "4", "8")
-    turn = crc32(f"{mask}{size if elsewhere else ''}".encode())
-    return bool((elsewhere and mask not in FEW) or case.schedule != SCHEDULES[turn % 4])
+    return (elsewhere and mask not in FEW) or _is_not_in_turn(case, mask + size * elsewhere)
+
+
+def _is_slow_on_hosts(case: Any) -> bool:
+    """Whether a case is left to GPUs, of those that run in JAX."""
+    if isinstance(case.schedule, Dealt):
+        return False
+    mask, size = _mask_and_size(case)
+    if size == "1":
+        return mask not in ALONE
+    if mask.startswith("keys"):
+        return not mask.startswith(LONGER_AND_SHORTER)
+    if (mask, size) in (("causal", "2"), ("documents", "3")):
+        return _is_not_in_turn(case, mask)
+    return mask in COMBINED or (size in ("2", "4", "8") and mask not in ("causal", "shortest"))
+
+
+def _is_not_in_turn(case: Any, name: str) -> bool:
+    """Whether one of the four schedules that a name has is another than the case's."""
+    return bool(case.schedule != SCHEDULES[crc32(name.encode()) % 4])
 
 
 def _mask_and_size(case: Any) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def agrees(printed: str) -> None:
     )
 
 
-def test_as_a_command() -> None:
+def test_demonstration_as_a_command() -> None:
     command = [sys.executable, str(DEMO), *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import pytest
@@ -82,10 +81,9 @@ def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize(
-    ("where", "length", "transport"),
-    list(product(("forward", "backward", "agreement"), LENGTHS, ("p2p", "gather"))),
-)
+@pytest.mark.parametrize("transport", ["p2p", "gather"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("where", ["forward", "backward", "agreement"])
 def test_a_failed_pass_is_named_on_all_ranks(
     where: str, length: str, transport: str, pool: LocalRanks
 ) -> None:
