@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import tempfile
@@ -168,7 +167,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     # Traces are many objects that live: a fifteenth of the time went into looking for others.
-    gc.set_threshold(50_000, 20, 20)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
