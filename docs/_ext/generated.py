@@ -1,7 +1,7 @@
 """Directives whose content is a Python expression: pictures that the code draws, and tables.
 
-``{picture}`` takes a function that draws to a path, as ``make_plan(...).plot`` is one, and shows
-the expression below; ``{generated}`` takes Markdown. Both are evaluated when the pages are built.
+``{picture}`` takes a plan, or a function that draws to a path, and shows the expression below;
+``{generated}`` takes Markdown. Both are evaluated when the pages are built.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata, OptionSpec
 
 import ring_core
+from ring_core import viz
 
 NAMES = {
     "Mask": ring_core.Mask,
@@ -66,7 +68,9 @@ class Picture(SphinxDirective):
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         path = folder / f"{digest}.svg"
-        _evaluated(self)(path)
+        value = _evaluated(self)
+        draw = partial(viz.plot, value) if isinstance(value, ring_core.Plan) else value
+        draw(path)
         source = Path(self.env.doc2path(self.env.docname)).parent
         image = nodes.image(uri=os.path.relpath(path, source), alt=self.options["alt"])
         caption = nodes.caption("", "", nodes.literal(text, " ".join(text.split())))

@@ -25,7 +25,7 @@ from ring_jax_tpu.operands import Launch, fitting_blocks
 
 @dataclass(frozen=True)
 class PallasKernel:
-    """Visits the blocks that are not empty, whatever the mask; see :mod:`ring_jax_tpu.block_index`.
+    """Visits the blocks that are not empty, whatever the mask; see ``block_index``.
 
     Whether blocks fit on chip depends on the generation: those that do not are refused before
     anything is traced.

@@ -1,6 +1,6 @@
 """What a kernel is: one work item, no rank, no group, no step in sight.
 
-Shapes are in :mod:`ring_torch.records`.
+Shapes are in ``ring_torch.records``.
 """
 
 from __future__ import annotations
