@@ -48,7 +48,7 @@ def as_rank(rank: int, size: int, run: Callable[..., Any]) -> Callable[..., Any]
     def traced(*args: Any) -> Any:
         with ExitStack() as stack:
             ring = partial(Alone, rank)
-            stack.enter_context(patch.object(steps, "Ring", lambda _, size: ring(size)))
+            stack.enter_context(patch.object(steps, "Ranks", lambda _, size: ring(size)))
             stack.enter_context(patch.object(attention, "axis_size", lambda _: size))
             autodiff._compiled.cache_clear()  # noqa: SLF001  # it does not know of ranks
             stack.callback(autodiff._compiled.cache_clear)  # noqa: SLF001

@@ -108,7 +108,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         return run
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(one_kernel, "Shared", OnFiles)
+        patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_follow", lambda _: None)
         patched.setattr(autograd, "_carrier", carrier)
