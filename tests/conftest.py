@@ -89,9 +89,7 @@ SLOW_IN_JAX = (
 #: Masks that run on more numbers of ranks than the others.
 FEW = ("causal", "window-shard", "documents", "shortest")
 #: Numbers of keys other than of queries, that are left to GPUs but for these.
-LONGER_AND_SHORTER = ("keys16-window", "keys80-predicate")
-#: Options that JAX has in other cases too: with others, over gathered keys, or in ``tests/meta``.
-COMBINED = ("bias", "bias-float64", "alibi", "segments-padded", "gqa")
+LONGER_AND_SHORTER = ("keys16-causal", "keys16-window", "keys80-chunks", "keys80-predicate")
 #: Masks that run on one device in JAX.
 ALONE = ("full", "causal", "window-both", "chunks", "documents", "predicate-documents")
 #: Cases of layouts that are dealt out which run in JAX each time.
@@ -300,7 +298,7 @@ def _is_slow_on_hosts(case: Any) -> bool:
         return not mask.startswith(LONGER_AND_SHORTER)
     if (mask, size) in (("causal", "2"), ("documents", "3")):
         return _is_not_in_turn(case, mask)
-    return mask in COMBINED or (size in ("2", "4", "8") and mask not in ("causal", "shortest"))
+    return size in ("2", "4", "8") and mask not in ("causal", "shortest")
 
 
 def _is_not_in_turn(case: Any, name: str) -> bool:

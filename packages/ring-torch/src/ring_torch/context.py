@@ -201,7 +201,7 @@ class ContextParallel:
         """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
         check_group(self._sharding)
         return attend(
-            self.group, self.schedule, q, k, v,
+            self._sharding.group, self._sharding.schedule, q, k, v,
             Options(
                 causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
                 dropout_seed, deterministic, return_lse, kernel, transport,
