@@ -7,8 +7,8 @@ blocks are made once.
 
 First out, dQ, dK and dV of each are compared with float32 attention at 1,024 tokens: what errs more
 than twice as much as the best of the others has no time. Times are CUDA events around calls that
-are queued, in rounds in which all take turns, another first in each; a ratio is one of times in one
-round. Each is kept as its quartiles.
+are queued, in rounds in which all take turns, each round in an order of its own, as what ran before
+leaves a GPU cooler or warmer; a ratio is one of times in one round. Each is kept as its quartiles.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import shlex
 import statistics
 import sys
@@ -85,8 +86,9 @@ def rounds(runs: Mapping[str, Callable[[], Any]], count: int) -> Times:
     names = list(runs)
     calls = {name: _calls(run) for name, run in runs.items()}
     took: Times = {name: [] for name in names}
-    for n in range(count):
-        for name in names[n % len(names) :] + names[: n % len(names)]:
+    shuffled = random.Random(0)
+    for _ in range(count):
+        for name in shuffled.sample(names, len(names)):
             took[name].append(_milliseconds(runs[name], calls[name]))
     return took
 

@@ -4,8 +4,8 @@ Batch 1, causal, bfloat16: what ``kernel="auto"`` takes, the kernels in Triton, 
 ``jax.nn.dot_product_attention`` calls it, which wants V as wide as Q and K: it gets zeros there. A
 bias is one for all heads, and has a gradient. First out and all gradients of each are compared with
 float32 attention at 1,024 tokens: what errs more than twice as much as the best of the others
-prints no time. Times are of calls that are queued, in rounds in which all take turns, another first
-in each; a ratio is one of times in one round.
+prints no time. Times are of calls that are queued, in rounds in which all take turns, each round in
+an order of its own; a ratio is one of times in one round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax_gpu_options_table import table
 
 import ring_jax_gpu
 
@@ -165,8 +167,9 @@ def rounds(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     names = list(runs)
     took: dict[str, list[float]] = {name: [] for name in names}
     calls = {name: max(1, round(TURN / _seconds(run, 1))) for name, run in runs.items()}
-    for n in range(ROUNDS):
-        for name in names[n % len(names) :] + names[: n % len(names)]:
+    shuffled = random.Random(0)
+    for _ in range(ROUNDS):
+        for name in shuffled.sample(names, len(names)):
             took[name].append(1e3 * _seconds(runs[name], calls[name]) / calls[name])
     return took
 
@@ -222,7 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return 0
     environment = {
         "gpu": jax.devices()[0].device_kind, "jax": jax.__version__,
         "python": platform.python_version(), "length": options.length,

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 JAX = "benchmarks/results/jax-h200.json"
 JAX_RANKS = "benchmarks/results/jax-h200-ranks.json"
 OPTIONS = "benchmarks/results/options-h200*.json"
+JAX_OPTIONS = "benchmarks/results/jax-options-h200.json"
 
 
 def _tables_of(page: str) -> dict[str, str]:
@@ -54,13 +55,22 @@ def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatc
         assert tables[name] == table(json.loads((ROOT / name).read_text())["rows"])
 
 
+def test_the_table_of_options_of_jax_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, paste what ``python benchmarks/jax_gpu_options.py --table FILE`` prints."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    from jax_gpu_options_table import table
+
+    rows = json.loads((ROOT / JAX_OPTIONS).read_text())["rows"]
+    assert _tables_of("docs/performance.md")[JAX_OPTIONS] == table(rows)
+
+
 def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, paste what ``python benchmarks/gpu.py --table FILE`` prints."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import gpu_table
 
     tables = _tables_of("docs/performance.md")
-    others = {JAX, JAX_RANKS}
+    others = {JAX, JAX_RANKS, JAX_OPTIONS}
     assert others <= tables.keys()
     others |= {name for name in tables if (ROOT / name).match(OPTIONS)}
     tables = {name: x for name, x in tables.items() if name not in others}
