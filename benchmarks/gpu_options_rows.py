@@ -14,6 +14,7 @@ from ring_core import Mask
 CAP = 20.0
 STRIPE, FIRST = 512, 64
 DROPOUT = 0.1
+PADDED = {40: 64, 72: 96, 100: 128, 136: 160, 176: 192, 200: 256, 250: 256}  # head dims
 Options = dict[str, Any]
 Rule = Callable[[Any, Any], Any]
 Score = Callable[[Any, Any, Any, Any], Any]
@@ -85,6 +86,11 @@ ROWS = (
     Row("window", MASKED, "window"),
     Row("bias", (FA4, CUDNN, FLEX), "bias"),
     Row("dropout", (CUDNN, Rival("flash", "flash")), "dropout"),
+    *(
+        Row(f"{dim}, zeros added", (Rival(f"ring at {more}", "ring", dim=more),), dim=dim, v_dim=dim,
+            goal=1.3)
+        for dim, more in PADDED.items()
+    ),
 )  # fmt: skip
 
 

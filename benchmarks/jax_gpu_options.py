@@ -44,6 +44,7 @@ class Setting(NamedTuple):
     v_dim: int = 128
     window: int | None = None  # keys that a query sees, its own included
     bias: bool = False
+    methods: tuple[str, ...] = ("ring", "triton", "cudnn")
 
 
 SETTINGS = (
@@ -52,6 +53,10 @@ SETTINGS = (
     Setting("160", dim=160, v_dim=160), Setting("256", dim=256, v_dim=256),
     Setting("192/128, 16/16 heads", heads=16, kv_heads=16, dim=192), Setting("192/128", dim=192),
     Setting("bias", bias=True),
+    *(
+        Setting(str(dim), dim=dim, v_dim=dim, methods=("ring", "cudnn"))
+        for dim in (40, 72, 100, 136, 200, 250)
+    ),
 )  # fmt: skip
 Method = Callable[..., Any]  # of a setting, q, k, v and the bias if there is one
 
@@ -92,7 +97,7 @@ def exact(setting: Setting, q: Any, k: Any, v: Any, bias: Any = None) -> Any:
 
 def inputs(setting: Setting, length: int) -> list[Any]:
     """Random dout, q, k, v and the bias, in bfloat16."""
-    _, heads, kv_heads, dim, v_dim, _, has_bias = setting
+    _, heads, kv_heads, dim, v_dim, _, has_bias, _ = setting
     shapes = [(heads, v_dim), (heads, dim), (kv_heads, dim), (kv_heads, v_dim)]
     every = [(1, length, *shape) for shape in shapes] + [(1, 1, length, length)] * has_bias
     keys = jax.random.split(jax.random.key(length), len(every))
@@ -115,7 +120,7 @@ def errors(setting: Setting) -> dict[str, float | str]:
     x = inputs(setting, GATE_LENGTH)
     wide = [y.astype("float32") for y in x]
     wanted = jax.jit(partial(both, exact, setting))(*wide)
-    found, _ = compiled(both, setting, tuple(METHODS), x)
+    found, _ = compiled(both, setting, setting.methods, x)
     return {
         name: program if isinstance(program, str) else max(map(_error, program(*x), wanted))
         for name, program in found.items()

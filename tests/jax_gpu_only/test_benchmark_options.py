@@ -40,7 +40,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
         "SETTINGS",
         tuple(
             x._replace(
-                heads=4, kv_heads=2, dim=x.dim // 8, v_dim=x.v_dim // 8, window=x.window and 20
+                heads=4,
+                kv_heads=2,
+                dim=x.dim // 8,
+                v_dim=x.v_dim // 8,
+                window=x.window and 20,
+                methods=tuple(methods),
             )
             for x in jax_gpu_options.SETTINGS
         ),
