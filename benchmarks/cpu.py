@@ -25,6 +25,7 @@ import torch
 
 import ring_core
 from ring_core import Mask, make_plan
+from ring_core.choose.balance import pairs_of
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -37,7 +38,8 @@ class Shape:
 
     seq_len: int
     cp_size: int
-    schedule: Any
+    layout: Any
+    strategy: str
     kernel: str
     dtype: str = "float32"
 
@@ -79,9 +81,9 @@ def bench_plans() -> list[dict[str, Any]]:
         ("causal", causal, 1024, 1000.0),
         ("10,000 documents", documents, 64, 2000.0),
     ):
-        for schedule in ring_core.SCHEDULES:
-            make = partial(fresh_plan, mask, tokens, cp_size, schedule)
-            rows.append((f"{name}, {cp_size} ranks, {schedule}", best(make, 3), limit))
+        for layout, strategy in pairs_of(ring_core.LAYOUTS):
+            make = partial(fresh_plan, mask, tokens, cp_size, layout, strategy)
+            rows.append((f"{name}, {cp_size} ranks, {layout}/{strategy}", best(make, 3), limit))
     cached = partial(make_plan, causal, seq_len=tokens, cp_size=8)
     rows.append(("cached, 8 ranks", best(lambda: [cached() for _ in range(1000)], 3) / 1000, 0.02))
     print(f"plan of {tokens} tokens                    milliseconds    at most")
@@ -90,12 +92,12 @@ def bench_plans() -> list[dict[str, Any]]:
     return [{"plan": name, "ms": ms, "limit_ms": limit} for name, ms, limit in rows]
 
 
-def fresh_plan(mask: Mask, tokens: int, cp_size: int, schedule: Any) -> None:
+def fresh_plan(mask: Mask, tokens: int, cp_size: int, layout: Any, strategy: Any) -> None:
     """Make a plan that is in no cache: the mask has a window that never binds and is new."""
     unseen = Mask(
         causal=True, cu_seqlens=mask.cu_seqlens, window=(tokens + time.monotonic_ns() % 2**30, None)
     )
-    make_plan(unseen, seq_len=tokens, cp_size=cp_size, schedule=schedule)
+    make_plan(unseen, seq_len=tokens, cp_size=cp_size, layout=layout, strategy=strategy)
 
 
 def best(function: Callable[[], object], repeats: int) -> float:
@@ -115,17 +117,25 @@ def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
     )
     rows: list[dict[str, Any]] = []
     for kernel in ("sdpa", "eager"):
-        single = run_ranks(Shape(seq_len, 1, "zigzag", kernel), repeats)
-        for schedule in ("zigzag", "striped", "balanced"):
-            ring = run_ranks(Shape(seq_len, 4, schedule, kernel), repeats)
+        single = run_ranks(Shape(seq_len, 1, "zigzag", "ring", kernel), repeats)
+        for layout, strategy in (
+            ("zigzag", "ring"),
+            ("striped", "ring"),
+            ("contiguous", "balanced"),
+        ):
+            ring = run_ranks(Shape(seq_len, 4, layout, strategy, kernel), repeats)
             error = max(abs(a - b) for a, b in zip(ring["sums"], single["sums"], strict=True))
             if error > 1e-4 * max(map(abs, single["sums"])):
-                print(f"{kernel} {schedule}: the ring's result is wrong by {error}; no figures")
+                print(
+                    f"{kernel} {layout}/{strategy}: the ring's result is wrong by {error}; no figures"
+                )
                 return None
             ratio = ring["cpu"] / single["cpu"]
-            rows.append({"kernel": kernel, "schedule": schedule, "ratio": ratio, **ring})
+            rows.append(
+                {"kernel": kernel, "layout": layout, "strategy": strategy, "ratio": ratio, **ring}
+            )
             print(
-                f"  {kernel:6} {schedule:9} 4 processes {ring['cpu']:7.2f} s, 1 process {single['cpu']:7.2f} s, "
+                f"  {kernel:6} {layout}/{strategy:9} 4 processes {ring['cpu']:7.2f} s, 1 process {single['cpu']:7.2f} s, "
                 f"ratio {ratio:5.3f} (at most 1.10)"
             )
     return rows
@@ -134,7 +144,7 @@ def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
 def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
     """Run a shape on its ranks: CPU seconds of a call, best of several, and sums of its results."""
     with LocalRanks(shape.cp_size) as ranks:
-        ranks.run(rank_time, Shape(256, shape.cp_size, shape.schedule, shape.kernel))
+        ranks.run(rank_time, Shape(256, shape.cp_size, shape.layout, shape.strategy, shape.kernel))
         runs = [ranks.run(rank_time, shape) for _ in range(repeats)]
     cpu = min(sum(seconds for seconds, _ in run) for run in runs)
     sums = np.sum([sums for _, sums in runs[0]], axis=0)
@@ -143,7 +153,7 @@ def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
 
 def inputs(shape: Shape) -> tuple[ContextParallel, list[torch.Tensor]]:
     """A rank's q, k, v and the gradient of its output, equal at every ring size."""
-    cp = ContextParallel(schedule=shape.schedule)
+    cp = ContextParallel(layout=shape.layout)
     generator = torch.Generator().manual_seed(0)
     local = []
     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS):
@@ -157,7 +167,7 @@ def rank_time(_: int, shape: Shape) -> tuple[float, list[float]]:
     cp, (q, k, v, dout) = inputs(shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     start = time.process_time()
-    out = cp.attention(*leaves, causal=True, kernel=shape.kernel)
+    out = cp.attention(*leaves, causal=True, kernel=shape.kernel, strategy=shape.strategy)
     out.backward(dout)
     seconds = time.process_time() - start
     results = [out, *(leaf.grad for leaf in leaves)]
@@ -171,18 +181,21 @@ def bench_memory(local_len: int) -> list[dict[str, Any]]:
     )
     rows = []
     for kernel, dtype in (("sdpa", "float32"), ("eager", "float32"), ("eager", "bfloat16")):
-        for schedule in ("zigzag", "balanced"):
+        for layout, strategy in (("zigzag", "ring"), ("contiguous", "balanced")):
             for cp_size in (2, 4, 8):
-                shape = Shape(local_len * cp_size, cp_size, schedule, kernel, dtype)
+                shape = Shape(local_len * cp_size, cp_size, layout, strategy, kernel, dtype)
                 with LocalRanks(cp_size) as ranks:
-                    ranks.run(rank_memory, Shape(16 * cp_size, cp_size, schedule, kernel, dtype))
+                    ranks.run(
+                        rank_memory, Shape(16 * cp_size, cp_size, layout, strategy, kernel, dtype)
+                    )
                     measured = np.max(ranks.run(rank_memory, shape), axis=0).tolist()
                 allowed = memory_allowed(shape)
                 rows.append(
                     {
                         "kernel": kernel,
                         "dtype": dtype,
-                        "schedule": schedule,
+                        "layout": layout,
+                        "strategy": strategy,
                         "cp_size": cp_size,
                         "forward": measured[0],
                         "backward": measured[1],
@@ -194,7 +207,7 @@ def bench_memory(local_len: int) -> list[dict[str, Any]]:
                     for m, a in zip(measured, allowed, strict=True)
                 ]
                 print(
-                    f"  {kernel:6} {dtype:9} {schedule:9} {cp_size} ranks: forward {parts[0]}, backward {parts[1]}"
+                    f"  {kernel:6} {dtype:9} {layout}/{strategy:9} {cp_size} ranks: forward {parts[0]}, backward {parts[1]}"
                 )
     return rows
 
@@ -205,7 +218,7 @@ def memory_allowed(shape: Shape) -> list[float]:
     slots = 2 * (2 * local * KV_HEADS * DIM * size)
     wide_rows, wide_keys = 4 * local * HEADS * DIM, 2 * 4 * local * KV_HEADS * DIM
     block = 4 * HEADS * 256 * 512
-    helped = (2 * local * HEADS * DIM * size + wide_rows) if shape.schedule == "balanced" else 0
+    helped = (2 * local * HEADS * DIM * size + wide_rows) if shape.strategy == "balanced" else 0
     forward, backward = slots + wide_rows + block, slots + wide_rows + 3 * wide_keys + block
     return [1.1 * (forward + helped), 1.1 * (backward + helped)]
 
@@ -215,7 +228,7 @@ def rank_memory(_: int, shape: Shape) -> tuple[int, int]:
     cp, (q, k, v, dout) = inputs(shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = peak_memory(reset=True)
-    out = cp.attention(*leaves, causal=True, kernel=shape.kernel)
+    out = cp.attention(*leaves, causal=True, kernel=shape.kernel, strategy=shape.strategy)
     lse_bytes = out.shape[1] * out.shape[2] * 4
     forward = peak_memory() - before - out.nbytes - lse_bytes
     peak_memory(reset=True)

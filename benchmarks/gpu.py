@@ -68,8 +68,8 @@ SETTINGS = (
     Setting(128 * K, mask="documents"),
 )
 METHODS = (
-    "one", "zigzag/fa4/pull", "zigzag/fa4/pull/alone", "zigzag/fa4/pull/graph",
-    "zigzag/fa4/pull/alone/graph", "zigzag/fa4/p2p", "plain/fa4/pull", "ulysses", "all-gather",
+    "one", "zigzag/fa4/gather/symm_mem", "zigzag/fa4/gather/symm_mem/alone", "zigzag/fa4/gather/symm_mem/graph",
+    "zigzag/fa4/gather/symm_mem/alone/graph", "zigzag/fa4/ring/p2p", "contiguous/fa4/gather/symm_mem", "ulysses", "all-gather",
     "ring-flash-attn", "torch-cp",
 )  # fmt: skip
 PASSES = {"forward": 1.0, "both": 3.5}  # times the forward's FLOPs
@@ -117,7 +117,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
     """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
     rule = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
     world = dist.get_world_size()
-    plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, schedule="zigzag")
+    plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
     groups = head_groups.head_groups_of(plan, sizes, 2)

@@ -71,7 +71,7 @@ def alone() -> Iterator[None]:
 
     def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Alone:
         del facts
-        if call.transport == "p2p":
+        if call.strategy != "gather":
             raise ValueError("only passes that gather their keys run without communication")
         return Alone(call, KVPayload.of(inputs, groups), groups, made)
 
@@ -86,12 +86,14 @@ def as_rank[**P, R](
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         # The group is no nccl's, and there are no peers to ask for their memory.
-        with patch.object(prepare, "choose_transport", _as_named):
+        with patch.object(prepare, "choose_strategy", _as_named):
             return run(*args, **named)
     finally:
         dist.destroy_process_group()
-        prepare._prepare.cache_clear()  # noqa: SLF001  # of the transports chosen here
+        prepare._prepare.cache_clear()  # noqa: SLF001  # of the strategies chosen here
 
 
-def _as_named(transport: str, ring: Ranks, *_: object, **__: object) -> str:
-    return transport if ring.size > 1 else "p2p"
+def _as_named(
+    strategy: str, transport: str, ring: Ranks, *_: object, **__: object
+) -> tuple[str, str]:
+    return (strategy, transport) if ring.size > 1 else ("ring", "p2p")

@@ -45,21 +45,21 @@ class Method:
 
 
 def method(name: str, mask: Mask, seq_len: int) -> Method:
-    """The method of a name, for example ``zigzag/fa4/pull``, ``ulysses`` or ``one``.
+    """The method of a name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
 
-    ``dealt/fa4/pull`` deals chunks for the mask and the length; ``zigzag/fa4/pull/alone`` does
-    without communication, and its results mean nothing.
+    The layout ``chunks`` is balanced for the mask and the length; with ``/alone`` at its end a
+    method does without communication, and its results mean nothing.
 
     Raises:
         ValueError: It cannot show this mask.
     """
     if "/" in name:
-        schedule, kernel, transport, *without = name.split("/")
-        cp = ContextParallel(schedule=_schedule(schedule, mask, seq_len))
+        layout, kernel, strategy, transport, *without = name.split("/")
+        cp = ContextParallel(layout=_layout(layout, mask, seq_len))
         return Method(
             cp.shard,
             lambda q, k, v: cp.attention(
-                q, k, v, kernel=kernel, transport=transport, **mask.options
+                q, k, v, kernel=kernel, strategy=strategy, transport=transport, **mask.options
             ),
             alone if without == ["alone"] else nullcontext,
         )
@@ -73,12 +73,12 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
     return others[name](mask)
 
 
-def _schedule(name: str, mask: Mask, seq_len: int) -> Any:
-    """A schedule by its name, or dealt."""
-    if name != "dealt":
+def _layout(name: str, mask: Mask, seq_len: int) -> Any:
+    """A layout by its name; ``chunks`` are balanced for the mask."""
+    if name != "chunks":
         return name
     rule = ring_core.Mask(**mask.options)
-    return ring_core.deal(rule, seq_len=seq_len, cp_size=dist.get_world_size())
+    return ring_core.balance_chunks(rule, seq_len=seq_len, cp_size=dist.get_world_size())
 
 
 def _plainly_causal(mask: Mask, name: str) -> None:
@@ -196,7 +196,7 @@ def _all_gather(mask: Mask) -> Method:
         ]
         return torch.cat(parts, dim=1)
 
-    return Method(ContextParallel(schedule="zigzag").shard, attend)
+    return Method(ContextParallel(layout="zigzag").shard, attend)
 
 
 def _ring_flash_attn(mask: Mask) -> Method:
@@ -207,7 +207,7 @@ def _ring_flash_attn(mask: Mask) -> Method:
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
     return Method(
-        ContextParallel(schedule="zigzag").shard,
+        ContextParallel(layout="zigzag").shard,
         lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True),
     )
 
@@ -239,4 +239,4 @@ def _torch_cp(mask: Mask) -> Method:
         )
         return out.transpose(1, 2)
 
-    return Method(ContextParallel(schedule="zigzag").shard, attend, around)
+    return Method(ContextParallel(layout="zigzag").shard, attend, around)

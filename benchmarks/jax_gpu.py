@@ -7,7 +7,7 @@ of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's at
 forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what one of them cannot
 do, or failed in, is among the refused, with the reason.
 
-``--gpus 2`` splits sequences over GPUs, causal: the ring and ``transport="gather"``, beside ways
+``--gpus 2`` splits sequences over GPUs, causal: the ring and ``strategy="gather"``, beside ways
 written in plain JAX with cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of
 one GPU with the whole sequence. With ``--layers`` a call, of one GPU too, is a program of so many
 layers, which pays once for its start; rates are those of its layers. ``--profile`` traces a few
@@ -57,7 +57,7 @@ MASKS = {"causal": CAUSAL, "full": FULL, "window": WINDOWED}
 RESULTS = ("out", "dq", "dk", "dv")
 OURS: dict[str, tuple[Callable[..., Attend], str]] = {
     "triton": (over_gpus, "triton"),
-    "triton gather": (partial(over_gpus, transport="gather"), "triton"),
+    "triton gather": (partial(over_gpus, strategy="gather"), "triton"),
 }
 METHODS = OURS | {
     f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
@@ -321,17 +321,17 @@ def played(size: int, lengths: list[int], report: Report) -> None:
     for length in lengths:
         *whole, whole_dout = inputs(length, seed=1)
         *qkv, dout = inputs(length // size, seed=2)
-        one, runs = share("ppermute"), dict[tuple[str, int, str], Callable[[], Any]]()
+        one, runs = share("ring"), dict[tuple[str, int, str], Callable[[], Any]]()
         runs["one", 0, "forward"] = partial(jax.jit(one), *whole)
         runs["one", 0, "both"] = partial(jax.jit(partial(both, one)), *whole, whole_dout)
-        for way, rank in product(("ppermute", "gather"), sorted({0, size // 2, size - 1})):
+        for way, rank in product(("ring", "gather"), sorted({0, size // 2, size - 1})):
             attend = share(way)
             forward, backward = as_rank(rank, size, attend), partial(both, attend)
             runs[way, rank, "forward"] = partial(jax.jit(forward), *qkv)
             runs[way, rank, "both"] = partial(jax.jit(as_rank(rank, size, backward)), *qkv, dout)
         took = seconds_each(runs, rounds=3)
-        for way in ("ppermute", "gather"):
-            row: dict[str, Any] = {"ranks": size, "length": length, "transport": way}
+        for way in ("ring", "gather"):
+            row: dict[str, Any] = {"ranks": size, "length": length, "strategy": way}
             for kind in ("forward", "both"):
                 ranks = {str(key[1]): took[key] for key in runs if key[::2] == (way, kind)}
                 row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}

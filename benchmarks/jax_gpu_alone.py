@@ -57,9 +57,9 @@ def as_rank(rank: int, size: int, run: Callable[..., Any]) -> Callable[..., Any]
     return traced
 
 
-def share(transport: str) -> Callable[..., Any]:
+def share(strategy: str) -> Callable[..., Any]:
     """What a GPU does of causal attention over the zigzag layout."""
     return partial(
-        ring_jax_gpu.ring_attention, axis_name=None, schedule="zigzag", causal=True,
-        kernel="triton", transport=transport,
+        ring_jax_gpu.ring_attention, axis_name=None, layout="zigzag", causal=True,
+        kernel="triton", strategy=strategy,
     )  # fmt: skip

@@ -33,10 +33,10 @@ def mesh_of(gpus: int) -> Mesh:
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def ours(mesh: Mesh, kernel: str, transport: str = "ppermute") -> Attend:
+def ours(mesh: Mesh, kernel: str, strategy: str = "ring") -> Attend:
     """``ring_jax`` over the zigzag layout with the kernel of a name."""
-    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, schedule="zigzag")
-    return partial(cp.attention, causal=True, kernel=kernel, transport=transport)
+    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout="zigzag")
+    return partial(cp.attention, causal=True, kernel=kernel, strategy=strategy)
 
 
 def all_gather(mesh: Mesh, implementation: Implementation) -> Attend:

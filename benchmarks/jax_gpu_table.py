@@ -10,7 +10,7 @@ from typing import Any
 
 HEAD = """| tokens | forward | cuDNN | | forward and backward | cuDNN | |
 |---|---|---|---|---|---|---|"""
-PLAYED = """| ranks | tokens | transport | forward, ms | eta | both passes, ms | eta |
+PLAYED = """| ranks | tokens | strategy | forward, ms | eta | both passes, ms | eta |
 |---|---|---|---|---|---|---|"""
 
 
@@ -30,7 +30,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _of_ranks(row: dict[str, Any]) -> str:
-    cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['transport']}`"]
+    cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['strategy']}`"]
     for kind in ("forward", "both"):
         cells += [f"{max(row[f'ms {kind}'].values()):.2f}", f"{row[f'eta {kind}']:.2f}"]
     return f"| {' | '.join(cells)} |"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import Mask, ScheduleName, make_plan, reference
+from ring_core import LayoutName, Mask, make_plan, reference
 from ring_core.reference.item_kernel import Precision, round_to
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
@@ -23,7 +23,7 @@ SEQ_LEN = 512
 
 
 def errors(
-    precision: Precision, schedule: ScheduleName, ring_sizes: Sequence[int]
+    precision: Precision, layout: LayoutName, ring_sizes: Sequence[int]
 ) -> npt.NDArray[np.float64]:
     """``[len(ring_sizes), len(RESULTS)]``."""
     rng = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def errors(
     exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
     rows = []
     for cp_size in ring_sizes:
-        plan = make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, schedule=schedule)
+        plan = make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, layout=layout)
         got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
         rows.append([_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)])
     return np.array(rows)

@@ -317,7 +317,7 @@ def blocks_of_documents() -> tuple[int, int]:
 
     lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)
     ids = np.repeat(np.arange(LENGTH), lengths)[:LENGTH].astype(np.int32)
-    plan = make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, schedule="plain")
+    plan = make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, layout="contiguous")
     blocks = Blocks(512, 512, LENGTH, LENGTH)
 
     @jax.jit

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ring_core import SCHEDULES
+from ring_core import LAYOUTS, STRATEGIES
 from ring_torch import ContextParallel, hf
 
 BYTES, IGNORED = 256, -100
@@ -55,7 +55,9 @@ def train(options: argparse.Namespace, cp: ContextParallel | None) -> list[float
         num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=options.seq_len, use_cache=False,
     )  # fmt: skip
-    attention = "sdpa" if cp is None else hf.register()
+    attention = "sdpa"
+    if cp is not None:
+        attention = hf.register(f"ring_{options.strategy}", strategy=options.strategy)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model.to(options.device, getattr(torch, options.dtype)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
@@ -97,7 +99,8 @@ def report(options: argparse.Namespace, ranks: int, ring: list[float], whole: li
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedule", choices=SCHEDULES, default="zigzag")
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
+    parser.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")
     parser.add_argument("--seq-len", type=int, default=1000, help="bytes; padded where need be")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=2)
@@ -115,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     if "WORLD_SIZE" in os.environ:  # torchrun has started this process
         dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    cp = ContextParallel(schedule=options.schedule)
+    cp = ContextParallel(layout=options.layout)
     ring = train(options, cp)
     code = 0
     if cp.cp_rank == 0:

@@ -6,7 +6,7 @@ loss; only attention needs the rest, and :class:`ring_torch.ContextParallel` fet
 code then runs on one process, with a ring of one::
 
     nox -s demo
-    python examples/train_bytes.py --schedule striped
+    python examples/train_bytes.py --layout striped
     python examples/train_bytes.py --packed --window 512
     torchrun --nproc-per-node 4 examples/train_bytes.py --device cuda --dtype bfloat16
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_bytes.py --checkpoint out/checkpoint
@@ -29,7 +29,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, silu
 
-from ring_core import SCHEDULES, Layout, Mask, layout_of, make_plan
+from ring_core import LAYOUTS, STRATEGIES, Layout, LayoutName, Mask, make_plan
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -57,7 +57,8 @@ class Config:
     """One training run; ``cp`` alone says how many processes share its sequences."""
 
     cp: int
-    schedule: Literal["plain", "zigzag", "striped", "balanced"]
+    layout: LayoutName
+    strategy: str
     seq_len: int
     window: int | None
     packed: bool
@@ -164,7 +165,7 @@ def sequence(config: Config, step: int) -> tuple[Tensor, Tensor, dict[str, Any]]
 def train(config: Config, *, quiet: bool = False) -> Run:
     """Train a model; with several processes, every one of them calls this."""
     before, started = peak_memory(config.device), time.perf_counter()
-    cp = ContextParallel(schedule=config.schedule)
+    cp = ContextParallel(layout=config.layout)
     model = Model(config).to(config.device, getattr(torch, config.dtype))  # drawn in float32
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.95))
@@ -175,7 +176,8 @@ def train(config: Config, *, quiet: bool = False) -> Run:
     for step in progress(config, losses, quiet=quiet or cp.cp_rank > 0):
         *whole, options = sequence(config, step)
         tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
-        logits = model(tokens, positions, partial(cp.attention, **options)).flatten(0, 1)
+        attend = partial(cp.attention, strategy=config.strategy, **options)
+        logits = model(tokens, positions, attend).flatten(0, 1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = loss / int((whole[1] != IGNORED).sum())  # this rank's part of the mean
@@ -340,12 +342,14 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")
-    cells = f"lp;{'d' if single else 'l'}{config.schedule[0]}"  # loss, plain, difference, schedule
+    ways = {"c": ("contiguous", "ring"), "r": (config.layout, config.strategy)}
+    own = "c" if config.layout == "contiguous" and config.strategy != "balanced" else "r"
+    cells = f"lc;{'d' if single else 'l'}{own}"  # loss, contiguous, difference, this run
     axes = figure.subplot_mosaic(cells, width_ratios=(1.5, 1), height_ratios=(1.3, 1))
     steps, loss = range(1, config.steps + 1), axes["l"]
     if single:
         loss.plot(steps, single[0].losses, "C1", linewidth=6, alpha=0.5, label="1 process")
-    loss.plot(steps, ring[0].losses, "C0", label=f"{config}, {config.schedule}")
+    loss.plot(steps, ring[0].losses, "C0", label=f"{config}, {config.layout}")
     loss.set(title=f"loss in nats a byte, {config.dtype}", xlabel="training step")
     loss.legend(frameon=False)
     for ours, theirs, dtype in zip(ring, single, (config.dtype, "float64"), strict=False):
@@ -354,14 +358,18 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
         axes["d"].set(title="relative difference; at the bottom: none", xlabel="training step")
         axes["d"].legend(frameon=False, loc="center right")
     mask = Mask(**sequence(config, 0)[2])
-    for schedule in {"plain", config.schedule}:
-        plan = make_plan(mask, seq_len=config.seq_len, cp_size=config.cp, schedule=schedule)
-        work, share = axes[schedule[0]], plan.work().T * (100 / plan.work().mean())  # [rank, step]
+    for cell in {"c", own}:
+        layout, strategy = ways[cell]
+        plan = make_plan(
+            mask, seq_len=config.seq_len, cp_size=config.cp, layout=layout,
+            strategy="balanced" if strategy == "balanced" else "ring",
+        )  # fmt: skip
+        work, share = axes[cell], plan.work().T * (100 / plan.work().mean())  # [rank, step]
         work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")
         for (rank, step), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
             work.text(step, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
         work.set(xlabel="step of the ring", ylabel="rank")
-        work.set(title=f"{schedule}: work, 100 is the mean; critical {plan.critical:.2f}")
+        work.set(title=f"{layout}, {strategy}: work, 100 is the mean; critical {plan.critical:.2f}")
         work.locator_params(integer=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)
@@ -373,7 +381,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add, world = parser.add_argument, int(os.environ.get("WORLD_SIZE", "0"))
     add("--cp", type=int, default=world or 4, help="processes that share a sequence")
-    add("--schedule", choices=SCHEDULES, default="zigzag", help="who holds and computes what")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="which process holds which bytes")
+    add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="how they move")
     add("--seq-len", type=int, default=4096, help="bytes in a sequence")
     add("--window", type=int, metavar="LEFT", help="how many bytes back a byte sees")
     add("--packed", action="store_true", help="keep help topics apart, with cu_seqlens")
@@ -403,7 +412,7 @@ def mistakes(options: argparse.Namespace, world: int) -> Iterator[str]:
         if (value := getattr(options, name)) is not None and not value > limit:
             yield f"--{name.replace('_', '-')} must be more than {limit}, got {value}"
     try:
-        Layout(layout_of(options.schedule), options.seq_len, options.cp)
+        Layout(options.layout, options.seq_len, options.cp)
     except ValueError as error:
         yield f"--seq-len: {error}"
     if options.dim < 1 or options.dim % (2 * HEAD_DIM):

@@ -6,7 +6,7 @@ no others) holds a quarter of the sequence, from embedding to loss; only attenti
 and :class:`ring_jax.ContextParallel` fetches it. The same code then runs on one device::
 
     python examples/train_bytes_jax.py
-    python examples/train_bytes_jax.py --schedule striped --cp 8
+    python examples/train_bytes_jax.py --layout striped --cp 8
     python examples/train_bytes_jax.py --packed --window 512 --dtype float64
 
 The exit code is 0 if both learn and agree, 1 if not, 2 for wrong arguments.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pydoc_data.topics import topics
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ring_core import SCHEDULES, Layout, layout_of
+from ring_core import LAYOUTS, STRATEGIES, Layout, LayoutName
 from ring_jax import ContextParallel
 
 Array = jax.Array
@@ -50,7 +50,8 @@ class Config:
     """One training run; ``cp`` alone says how many devices share its sequences."""
 
     cp: int
-    schedule: Literal["plain", "zigzag", "striped", "balanced"]
+    layout: LayoutName
+    strategy: str
     seq_len: int
     window: int | None
     packed: bool
@@ -154,7 +155,9 @@ def loss_of(weights: Weights, batch: Batch, cp: ContextParallel, config: Config)
     tokens, labels = cp.shard(batch.tokens), cp.shard(batch.labels)
     documents = None if batch.documents is None else cp.shard(batch.documents)
     window = None if config.window is None else (config.window, 0)
-    attend = partial(cp.attention, causal=True, window=window, segment_ids=documents)
+    attend = partial(
+        cp.attention, causal=True, window=window, segment_ids=documents, strategy=config.strategy
+    )
     cast = jax.tree.map(lambda x: x.astype(config.dtype), weights)
     logits = model(cast, tokens, cp.positions(config.seq_len), attend)
     wide = jax.nn.log_softmax(logits.astype(jnp.promote_types(config.dtype, jnp.float32)))
@@ -204,7 +207,7 @@ def train(config: Config) -> Run:
     """Train a model on ``config.cp`` devices."""
     devices = jax.devices()[: config.cp]
     mesh = jax.make_mesh((config.cp,), ("cp",), (AxisType.Auto,), devices=devices)
-    cp = ContextParallel(mesh, "cp", schedule=config.schedule)
+    cp = ContextParallel(mesh, "cp", layout=config.layout)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     @partial(jax.jit, donate_argnums=0)
@@ -270,7 +273,8 @@ def arguments(argv: Sequence[str] | None) -> Config:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("--cp", type=int, default=4, help="devices that share a sequence")
-    add("--schedule", choices=SCHEDULES, default="zigzag", help="who holds and computes what")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="which device holds which bytes")
+    add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="how they move")
     add("--seq-len", type=int, default=4096, help="bytes in a sequence")
     add("--window", type=int, metavar="LEFT", help="how many bytes back a byte sees")
     add("--packed", action="store_true", help="keep help topics apart, with segment ids")
@@ -293,7 +297,7 @@ def mistakes(config: Config) -> Iterator[str]:
         if (value := getattr(config, name)) is not None and not value > limit:
             yield f"--{name.replace('_', '-')} must be more than {limit}, got {value}"
     try:
-        Layout(layout_of(config.schedule), config.seq_len, config.cp)
+        Layout(config.layout, config.seq_len, config.cp)
     except ValueError as error:
         yield f"--seq-len: {error}"
     if config.dim < 1 or config.dim % (2 * HEAD_DIM):

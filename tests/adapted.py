@@ -36,8 +36,8 @@ def mesh_of(size: int) -> Mesh:
     return jax.make_mesh((size,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:size])
 
 
-def context(size: int = 2, schedule: Any = "zigzag") -> ContextParallel:
-    return ContextParallel(mesh_of(size), "cp", schedule=schedule)
+def context(size: int = 2, layout: Any = "zigzag") -> ContextParallel:
+    return ContextParallel(mesh_of(size), "cp", layout=layout)
 
 
 def close(got: Any, expected: Any) -> None:

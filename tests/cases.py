@@ -10,13 +10,29 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import SCHEDULES, Dealt, Mask, Plan, Schedule, deal, make_plan, reference
+from ring_core import (
+    ChunkLayout,
+    LayoutName,
+    LayoutSpec,
+    Mask,
+    Plan,
+    balance_chunks,
+    make_plan,
+    reference,
+)
+from ring_core.base.strategy import PlannedStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
 Bias = Literal["full", "shared", "heads", "batch", "masked"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
+
+#: Layouts and strategies of rings, by the word that names of cases have.
+RINGS: dict[str, tuple[LayoutName, PlannedStrategy]] = {
+    "contiguous": ("contiguous", "ring"), "zigzag": ("zigzag", "ring"),
+    "striped": ("striped", "ring"), "balanced": ("contiguous", "balanced"),
+}  # fmt: skip
 
 #: Inputs of this size have products below the smallest normal number, or are below it themselves.
 TINY = {"float64": 2.0**-1040, "float32": 2.0**-135, "bfloat16": 2.0**-129, "float16": 2.0**-18}
@@ -28,7 +44,7 @@ class Case:
 
     name: str
     mask: Mask
-    schedule: Schedule = "plain"
+    layout: LayoutSpec = "contiguous"
     cp_size: int = 1
     seq_len: int = 48
     kv_seq_len: int | None = None
@@ -46,6 +62,7 @@ class Case:
     lse_grad: bool = False
     spread: float = 1.0  # how much larger the keys of the last quarter are
     poison: Poison | None = None  # NaN in padding, or NaN or one -inf in one token
+    strategy: PlannedStrategy = "ring"
     numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
 
     @property
@@ -60,9 +77,19 @@ class Case:
             self.mask,
             seq_len=self.seq_len,
             cp_size=self.cp_size,
-            schedule=self.schedule,
+            layout=self.layout,
+            strategy=self.strategy,
             kv_seq_len=self.kv_seq_len,
         )
+
+    @property
+    def ring(self) -> str:
+        """The word for its layout and strategy."""
+        return "balanced" if self.strategy == "balanced" else str(self.layout)
+
+    def moved(self, strategy: str) -> str:
+        """A call's strategy: the case's, where it has one, else this."""
+        return "balanced" if self.strategy == "balanced" else strategy
 
     @property
     def dropout_seed(self) -> int | None:
@@ -240,14 +267,14 @@ RING_SIZES = (1, 2, 3, 4, 8)
 
 
 def _mask_cases() -> list[Case]:
-    """Every mask under every schedule and ring size."""
+    """Every mask in every ring, of every size."""
     cases = []
     for cp_size in RING_SIZES:
         seq_len = 2 * cp_size * {1: 23, 2: 13, 3: 9, 4: 6, 8: 4}[cp_size]
-        for schedule in SCHEDULES:
+        for ring, (layout, strategy) in RINGS.items():
             for name, mask in masks(seq_len, cp_size).items():
-                case = Case(f"{name}-{schedule}-cp{cp_size}", mask, schedule, cp_size, seq_len)
-                cases.append(replace(case, lse_grad=cp_size == 3))
+                case = Case(f"{name}-{ring}-cp{cp_size}", mask, layout, cp_size, seq_len)
+                cases.append(replace(case, strategy=strategy, lse_grad=cp_size == 3))
     return cases
 
 
@@ -291,19 +318,18 @@ def _option_cases() -> list[Case]:
     }  # fmt: skip
     cases = []
     for n, (name, fields) in enumerate(options.items()):
-        for schedule in SCHEDULES:
+        for ring, (layout, strategy) in RINGS.items():
             cp_size = (2, 4, 3)[n % 3]
             mask = window if n % 4 == 3 else causal
-            cases.append(
-                Case(f"{name}-{schedule}", mask, schedule, cp_size, 8 * cp_size * 3, **fields)
-            )
+            case = Case(f"{name}-{ring}", mask, layout, cp_size, 8 * cp_size * 3, **fields)
+            cases.append(replace(case, strategy=strategy))
     return cases
 
 
 def _length_cases() -> list[Case]:
     """Other numbers of keys than queries, and the shortest sequences."""
     cases = []
-    for schedule in SCHEDULES:
+    for ring, (layout, strategy) in RINGS.items():
         for keys in (16, 64, 80):
             for name, mask in {
                 "causal": Mask(causal=True),
@@ -311,11 +337,20 @@ def _length_cases() -> list[Case]:
                 "chunks": Mask(causal=True, chunk_size=13),
                 "predicate": Mask(predicate=diagonals),
             }.items():
-                case = Case(f"keys{keys}-{name}-{schedule}", mask, schedule, 4, 48, keys)
-                cases.append(replace(case, alibi=1, dropout_p=0.2, bias="full", sinks=0))
-        shortest = 2 if schedule == "zigzag" else 1
+                case = Case(f"keys{keys}-{name}-{ring}", mask, layout, 4, 48, keys)
+                cases.append(
+                    replace(case, strategy=strategy, alibi=1, dropout_p=0.2, bias="full", sinks=0)
+                )
+        shortest = 2 if layout == "zigzag" else 1
         cases += [
-            Case(f"shortest-{schedule}-cp{cp}", Mask(causal=True), schedule, cp, shortest * cp)
+            Case(
+                f"shortest-{ring}-cp{cp}",
+                Mask(causal=True),
+                layout,
+                cp,
+                shortest * cp,
+                strategy=strategy,
+            )
             for cp in (2, 3, 8)
         ]
     return cases
@@ -345,24 +380,24 @@ def _number_cases() -> list[Case]:
         "nothing-float16": {"mask": nothing, "dtype": "float16"},
     }
     return [
-        Case(f"{name}-plain", **{"mask": causal, **fields}, cp_size=4)
+        Case(f"{name}-contiguous", **{"mask": causal, **fields}, cp_size=4)
         for name, fields in numbers.items()
     ]
 
 
-#: Chunks dealt at random to so many ranks, neighbours to one rank among them.
+#: Chunks assigned at random to so many ranks, neighbours to one rank among them.
 RANDOM = {
-    2: Dealt(((0, 1, 4), (2, 3, 5))),
-    3: Dealt(((1, 5), (0, 2), (3, 4))),
-    4: Dealt(((0, 1, 5), (2, 7, 11), (3, 4, 10), (6, 8, 9))),
+    2: ChunkLayout(((0, 1, 4), (2, 3, 5))),
+    3: ChunkLayout(((1, 5), (0, 2), (3, 4))),
+    4: ChunkLayout(((0, 1, 5), (2, 7, 11), (3, 4, 10), (6, 8, 9))),
 }
 
 
-def _dealt_cases() -> list[Case]:
-    """Chunks dealt for a mask, and at random."""
+def _chunk_cases() -> list[Case]:
+    """Chunks balanced for a mask, and at random."""
     masks_of = {n: masks(48, n) for n in RANDOM}
     cases = [
-        Case(f"{name}-dealt-cp{n}", mask, deal(mask, seq_len=48, cp_size=n), n)
+        Case(f"{name}-chunks-cp{n}", mask, balance_chunks(mask, seq_len=48, cp_size=n), n)
         for n, name in ((2, "documents"), (3, "documents-window"), (4, "documents-full"))
         for mask in (masks_of[n][name],)
     ]
@@ -379,7 +414,7 @@ def _dealt_cases() -> list[Case]:
         Case(
             "keys80-random-cp4",
             window,
-            Dealt(((0, 4), (1, 5), (2, 6), (3, 7))),
+            ChunkLayout(((0, 4), (1, 5), (2, 6), (3, 7))),
             4,
             48,
             80,
@@ -393,6 +428,6 @@ def _dealt_cases() -> list[Case]:
 CASES = {
     case.name: case
     for case in (
-        *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_dealt_cases(),
+        *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_chunk_cases(),
     )
 }  # fmt: skip

@@ -16,7 +16,7 @@ import hypothesis
 import numpy.typing as npt
 import pytest
 
-from ring_core import SCHEDULES, Dealt
+from ring_core import ChunkLayout
 
 FOLDERS = {
     "core": {"api", "core", "conformance", "docs", "fuzz", "meta", "regressions/core"},
@@ -49,7 +49,7 @@ PARTS = {
 #: Tests of TPU kernels that show what others show too, in a case or on a chip of their own. Of
 #: programs of forward and backward one is compiled in which the order holds without barriers.
 SLOW_ON_TPU = (
-    "test_options_compile", "test_other_cases", "test_other_schedules_compile",
+    "test_options_compile", "test_other_cases", "test_other_layouts_compile",
     "test_in_one_program[everything", "test_forward_and_backward",
     *(f"test_compiles[{chip}-True" for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
     *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
@@ -92,11 +92,11 @@ FEW = ("causal", "window-shard", "documents", "shortest")
 LONGER_AND_SHORTER = ("keys16-causal", "keys16-window", "keys80-chunks", "keys80-predicate")
 #: Masks that run on one device in JAX.
 ALONE = ("full", "causal", "window-both", "chunks", "documents", "predicate-documents")
-#: Cases of layouts that are dealt out which run in JAX each time.
-DEALT_IN_JAX = ("documents-dealt-cp2", "documents-window-dealt-cp3", "options-random-cp2")
+#: Cases of assigned chunks which run in JAX each time.
+CHUNKS_IN_JAX = ("documents-chunks-cp2", "documents-window-chunks-cp3", "options-random-cp2")
 #: Cases over gathered keys which run in JAX each time.
 GATHERED_IN_JAX = (
-    "causal-zigzag-cp4", "window-both-zigzag-cp3", "documents-plain-cp3", "segments-zigzag",
+    "causal-zigzag-cp4", "window-both-zigzag-cp3", "documents-contiguous-cp3", "segments-zigzag",
     "keys80-causal-zigzag", "options-random-cp2", "bias-zigzag",
 )  # fmt: skip
 #: Cases of short passes whose kernels are interpreted each time.
@@ -104,6 +104,7 @@ AT_ONCE = (
     "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
     "keys80-causal-zigzag", "causal-random-cp4",
 )  # fmt: skip
+RINGS = ("contiguous", "zigzag", "striped", "balanced")
 HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
@@ -181,9 +182,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On GPUs, leave out the cases of more ranks than there are GPUs.
 
     In JAX a case takes seconds to compile: unless all are asked for, all masks run on 3 devices, a
-    few of them on 1, 2, 4 and 8 too, and each option and most masks under one of the four
-    schedules, the causal one under all on 3. In torch all run on 2 and 3 ranks under all schedules,
-    on 4 and 8 most under one. On one rank all schedules are the same, so one runs.
+    few of them on 1, 2, 4 and 8 too, and each option and most masks in one of the four
+    rings, the causal one in all on 3. In torch all run on 2 and 3 ranks in all rings, on 4 and 8
+    most in one. On one rank all rings are the same, so one runs.
     """
     backend = config.getoption("--backend")
     if not config.getoption("--all"):
@@ -251,7 +252,7 @@ def _is_slow_case(case: Any, backend: str, file: str) -> bool:
         return file == "test_at_once.py" and case.name not in AT_ONCE
     if backend not in ("torch", "jax", "jax-cuda"):
         return False
-    if case.cp_size == 1 and case.schedule != "plain":
+    if case.cp_size == 1 and case.ring != "contiguous":
         return True
     if backend == "torch":
         return _is_slow_in_torch(case, again=file in ("test_gather.py", "test_flash.py"))
@@ -261,9 +262,9 @@ def _is_slow_case(case: Any, backend: str, file: str) -> bool:
 
 
 def _is_slow_in_torch(case: Any, *, again: bool) -> bool:
-    """Most masks have one of the four schedules on many ranks, and none where cases run again."""
+    """Most masks have one of the four rings on many ranks, and none where cases run again."""
     mask, size = _mask_and_size(case)
-    if mask in FEW or size not in ("3", "4", "8") or isinstance(case.schedule, Dealt):
+    if mask in FEW or size not in ("3", "4", "8") or isinstance(case.layout, ChunkLayout):
         return False
     if size == "3":
         return again and _is_not_in_turn(case, mask)
@@ -273,8 +274,8 @@ def _is_slow_in_torch(case: Any, *, again: bool) -> bool:
 def _is_slow_in_jax(case: Any) -> bool:
     if case.cp_size == 1:
         return False
-    if isinstance(case.schedule, Dealt):
-        return case.name not in DEALT_IN_JAX
+    if isinstance(case.layout, ChunkLayout):
+        return case.name not in CHUNKS_IN_JAX
     mask, size = _mask_and_size(case)
     if (mask == "causal" and size in ("2", "3")) or (mask == "documents" and size == "3"):
         return False
@@ -282,14 +283,14 @@ def _is_slow_in_jax(case: Any) -> bool:
         keys, _, mask = mask.partition("-")
         if keys != ("keys16", "keys64", "keys80")[crc32(mask.encode()) % 3]:
             return True
-    # One of the four schedules for the others, and for few masks on other numbers of devices.
+    # One of the four rings for the others, and for few masks on other numbers of devices.
     elsewhere = size in ("2", "4", "8")
     return (elsewhere and mask not in FEW) or _is_not_in_turn(case, mask + size * elsewhere)
 
 
 def _is_slow_on_hosts(case: Any) -> bool:
     """Whether a case is left to GPUs, of those that run in JAX."""
-    if isinstance(case.schedule, Dealt):
+    if isinstance(case.layout, ChunkLayout):
         return False
     mask, size = _mask_and_size(case)
     if size == "1":
@@ -302,14 +303,14 @@ def _is_slow_on_hosts(case: Any) -> bool:
 
 
 def _is_not_in_turn(case: Any, name: str) -> bool:
-    """Whether one of the four schedules that a name has is another than the case's."""
-    return bool(case.schedule != SCHEDULES[crc32(name.encode()) % 4])
+    """Whether one of the four rings that a name has is another than the case's."""
+    return bool(case.ring != RINGS[crc32(name.encode()) % 4])
 
 
 def _mask_and_size(case: Any) -> tuple[str, str]:
     """What the name of a case begins with, and the number of ranks in it, if any."""
     name, _, size = case.name.partition("-cp")
-    return name.removesuffix(f"-{case.schedule}"), size
+    return name.removesuffix(f"-{case.ring}"), size
 
 
 def pytest_report_header(config: pytest.Config) -> str:

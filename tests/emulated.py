@@ -125,5 +125,5 @@ class Emulation:
         for step in range(self.plan.num_steps):
             for item in self.plan.items(rank, step):
                 at = self.plan.k_positions(item.kv_rank)
-                assert item.q_rank == rank, "no schedule that lends queries"
+                assert item.q_rank == rank, "no layout that lends queries"
                 yield at, self._columns(at), item

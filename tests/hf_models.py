@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LENGTH, BYTES = 43, 61  # a length that no schedule divides
+LENGTH, BYTES = 43, 61  # a length that no layout divides
 SIZES: dict[str, Any] = {
     "vocab_size": BYTES, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,

@@ -87,7 +87,7 @@ def _at(point: tuple[str, str], loss: Loss | None) -> None:
 def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
     """Make steps, with ``device`` and other options, until something ends them."""
     x = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(rank))
-    given: dict[str, Any] = {"causal": True, "schedule": "zigzag"} | options
+    given: dict[str, Any] = {"causal": True, "layout": "zigzag"} | options
     x = x.to(given.pop("device", "cpu"))
     sums: list[float] = []
     for step in range(STEPS):

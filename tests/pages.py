@@ -131,11 +131,12 @@ def columns_of(table: str) -> dict[str, list[str]]:
 
 
 def check_jax_matrix(printed: str, kernel: str) -> None:
-    """The columns of what ``python -m ring_jax matrix`` printed are those of the README.
+    """The columns of what ``python -m ring_jax matrix`` printed are those of the page.
 
     If this fails, paste what it prints with all kernels installed.
     """
-    _, _, rest = (ROOT / "README.md").read_text().partition("<!-- jax support matrix -->")
+    page = (ROOT / "docs" / "support-matrix.md").read_text()
+    _, _, rest = page.partition("<!-- jax support matrix -->")
     shown = columns_of(rest.partition("<!-- end of jax support matrix -->")[0].strip())
     found = columns_of(printed.strip())
     assert list(shown) == ["", "`xla`", "`pallas`", "`cudnn`", "`triton`"]

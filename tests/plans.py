@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from cases import diagonals, prefix
+from cases import RINGS, diagonals, prefix
 from hypothesis import strategies as st
 
-from ring_core import SCHEDULES, Dealt, Mask, Plan, WorkItem, divisor_of, make_plan
+from ring_core import ChunkLayout, Mask, Plan, WorkItem, divisor_of, make_plan
+from ring_core.base.strategy import PlannedStrategy
 
 
 @st.composite
-def dealt(draw: st.DrawFn, cp_size: int) -> Dealt:
-    """Any chunks, dealt in any way."""
-    chunks_a_rank = draw(st.integers(1, 5))
-    order = draw(st.permutations(range(cp_size * chunks_a_rank)))
-    hands = (order[rank::cp_size] for rank in range(cp_size))
-    return Dealt(tuple(tuple(sorted(hand)) for hand in hands))
+def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
+    """Any chunks, assigned in any way."""
+    chunks_per_rank = draw(st.integers(1, 5))
+    order = draw(st.permutations(range(cp_size * chunks_per_rank)))
+    chunks = (order[rank::cp_size] for rank in range(cp_size))
+    return ChunkLayout(tuple(tuple(sorted(one)) for one in chunks))
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan: all rules combined, odd sizes, keys unlike queries."""
     cp_size = draw(st.integers(1, 9))
-    schedule = draw(st.sampled_from(SCHEDULES) | dealt(cp_size))
-    unit = divisor_of(schedule, cp_size)
+    strategy: PlannedStrategy = "ring"
+    layout = draw(st.sampled_from(list(RINGS)) | chunk_layouts(cp_size))
+    if not isinstance(layout, ChunkLayout):
+        layout, strategy = RINGS[layout]
+    unit = divisor_of(layout, cp_size)
     seq_len = unit * draw(st.integers(1, 9))
     side = st.none() | st.integers(0, seq_len + 2)
     cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=8))
@@ -37,8 +41,9 @@ def plans(draw: st.DrawFn) -> Plan:
         predicate=draw(st.none() | st.sampled_from([diagonals, prefix])),
     )
     return make_plan(
-        mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
-    )
+        mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy,
+        kv_seq_len=kv_seq_len,
+    )  # fmt: skip
 
 
 def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:

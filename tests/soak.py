@@ -29,7 +29,7 @@ from torch import Tensor
 import ring_core.plan.plan
 import ring_torch.comm.ranks
 import ring_torch.prepare
-from ring_core import SCHEDULES, reference
+from ring_core import LAYOUTS, reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -94,9 +94,9 @@ def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
 
 
 def one_call(kind: int, number: int) -> list[Tensor]:
-    """A forward and backward of a shape, schedule and rule; results and gradients."""
+    """A forward and backward of a shape, layout and rule; results and gradients."""
     rng = np.random.default_rng(kind)
-    cp = ContextParallel(schedule=SCHEDULES[kind % len(SCHEDULES)])
+    cp = ContextParallel(layout=LAYOUTS[kind % len(LAYOUTS)])
     length = 2 * cp.cp_size * int(rng.integers(1, 9))
     heads = int(rng.choice([1, 2]))
     given = options(rng, length)
@@ -157,7 +157,7 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
     Results are compared where shards meet, with those of a slab that holds all that they depend on.
     """
     started = time.monotonic()
-    cp = ContextParallel(schedule="plain")
+    cp = ContextParallel(layout="contiguous")
     share = length // cp.cp_size
     first = rank * share
     q, k, v = (drawn(first, first + share, seed).requires_grad_() for seed in range(3))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import public_api
 
-from ring_core import Dealt, KernelConfig, Mask
+from ring_core import ChunkLayout, KernelConfig, Mask, StrategyConfig
 
 NAN, INF = float("nan"), float("inf")
 Values = Mapping[str, Any]
@@ -26,14 +26,14 @@ FLAG: Values = {"none": None, "one": 1, "word": "yes", "nan": NAN, "array": np.o
 
 #: Values that are no name of anything.
 NAME: Values = {
-    "typo": "zigzak", "empty": "", "number": 3, "flag": True, "none": None, "bytes": b"plain",
-    "list": ["plain"], "array": np.array(["plain", "zigzag"]), "class": Mask,
+    "typo": "zigzak", "empty": "", "number": 3, "flag": True, "none": None, "bytes": b"contiguous",
+    "list": ["contiguous"], "array": np.array(["contiguous", "zigzag"]), "class": Mask,
 }  # fmt: skip
 
-#: Values that are no schedule, or none of a few ranks.
-SCHEDULE: Values = {
-    **NAME, "dealt": "dealt", "dealt to others": Dealt(((4,), (3,), (2,), (1,), (0,))),
-    "chunks": ((0,), (1,)), "kind": Dealt,
+#: Values that are no layout, or none of a few ranks.
+LAYOUT: Values = {
+    **NAME, "chunks": "chunks", "chunks of others": ChunkLayout(((4,), (3,), (2,), (1,), (0,))),
+    "tuples": ((0,), (1,)), "kind": ChunkLayout,
 }  # fmt: skip
 
 #: Values that are no size.
@@ -50,7 +50,7 @@ REAL: Values = {
 
 #: Wrong values of the options that are no tensors, the same for every backend.
 OPTIONS: dict[str, Values] = {
-    "schedule": SCHEDULE,
+    "layout": LAYOUT,
     "causal": FLAG,
     "window": {
         "number": 4, "negative": (-1, 0), "three": (1, 2, 3), "one": (1,), "float": (1.0, 0),
@@ -79,7 +79,7 @@ OPTIONS: dict[str, Values] = {
     "deterministic": FLAG,
     "return_lse": FLAG,
     "kernel": {**NAME, "setting": KernelConfig("flash"), "class": KernelConfig},
-    "transport": NAME,
+    "strategy": {**NAME, "kind": StrategyConfig}, "transport": NAME,
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from ring_core import viz
 
 NAMES = {
     "Mask": ring_core.Mask,
-    "deal": ring_core.deal,
+    "balance_chunks": ring_core.balance_chunks,
     "make_plan": ring_core.make_plan,
     "commands": commands,
     "pictures": pictures,

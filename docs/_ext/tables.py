@@ -10,9 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-import ring_jax.tools.cli as ring_jax_command
-import ring_torch
-from ring_core import SCHEDULES, Mask, deal, make_plan, reference
+from ring_core import (
+    LAYOUTS,
+    STRATEGIES,
+    Mask,
+    StrategyName,
+    UnsupportedError,
+    gather_refusals,
+    make_plan,
+    reference,
+)
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
 from ring_core.cost import HARDWARE
 from ring_core.viz import kv_messages
 
@@ -21,34 +29,59 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def schedules(*masks: Mask, seq_len: int, cp_size: int) -> str:
-    """Balance, critical path, live steps and messages of every schedule under some masks."""
+def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
+    """Balance, critical path, live steps and messages of every ring under some masks."""
     rows = []
     for mask in masks:
-        for schedule in (*SCHEDULES, deal(mask, seq_len=seq_len, cp_size=cp_size)):
-            plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule)
+        for name, strategy in pairs_of(ALL_LAYOUTS):
+            layout = layout_for(name, mask, seq_len=seq_len, cp_size=cp_size)
+            plan = make_plan(
+                mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy
+            )
             rows.append(
                 (
                     mask.describe(),
-                    f"`{schedule}`",
+                    f"`{layout}`",
+                    f"`{strategy}`",
                     f"{plan.balance:.2f}",
                     f"{plan.critical:.2f}",
                     f"{plan.num_steps} of {cp_size}",
                     kv_messages(plan),
                 )
             )
-    header = ("mask", "schedule", "balance", "critical", "live steps", "K/V messages")
+    header = ("mask", "layout", "strategy", "balance", "critical", "live steps", "K/V messages")
     return _table(header, rows)
+
+
+def pairs() -> str:
+    """Which layouts and strategies go together: what a plan, or a gather of it, refuses."""
+    rows = []
+    for name in ALL_LAYOUTS:
+        goes = ("yes" if _goes(name, strategy) else "no" for strategy in STRATEGIES)
+        rows.append((f"`{name}`", *goes))
+    return _table(("layout", *(f"`{strategy}`" for strategy in STRATEGIES)), rows)
+
+
+def _goes(name: str, strategy: StrategyName) -> bool:
+    mask, sizes = Mask(causal=True), dict[str, Any](seq_len=1024, cp_size=2)
+    layout = layout_for(name, mask, **sizes)
+    if strategy == "gather":
+        return not gather_refusals(make_plan(mask, layout=layout, **sizes))
+    try:
+        make_plan(mask, layout=layout, strategy=strategy, **sizes)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def layouts(*, seq_len: int, cp_size: int) -> str:
     """Which tokens each rank holds."""
-    header = ("schedule", *(f"rank {rank}" for rank in range(cp_size)))
+    header = ("layout", *(f"rank {rank}" for rank in range(cp_size)))
     rows = []
-    for schedule in SCHEDULES:
-        plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, schedule=schedule)
+    for layout in LAYOUTS:
+        plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, layout=layout)
         ranks = (" ".join(map(str, plan.positions(rank))) for rank in range(cp_size))
-        rows.append((f"`{schedule}`", *ranks))
+        rows.append((f"`{layout}`", *ranks))
     return _table(header, rows)
 
 
@@ -75,7 +108,7 @@ def errors(precision: Literal["float32", "bfloat16"], *, seq_len: int = 256) -> 
     exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
     rows = []
     for cp_size in RING_SIZES:
-        plan = make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, schedule="zigzag")
+        plan = make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, layout="zigzag")
         got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
         found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
         rows.append((cp_size, *(f"{error:.2e}" for error in found)))
@@ -91,16 +124,6 @@ def sessions() -> str:
             words = (ast.get_docstring(node) or "").partition("\n")[0]
             rows.append((f"`nox -s {node.name}`", words))
     return _table(("command", "what it does"), rows)
-
-
-def torch_kernels() -> str:
-    """What each kernel of ``ring_torch`` supports."""
-    return ring_torch.support_matrix()
-
-
-def jax_kernels() -> str:
-    """What each kernel of ``ring_jax`` and of the packages beside it supports."""
-    return ring_jax_command.matrix()
 
 
 def promises() -> str:
@@ -135,7 +158,7 @@ def on_gpus() -> str:
     some = {f"`{name}`": run for name, run in kept["cases"].items()}
     some |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
     rows = [(what, *(run.get(name, 0) for name in names)) for what, run in some.items()]
-    return _table(("kernel and transport", *names), rows)
+    return _table(("kernel, strategy and transport", *names), rows)
 
 
 def hosts() -> str:

@@ -18,9 +18,9 @@ from ring_jax_gpu import fmha, ring_attention
 from ring_jax_gpu.fmha import Pattern
 
 
-def run(case: Case, transport: str = "auto") -> Arrays:
+def run(case: Case, strategy: str = "auto") -> Arrays:
     """A case's results; its ``lse`` is the oracle's."""
-    found = JaxBackend(_without_lse).run(case, kernel="cudnn", transport=transport)
+    found = JaxBackend(_without_lse).run(case, kernel="cudnn", strategy=strategy)
     return found | {"lse": case.expected["lse"]}
 
 

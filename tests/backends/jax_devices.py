@@ -19,7 +19,7 @@ import ring_jax
 from ring_core import KernelConfig, Layout
 
 Arrays = dict[str, npt.NDArray[Any]]
-Ways = tuple[str | KernelConfig, str]  # kernel and transport
+Ways = tuple[str | KernelConfig, str]  # kernel and strategy
 
 SPECS = {
     "q": PartitionSpec(None, "cp"), "k": PartitionSpec(None, "cp"), "v": PartitionSpec(None, "cp"),
@@ -46,15 +46,17 @@ class JaxBackend:
         self._attention = attention
 
     def run(
-        self, case: Case, mutant: str | None = None, kernel: str = "auto", transport: str = "auto"
+        self, case: Case, mutant: str | None = None, kernel: str = "auto", strategy: str = "auto"
     ) -> Arrays:
         """Run one case."""
         _ = case.expected  # before anything is broken
         with applied(mutant), jax.enable_x64(case.dtype == "float64"):
-            return self._run(case, (kernel, transport), _kept if mutant is None else _program)
+            return self._run(
+                case, (kernel, case.moved(strategy)), _kept if mutant is None else _program
+            )
 
     def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
-        x = {name: _dealt(case, name, value) for name, value in case.inputs.items()}
+        x = {name: _in_order(case, name, value) for name, value in case.inputs.items()}
         given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
         results = make(_without_values(case), ways, attention)(given, x["dout"], x.get("dlse"))
@@ -85,11 +87,11 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
 
     def local(x: dict[str, Any]) -> tuple[Any, Any]:
         results: tuple[Any, Any] = attention(
-            x["q"], x["k"], x["v"], axis_name="cp", schedule=case.schedule, mask=case.mask,
+            x["q"], x["k"], x["v"], axis_name="cp", layout=case.layout, mask=case.mask,
             segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
             softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
             bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
-            dropout_seed=case.dropout_seed, return_lse=True, kernel=ways[0], transport=ways[1],
+            dropout_seed=case.dropout_seed, return_lse=True, kernel=ways[0], strategy=ways[1],
         )  # fmt: skip
         return results
 
@@ -120,7 +122,7 @@ def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
     return axis, np.concatenate([layout.positions(r) for r in range(case.cp_size)])
 
 
-def _dealt(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
+def _in_order(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
     """A global array in layout order."""
     order = _order(case, name)
     value = value if order is None else np.take(value, order[1], axis=order[0])

@@ -39,10 +39,11 @@ class TorchBackend:
         case: Case,
         mutant: str | None = None,
         kernel: str = "auto",
+        strategy: str = "auto",
         transport: str = "auto",
     ) -> Arrays:
         """Run one case on its ring size and put the results together."""
-        ways = (kernel, transport)
+        ways = (kernel, case.moved(strategy), transport)
         if mutant is None:
             ranks = self.pool(case.cp_size)
             try:
@@ -73,7 +74,7 @@ def _bare(case: Case) -> Case:
     return replace(case)
 
 
-Ways = tuple[str, str]  # kernel and transport
+Ways = tuple[str, str, str]  # kernel, strategy and transport
 
 
 def run_rank(rank: int, case: Case, ways: Ways, mutant: str | None, cuda: bool) -> Arrays:
@@ -102,9 +103,10 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
             for side, at in (("q_ids", q_at), ("k_ids", k_at))
         )
     options: dict[str, Any] = {
-        "schedule": case.schedule, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
+        "layout": case.layout, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
-        "dropout_seed": case.dropout_seed, "kernel": ways[0], "transport": ways[1],
+        "dropout_seed": case.dropout_seed, "kernel": ways[0], "strategy": ways[1],
+        "transport": ways[2],
     }  # fmt: skip
     dout = tensor(x["dout"][:, q_at])
     if case.lse_grad:

@@ -29,13 +29,13 @@ def devices(topology: str) -> tuple[Any, ...]:
 
 
 def compiled(
-    topology: str, schedule: Any, *, backward: bool, flags: dict[str, Any] | None = None,
+    topology: str, layout: Any, *, backward: bool, flags: dict[str, Any] | None = None,
     local: int = LOCAL, **options: Any,
 ) -> Any:  # fmt: skip
     """A call on bfloat16 arrays of ``local`` tokens a device, compiled."""
     mesh = Mesh(np.array(devices(topology)), ("cp",))
     tokens = P(None, "cp")
-    call = partial(ring_attention, axis_name="cp", schedule=schedule, **options)
+    call = partial(ring_attention, axis_name="cp", layout=layout, **options)
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     sharding = NamedSharding(mesh, tokens)
     q, k, v = (

@@ -159,9 +159,9 @@ class TritonBackend(JaxBackend):
         super().__init__(ring_attention)
 
     def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
-        kernel, transport = ways
+        kernel, strategy = ways
         config = WAYS[kernel] if isinstance(kernel, str) else kernel
-        return super()._run(case, (config, transport), make)
+        return super()._run(case, (config, strategy), make)
 
 
 def alone(case: Case, config: KernelConfig) -> dict[str, Array]:

@@ -39,24 +39,24 @@ def scores(case: Case) -> Any:
 
 def test_large_logits_are_large() -> None:
     """Beyond 10,000, and what float16 holds; the ``lse`` of shards differ by thousands."""
-    case = CASES["large-plain"]
+    case = CASES["large-contiguous"]
     logits = scores(case)
     assert logits.max() > 1e4 and logits.min() < -1e4
-    assert np.abs(scores(CASES["large-float16-plain"]) * case.dims[0] ** 0.5).max() > 65504
+    assert np.abs(scores(CASES["large-float16-contiguous"]) * case.dims[0] ** 0.5).max() > 65504
     shards = logits.reshape(*logits.shape[:3], case.cp_size, -1).max(axis=-1)
     assert np.median(shards.max(axis=-1) - shards.min(axis=-1)) > 1e3
 
 
 def test_other_numbers_are_what_they_are_called() -> None:
-    equal, one_hot = scores(CASES["equal-plain"]), CASES["one-hot-plain"]
+    equal, one_hot = scores(CASES["equal-contiguous"]), CASES["one-hot-contiguous"]
     assert np.ptp(equal, axis=-1).max() < 1e-6 < np.ptp(equal)
-    capped = scores(CASES["large-softcap-plain"]) / 2.0**-7
+    capped = scores(CASES["large-softcap-contiguous"]) / 2.0**-7
     assert np.mean(np.abs(capped) > 1e4) > 0.9, "all but exact zeros are at the cap"
     first = one_hot.expected["out"][:, : one_hot.dims[0]]
     np.testing.assert_allclose(
         first, one_hot.inputs["v"][:, : one_hot.dims[0]].repeat(2, axis=2), rtol=1e-12
     )
-    for name in ("nothing-plain", "nothing-sinks-plain"):
+    for name in ("nothing-contiguous", "nothing-sinks-contiguous"):
         case = CASES[name]
         assert not case.mask.dense(np.arange(case.seq_len), np.arange(case.seq_len)).any()
         sinks = case.inputs.get("sinks", np.full(case.heads[0], -np.inf))
@@ -67,7 +67,7 @@ def test_other_numbers_are_what_they_are_called() -> None:
 @pytest.mark.parametrize(("name", "most"), [("q-inf", 1), ("k-inf", 15), ("v-inf", 16)])
 def test_infinities_reach_those_who_see_them(name: str, most: int) -> None:
     """Of 48 rows the last 16 see token 32."""
-    case = CASES[f"{name}-plain"]
+    case = CASES[f"{name}-contiguous"]
     odd = ~np.isfinite(case.expected["out"]).all(axis=(0, 2, 3))
     assert not odd[:32].any() and 0 < odd.sum() <= most
     before = reference.attention(*(case.inputs[x][:, :32] for x in "qkv"), causal=True)[0]

@@ -10,11 +10,11 @@ import pytest
 from cases import diagonals
 from wrong import (
     FLAG,
+    LAYOUT,
     NAME,
     NAN,
     OPTIONS,
     REAL,
-    SCHEDULE,
     SIZE,
     Subject,
     Values,
@@ -24,15 +24,15 @@ from wrong import (
 )
 
 from ring_core import (
-    Dealt,
+    ChunkLayout,
     KernelConfig,
     Layout,
     Mask,
-    deal,
+    StrategyConfig,
+    balance_chunks,
     divisor_of,
     finalize,
     gather_program,
-    layout_of,
     longest_gather,
     make_plan,
     merge,
@@ -106,7 +106,7 @@ PREDICATES: Values = {
 }  # fmt: skip
 LENGTH: Values = {**SIZE, "none": None, "indivisible": 7}
 CAUSAL = Mask(causal=True)
-plan = make_plan(CAUSAL, seq_len=8, cp_size=2, schedule="zigzag")
+plan = make_plan(CAUSAL, seq_len=8, cp_size=2, layout="zigzag")
 PLAN: Values = {"none": None, "mask": CAUSAL, "word": "zigzag", "class": type(plan)}
 CHUNKS: Values = {
     "none": None, "number": 2, "word": "01", "empty": (), "row": (0, 1), "none a rank": ((), ()),
@@ -155,10 +155,11 @@ SUBJECTS: dict[str, Subject] = {
         {"q_pos": POSITIONS, "k_pos": POSITIONS},
     ),
     "ring_core.make_plan": Subject(
-        make_plan, {"mask": Mask(), "seq_len": 8, "cp_size": 2, "schedule": "zigzag"},
+        make_plan, {"mask": Mask(), "seq_len": 8, "cp_size": 2, "layout": "zigzag"},
         {
             "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
-            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "schedule": SCHEDULE,
+            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "layout": LAYOUT,
+            "strategy": {**NAME, "gather": "gather"},
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
         },
     ),
@@ -181,20 +182,26 @@ SUBJECTS: dict[str, Subject] = {
         {"name": NAME, "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}},
     ),
     "ring_core.Layout.runs": Subject(plan.q_layout.runs, {"rank": 0}, {"rank": RANK}),
-    "ring_core.layout_of": Subject(layout_of, {"schedule": "plain"}, {"schedule": NAME}),
     "ring_core.divisor_of": Subject(
-        divisor_of, {"schedule": "plain", "cp_size": 2},
-        {"schedule": SCHEDULE, "cp_size": {**SIZE, "none": None}},
+        divisor_of, {"layout": "contiguous", "cp_size": 2},
+        {"layout": LAYOUT, "cp_size": {**SIZE, "none": None}},
     ),
-    "ring_core.Dealt": Subject(Dealt, {}, {"chunks": CHUNKS}),
-    "ring_core.deal": Subject(
-        deal, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
+    "ring_core.ChunkLayout": Subject(ChunkLayout, {}, {"chunks": CHUNKS}),
+    "ring_core.balance_chunks": Subject(
+        balance_chunks, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
         {
             "mask": {
                 **MASKS, "predicate": Mask(predicate=diagonals), "cu_seqlens": Mask(cu_seqlens=(0, 7)),
             },
             "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
+        },
+    ),
+    "ring_core.StrategyConfig": Subject(
+        StrategyConfig, {"name": "ring"},
+        {
+            "name": NAME, "ulysses_size": {"of another": 2}, "outer": NAME,
+            "local_size": {"of another": 2},
         },
     ),
     "ring_core.KernelConfig": Subject(
@@ -266,7 +273,7 @@ SUBJECTS: dict[str, Subject] = {
             "mask": MASKS, "seq_len": {n: x for n, x in LENGTH.items() if n not in ("zero", "negative", "indivisible")},
             "cp_size": {**SIZE, "none": None},
             "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"},
-            "schedules": {"typo": ("zigzak",), "word": "plain", "number": 3, "numbers": (3,), "none": None},
+            "layouts": {"typo": ("zigzak",), "word": "contiguous", "number": 3, "numbers": (3,), "none": None},
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n not in ("none", "zero", "negative", "indivisible")},
             "backward": FLAG,
         },
@@ -279,7 +286,7 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.viz.plot_costs": Subject(
         plot_costs, {"costs": {2: compare(CAUSAL, seq_len=8, cp_size=2, model=model, hardware=fast)}, "title": "x", "path": Path("x.svg")},
         {
-            "costs": {"none": None, "empty": {}, "word": "x", "flat": {"plain": 1}},
+            "costs": {"none": None, "empty": {}, "word": "x", "flat": {"contiguous": 1}},
             "title": {"none": None, "number": 3},
             "path": {"none": None, "number": 3.5, "list": ["x.svg"]},
         },

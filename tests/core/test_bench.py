@@ -8,7 +8,7 @@ import pytest
 
 from ring_core.tools import bench
 
-DEFAULTS = bench.Setting(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
+DEFAULTS = bench.Setting(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
 
 
 def setting(*words: str) -> bench.Setting:
@@ -20,9 +20,9 @@ def setting(*words: str) -> bench.Setting:
 def test_what_is_given_replaces_the_defaults() -> None:
     assert setting() == DEFAULTS
     words = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
-    more = ("--window", "9", "--schedule", "plain", "--kernel", "eager")
+    more = ("--window", "9", "--layout", "contiguous", "--kernel", "eager")
     assert setting(*words, *more) == bench.Setting(
-        2, 64, 4, 2, 64, "float64", 9, "plain", "eager"
+        2, 64, 4, 2, 64, "float64", 9, "contiguous", "auto", "eager"
     )  # fmt: skip
 
 

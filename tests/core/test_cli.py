@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from ring_core import SCHEDULES, Mask, __version__, deal, make_plan, reference, viz
+from ring_core import Mask, __version__, balance_chunks, make_plan, reference, viz
 from ring_core.tools import doctor
 from ring_core.tools.cli import main
 
+PAIRS = ["contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring"]
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
 
 
@@ -34,29 +35,29 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_plan_is_zigzag_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     assert printed(capsys, *SMALL) == viz.describe(plan)
 
 
 def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--schedule", "zigzag")
+    options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--layout", "zigzag")
     mask = Mask(window=(9, None), chunk_size=20)
-    plan = make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag", kv_seq_len=96)
+    plan = make_plan(mask, seq_len=64, cp_size=4, layout="zigzag", kv_seq_len=96)
     assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(plan)
 
 
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
-    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, schedule="zigzag"))
+    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag"))
 
 
-def test_dealt_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
-    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--schedule", "dealt")
-    dealt = deal(mask, seq_len=64, cp_size=4)
-    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, schedule=dealt))
-    assert f"schedule={dealt} " in text
+    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--layout", "chunks")
+    chunks = balance_chunks(mask, seq_len=64, cp_size=4)
+    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, layout=chunks))
+    assert f"layout={chunks} " in text
 
 
 def test_color(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,23 +66,23 @@ def test_color(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b[" not in printed(capsys, *SMALL)  # captured output is no terminal
 
 
-def test_table_of_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, *SMALL, "--schedule", "all").splitlines()
+def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, *SMALL, "--layout", "all").splitlines()
     # The last of four contiguous ranks computes 16 * 48 + 136 of 2080 pairs; of striped ones, 544.
     assert [row.split() for row in rows[1:]] == [
-        ["plain", "1.738", "1.738", "4", "of", "4", "0", "3"],
-        ["zigzag", "1.000", "1.000", "4", "of", "4", "0", "3"],
-        ["striped", "1.046", "1.046", "4", "of", "4", "0", "3"],
-        ["balanced", "1.000", "1.000", "3", "of", "4", "2", "2"],
-        ["dealt", "1.000", "1.000", "4", "of", "4", "0", "3"],
+        ["contiguous/ring", "1.738", "1.738", "4", "of", "4", "0", "3"],
+        ["contiguous/balanced", "1.000", "1.000", "3", "of", "4", "2", "2"],
+        ["zigzag/ring", "1.000", "1.000", "4", "of", "4", "0", "3"],
+        ["striped/ring", "1.046", "1.046", "4", "of", "4", "0", "3"],
+        ["chunks/ring", "1.000", "1.000", "4", "of", "4", "0", "3"],
     ]
-    assert rows[0].split("  ")[0] == "schedule"
+    assert rows[0].split("  ")[0] == "layout/strategy"
 
 
-def test_table_says_which_schedule_cannot_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, "plan", "--seq-len", "20", "--cp", "4", "--schedule", "all").splitlines()
-    assert rows[2].startswith("zigzag ")
-    assert "pad to 24 with zeros" in rows[2]
+def test_table_says_which_layout_cannot_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "plan", "--seq-len", "20", "--cp", "4", "--layout", "all").splitlines()
+    assert rows[3].startswith("zigzag/ring ")
+    assert "pad to 24 with zeros" in rows[3]
     assert len(rows) == 6
 
 
@@ -90,18 +91,18 @@ def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *argv, "--heads", "32", "--kv-heads", "8", "--head-dim", "128")
     lines = text.splitlines()
     assert "32 query and 8 key/value heads of 128" in lines[0]
-    assert [line.split()[0] for line in lines[2:7]] == [*SCHEDULES, "dealt"]
+    assert [line.split()[0] for line in lines[2:7]] == PAIRS
     # 2 * N^2 * H * D FLOPs causal over 4 ranks at 649 TFLOP/s, and 2.5 times as many at 588.
     pairs = 131072 * 131073 / 2 / 4
     seconds = pairs * 4 * 32 * 128 * (1 / 649e12 + 2.5 / 588e12)
-    assert float(lines[3].split()[2]) == pytest.approx(1e3 * seconds, rel=1e-4)
-    assert lines[7] == "least time: zigzag"
+    assert float(lines[4].split()[2]) == pytest.approx(1e3 * seconds, rel=1e-4)
+    assert lines[7] == "least time: zigzag/ring"
     assert lines[8].startswith("h200-nvlink: measured")
 
 
 def test_advice_beside_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, *SMALL, "--advise", "--schedule", "zigzag")
-    assert text.startswith("seq_len=64 cp_size=4 schedule=zigzag")
+    text = printed(capsys, *SMALL, "--advise", "--layout", "zigzag")
+    assert text.startswith("seq_len=64 cp_size=4 layout=zigzag")
     assert "least time: " in text
 
 
@@ -117,7 +118,9 @@ def test_advice_for_several_numbers_of_ranks(tmp_path: Path) -> None:
     argv = ("plan", "--seq-len", "1024", "--cp", "2,3,4", "--advise", "--window", "100,0")
     assert main([*argv, "--png", str(file)]) == 0
     words = file.read_text()
-    assert all(f"<!-- {text} -->" in words for text in ("balanced", "ranks", "memory, MiB"))
+    assert all(
+        f"<!-- {text} -->" in words for text in ("contiguous/balanced", "ranks", "memory, MiB")
+    )
 
 
 def test_ranks_that_cannot_divide_are_told_beside_those_that_can(
@@ -125,8 +128,8 @@ def test_ranks_that_cannot_divide_are_told_beside_those_that_can(
 ) -> None:
     text = printed(capsys, "plan", "--seq-len", "1024", "--cp", "4,3", "--advise")
     four, three = text.split("\n\n")
-    zigzag = four.splitlines()[3].split()
-    assert (zigzag[0], zigzag[4], zigzag[5]) == ("zigzag", "1.000", "4")
+    zigzag = four.splitlines()[4].split()
+    assert (zigzag[0], zigzag[4], zigzag[5]) == ("zigzag/ring", "1.000", "4")
     assert "1024 is not a positive multiple of 3" in three
     assert "least time: none of them" in three
 
@@ -136,7 +139,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["healthy"] and found["versions"].keys() >= {"python", "numpy", "ring-core"}
     tested = [(check["name"], check["what"]) for check in found["checks"]]
-    assert tested == [(name, what) for name in SCHEDULES for what in doctor.RESULTS]
+    assert tested == [(name, what) for name in PAIRS[:-1] for what in doctor.RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in found["checks"])
 
 
@@ -173,31 +176,31 @@ def test_doctor_finds_versions_at_odds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.png"
-    assert "schedule=zigzag" in printed(capsys, *SMALL, "--png", str(file))
+    assert "layout=zigzag" in printed(capsys, *SMALL, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--schedule", "zagzig"), "unknown schedule 'zagzig'; known: plain, zigzag"),
+        (("--layout", "zagzig"), "unknown layout 'zagzig'; known: contiguous, zigzag"),
         (("--window", "3,2,1"), "--window: '3,2,1' is no LEFT or LEFT,RIGHT such as 4096, 4096,0"),
         (("--window", "3,wide"), "--window: 'wide' is no whole number such as 65536, 64k or 1m"),
         (("--window=-1,0",), "never -1"),
         (("--cu-seqlens", "0,32"), "must end at the sequence length 64"),
         (("--cu-seqlens", "0,x"), "--cu-seqlens takes integers"),
-        (("--cu-seqlens", "0,32", "--schedule", "all"), "must end at the sequence length 64"),
+        (("--cu-seqlens", "0,32", "--layout", "all"), "must end at the sequence length 64"),
         (("--kv-seq-len", "66"), "66 is not a positive multiple of 8"),
-        (("--kv-seq-len", "66", "--schedule", "all"), "66 is not a positive multiple of 4"),
+        (("--kv-seq-len", "66", "--layout", "all"), "66 is not a positive multiple of 4"),
         (("--kv-seq-len", "66", "--advise"), "66 is not a positive multiple of 4"),
         (("--heads", "8"), "--heads means nothing without --advise"),
         (("--hardware", "tpu-v5e"), "--hardware means nothing without --advise"),
         (("--advise", "--hardware", "abacus"), "unknown hardware 'abacus'; known: h200-nvlink"),
         (("--advise", "--heads", "0"), "num_q_heads must be at least 1"),
         (("--advise", "--heads", "9"), "multiple of num_kv_heads"),
-        (("--schedule", "all", "--png", "plan.png"), "--png draws one plan, or costs"),
+        (("--layout", "all", "--png", "plan.png"), "--png draws one plan, or costs"),
         (("--cp", "2,4"), "one plan is of one number of ranks, got --cp 2,4"),
-        (("--cp", "2,4", "--advise", "--schedule", "plain"), "one plan is of one number"),
+        (("--cp", "2,4", "--advise", "--layout", "contiguous"), "one plan is of one number"),
         (("--cp", "2,x", "--advise"), "--cp takes integers separated by commas, got 'x'"),
         (("--cp", "2,0", "--advise"), "cp_size must be at least 1"),
         (("--cp", "3,5", "--advise"), "64 is not a positive multiple of 3"),
@@ -212,7 +215,7 @@ def test_mistakes_end_in_one_clear_line(
 
 def test_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("plan", "--seq-len", "8", "--cp", "0")
-    for more in ((), ("--schedule", "all"), ("--advise",)):
+    for more in ((), ("--layout", "all"), ("--advise",)):
         assert "cp_size must be at least 1" in error(capsys, *argv, *more)
 
 
@@ -232,12 +235,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_a_module() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "ring_core", *SMALL, "--schedule", "balanced"],
+        [
+            sys.executable,
+            "-m",
+            "ring_core",
+            *SMALL,
+            "--layout",
+            "contiguous",
+            "--strategy",
+            "balanced",
+        ],
         capture_output=True,
         text=True,
         check=True,
     )
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced")
+    plan = make_plan(
+        Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
+    )
     assert run.stdout == viz.describe(plan) + "\n"
     wrong = subprocess.run(
         [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"],

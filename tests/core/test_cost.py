@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import diagonals
 
-from ring_core import SCHEDULES, Mask, deal, make_plan
+from ring_core import Mask, balance_chunks, make_plan
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
@@ -55,7 +55,9 @@ def test_plain_ring_by_hand() -> None:
 
 def test_balanced_ring_by_hand() -> None:
     # Rank 0 takes half of the block below the diagonal. Pairs: [[10, 10], [8, 8]].
-    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, schedule="balanced")
+    plan = make_plan(
+        Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous", strategy="balanced"
+    )
     assert plan.work().tolist() == [[10, 10], [8, 8]]
     q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
     out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
@@ -102,7 +104,7 @@ def test_a_single_rank_moves_nothing() -> None:
 
 def test_equal_head_dims_cost_four_flops_an_element() -> None:
     model = Model(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    plan = make_plan(Mask(), seq_len=1024, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(), seq_len=1024, cp_size=4, layout="zigzag")
     forward = estimate(plan, model, hardware("tpu-v5e"), backward=False)
     assert forward.flops == 4 * 256 * 1024 * 32 * 128
 
@@ -118,7 +120,7 @@ def test_a_window_sends_only_what_someone_sees() -> None:
 
 
 def test_fewer_key_value_heads_send_less_and_compute_the_same() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, layout="zigzag")
     many, few = (estimate(plan, Model(32, heads, 128), hardware("tpu-v5p")) for heads in (32, 8))
     assert many.bytes_sent == 4 * few.bytes_sent
     assert many.compute_s == few.compute_s
@@ -132,40 +134,44 @@ def test_keys_count_by_their_own_length() -> None:
 
 
 def test_thousands_of_ranks() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=1 << 20, cp_size=2048, schedule="balanced")
+    plan = make_plan(
+        Mask(causal=True), seq_len=1 << 20, cp_size=2048, layout="contiguous", strategy="balanced"
+    )
     cost = estimate(plan, Model(32, 8, 128), hardware("tpu-v5p"))
     assert cost.active_steps == 1025
     assert cost.time_s == pytest.approx(cost.compute_s + cost.exposed_s)
 
 
-def test_compare_ranks_schedules() -> None:
+def test_compare_ranks_layouts() -> None:
     model, device = Model(32, 8, 128), hardware("h200-nvlink")
     costs = compare(Mask(causal=True), seq_len=1 << 17, cp_size=4, model=model, hardware=device)
-    assert list(costs) == [*SCHEDULES, "dealt"]
-    plain, zigzag = costs["plain"], costs["zigzag"]
+    assert list(costs) == [
+        "contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring",
+    ]  # fmt: skip
+    plain, zigzag = costs["contiguous/ring"], costs["zigzag/ring"]
     assert isinstance(plain, Cost)
     assert isinstance(zigzag, Cost)
     # Contiguous causal work takes (2P - 1) / P times as long where communication is hidden.
     assert plain.time_s / zigzag.time_s == pytest.approx(7 / 4, rel=1e-3)
-    plan = make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, layout="zigzag")
     assert zigzag == estimate(plan, model, device)
 
 
-def test_compare_deals_for_the_mask() -> None:
+def test_compare_balances_chunks_for_the_mask() -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 100, 900, 4096))
     sizes: dict[str, Any] = {"seq_len": 4096, "cp_size": 4}
-    costs = compare(mask, **sizes, model=MODEL, hardware=SLOW, schedules=("zigzag", "dealt"))
-    plan = make_plan(mask, schedule=deal(mask, **sizes), **sizes)
-    assert costs["dealt"] == estimate(plan, MODEL, SLOW)
-    assert list(costs) == ["zigzag", "dealt"]
+    costs = compare(mask, **sizes, model=MODEL, hardware=SLOW, layouts=("zigzag", "chunks"))
+    plan = make_plan(mask, layout=balance_chunks(mask, **sizes), **sizes)
+    assert costs["chunks/ring"] == estimate(plan, MODEL, SLOW)
+    assert list(costs) == ["zigzag/ring", "chunks/ring"]
     every = compare(Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW)
-    assert "cannot count a predicate" in str(every["dealt"])
+    assert "cannot count a predicate" in str(every["chunks/ring"])
 
 
-def test_compare_says_which_schedule_cannot_divide() -> None:
+def test_compare_says_which_layout_cannot_divide() -> None:
     costs = compare(Mask(), seq_len=20, cp_size=4, model=MODEL, hardware=SLOW)
-    assert "pad to 24" in str(costs["zigzag"])
-    assert isinstance(costs["plain"], Cost)
+    assert "pad to 24" in str(costs["zigzag/ring"])
+    assert isinstance(costs["contiguous/ring"], Cost)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +179,14 @@ def test_compare_says_which_schedule_cannot_divide() -> None:
     [
         (Mask(cu_seqlens=(0, 8)), {}, "must end at the sequence length 16"),
         (Mask(), {"cp_size": 0}, "cp_size must be at least 1"),
-        (Mask(), {"schedules": ("plain", "zagzig")}, "unknown schedule 'zagzig'; known: plain"),
+        (
+            Mask(),
+            {"layouts": ("contiguous", "zagzig")},
+            "unknown layout 'zagzig'; known: contiguous",
+        ),
     ],
 )
-def test_compare_refuses_what_no_schedule_can_do(
+def test_compare_refuses_what_no_layout_can_do(
     mask: Mask, options: dict[str, Any], message: str
 ) -> None:
     call: dict[str, Any] = {"seq_len": 16, "cp_size": 4, "model": MODEL, "hardware": SLOW}

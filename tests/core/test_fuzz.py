@@ -19,7 +19,7 @@ from fuzz.trial import expression
 from mutants import MUTANTS
 from tolerances import findings
 
-from ring_core import Dealt, Mask, UnsupportedError
+from ring_core import ChunkLayout, Mask, UnsupportedError
 
 
 class Broken:
@@ -110,8 +110,8 @@ def test_seeds_say_what_runs(limits: str) -> None:
         for c in cases
     ]
     assert max(map(len, rules)) >= 3
-    schedules = {"dealt" if isinstance(x.schedule, Dealt) else x.schedule for x in cases}
-    assert schedules == {"plain", "zigzag", "striped", "balanced", "dealt"}
+    rings = {"chunks" if isinstance(x.layout, ChunkLayout) else x.ring for x in cases}
+    assert rings == {"contiguous", "zigzag", "striped", "balanced", "chunks"}
 
 
 def test_a_program_has_many_values() -> None:

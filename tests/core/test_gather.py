@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases import RINGS
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans, shown
 
 from ring_core import (
-    Dealt,
+    ChunkLayout,
     Gather,
     Mask,
     Plan,
-    ScheduleName,
     WorkItem,
     gather_memory,
     gather_program,
@@ -100,30 +101,28 @@ def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> No
 
 
 #: Two ranks of two chunks of 4 each, next to each other.
-NEXT = Dealt(((0, 1), (2, 3)))
+NEXT = ChunkLayout(((0, 1), (2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("mask", "schedule", "rank", "expected"),
+    ("mask", "layout", "rank", "expected"),
     [
         (Mask(causal=True), NEXT, 1, [(0, 8, 0, 8, None, None)]),
-        (Mask(causal=True), Dealt(((0, 2), (1, 3))), 1,
+        (Mask(causal=True), ChunkLayout(((0, 2), (1, 3))), 1,
          [(0, 4, 0, 4, None, None), (4, 8, 0, 8, None, None)]),
-        (Mask(window=(None, 12)), Dealt(((0, 3), (1, 2))), 1, [(0, 8, 0, 8, None, None)]),
+        (Mask(window=(None, 12)), ChunkLayout(((0, 3), (1, 2))), 1, [(0, 8, 0, 8, None, None)]),
         (Mask(causal=True, window=(12, 0)), NEXT, 1,
          [(0, 4, 0, 8, None, None), (4, 8, 0, 8, None, 0)]),
         (Mask(window=(None, 12)), NEXT, 0, [(0, 4, 0, 8, -4, None), (4, 8, 0, 8, None, None)]),
-        (Mask(chunk_size=8), Dealt(((0, 3), (1, 2))), 1,
+        (Mask(chunk_size=8), ChunkLayout(((0, 3), (1, 2))), 1,
          [(0, 4, 0, 4, None, None), (4, 8, 4, 8, None, None)]),
     ],
 )  # fmt: skip
 def test_full_items_side_by_side_are_one(
-    mask: Mask, schedule: Dealt, rank: int, expected: list[tuple[int | None, ...]]
+    mask: Mask, layout: ChunkLayout, rank: int, expected: list[tuple[int | None, ...]]
 ) -> None:
     """Of keys of the other rank; items with a band stay apart."""
-    gather = gather_program(
-        make_plan(mask, seq_len=16, cp_size=2, schedule=schedule), rank, own=False
-    )
+    gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
     found = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
     assert found == expected
 
@@ -139,10 +138,8 @@ def test_a_band_is_not_continued() -> None:
 
 def test_touching_spans_are_one() -> None:
     """Of two pairs of chunks of tokens each rank has one, and sees both."""
-    schedule = Dealt(((0, 2), (1, 3)))
-    gather = gather_program(
-        make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, schedule=schedule), 1
-    )
+    layout = ChunkLayout(((0, 2), (1, 3)))
+    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
     assert gather.spans == ((0, 16),)
     assert gather.fetches == (
         (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
@@ -161,7 +158,7 @@ def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
 
 def test_rows_that_see_own_keys_only_are_in_place() -> None:
     """Of a chunk of 4 tokens a row sees one before it: one row of each needs the rank before."""
-    plan = make_plan(Mask(causal=True, window=(1, 0)), seq_len=16, cp_size=2, schedule="zigzag")
+    plan = make_plan(Mask(causal=True, window=(1, 0)), seq_len=16, cp_size=2, layout="zigzag")
     gather = gather_program(plan, 0)
     assert sides(gather.items) == [(4, 5, 0, 2, None, None)]
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)]
@@ -184,7 +181,7 @@ def test_rows_on_either_side_of_those_in_place() -> None:
     assert sides(gather_program(plan, 0).in_place) == [(0, 1792, 0, 1795, -3, 200)]
     plan = make_plan(Mask(window=(300, 300)), seq_len=12288, cp_size=3)
     assert sides(gather_program(plan, 1).in_place) == [(384, 3712, 84, 4012, -600, 0)]
-    plan = make_plan(Mask(window=(0, 3)), seq_len=4096, cp_size=2, schedule="zigzag")
+    plan = make_plan(Mask(window=(0, 3)), seq_len=4096, cp_size=2, layout="zigzag")
     assert sides(gather_program(plan, 1).in_place) == [
         (0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0),
     ]  # fmt: skip
@@ -202,22 +199,20 @@ def test_rows_in_place_begin_and_end_where_windows_leave_the_own_keys() -> None:
 
 def test_half_of_the_own_keys_may_be_needed_beside_others() -> None:
     """Of chunk 3 half of the rows see the chunk before, too: all of it stays, which is half."""
-    plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=16, cp_size=2, schedule="zigzag")
+    plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=16, cp_size=2, layout="zigzag")
     gather = gather_program(plan, 0)
     assert sides(gather.items) == [(4, 8, 0, 6, -2, 0)]
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 2)]
     # A token to the right: of chunk 0 one row sees the next, and its keys are needed, too.
-    plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, schedule="zigzag")
+    plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, layout="zigzag")
     assert gather_program(plan, 0).in_place == ()
 
 
 def test_windows_that_begin_before_the_first_key() -> None:
     """Of queries that are more than the keys: positions 0 to 7 against own keys from 1 on."""
-    schedule = Dealt(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
-    sizes = {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2}
-    gather = gather_program(
-        make_plan(Mask(causal=True, window=(1, 0)), **sizes, schedule=schedule), 0
-    )
+    layout = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
+    sizes: Any = {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2}
+    gather = gather_program(make_plan(Mask(causal=True, window=(1, 0)), **sizes, layout=layout), 0)
     assert sides(gather.items) == [(56, 58, 0, 2, 0, None)]
     assert sides(gather.in_place) == [(58, 64, 0, 7, -1, 0)]
 
@@ -276,7 +271,7 @@ def test_parts_outside_others() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     gather = gather_program(plan, rank)
     assert [item.window for item in gather.items] == [(None, 0), (None, 0)]
     assert [item.k_stop for item in gather.items] == [8 * (rank + 1), 8 * (8 - rank)]
@@ -303,7 +298,7 @@ def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObjec
 
 
 def test_ranks_begin_with_different_peers() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     order = [
         [fetch.rank for fetch in gather_program(plan, rank).fetches if fetch.rank != rank]
         for rank in range(4)
@@ -314,7 +309,7 @@ def test_ranks_begin_with_different_peers() -> None:
 
 
 def test_a_window_fetches_its_halo() -> None:
-    plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, schedule="plain")
+    plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, layout="contiguous")
     remote = gather_program(plan, 2, own=False)
     assert [(fetch.rank, fetch.source) for fetch in remote.fetches] == [(1, slice(11, 16))]
     assert gather_program(plan, 2).length == 5 + 5
@@ -332,16 +327,18 @@ def test_memory_grows_with_what_is_seen() -> None:
     assert memory(halo, 4) == memory(halo, 64) < memory(Mask(), 2)
 
 
-@pytest.mark.parametrize("schedule", ["striped", "balanced"])
-def test_what_cannot_be_gathered_says_why(schedule: ScheduleName) -> None:
+@pytest.mark.parametrize("ring", ["striped", "balanced"])
+def test_what_cannot_be_gathered_says_why(ring: str) -> None:
     """Every reason at once."""
     reason = {
-        "striped": "schedule 'striped' deals tokens out one by one",
-        "balanced": "schedule 'balanced' moves queries to where the keys are",
-    }[schedule]
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=2, schedule=schedule)
+        "striped": "layout 'striped' assigns tokens one by one",
+        "balanced": "strategy 'balanced' moves queries to where the keys are",
+    }[ring]
+    layout, strategy = RINGS[ring]
+    sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": layout, "strategy": strategy}
+    plan = make_plan(Mask(causal=True), **sizes)
     assert gather_refusals(plan) == (reason,)
     mask = Mask(predicate=lambda q, k: q >= k)
-    plan = make_plan(mask, seq_len=64, cp_size=2, schedule=schedule)
+    plan = make_plan(mask, **sizes)
     tiles = "a predicate mask is planned in tiles of each rank's own keys"
     assert gather_refusals(plan) == (reason, tiles)

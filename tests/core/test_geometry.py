@@ -13,7 +13,7 @@ from plans import plans
 
 from ring_core import (
     TILE,
-    Dealt,
+    ChunkLayout,
     Mask,
     Plan,
     make_plan,
@@ -27,7 +27,7 @@ def test_one_pair_of_ranks_is_counted_as_among_many(plan: Plan, data: st.DataObj
     """Ranks may be numbers, rows or tables of numbers."""
     geometry, ranks = plan.geometry, np.arange(plan.cp_size)
     at = q_rank, kv_rank = [data.draw(st.integers(0, plan.cp_size - 1)) for _ in "qk"]
-    half = data.draw(st.sampled_from([None, 0, 1])) if plan.schedule == "balanced" else None
+    half = data.draw(st.sampled_from([None, 0, 1])) if plan.strategy == "balanced" else None
     alone = columns_of(geometry.rows(q_rank, kv_rank, half))
     table = columns_of(geometry.rows(ranks[:, None], ranks, half))
     for one, many in zip(alone, table, strict=True):
@@ -57,9 +57,9 @@ def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) ->
     return (seen * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
 
 
-def test_tokens_dealt_one_by_one_of_chunks() -> None:
+def test_tokens_assigned_one_by_one_of_chunks() -> None:
     """Each rank has two tokens of each chunk, and its rectangles span them all."""
-    sizes: Any = {"seq_len": 16, "cp_size": 2, "schedule": "striped"}
+    sizes: Any = {"seq_len": 16, "cp_size": 2, "layout": "striped"}
     geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
     rows = geometry.rows(0, 0)
     assert (rows.doc_start.tolist(), rows.doc_stop.tolist()) == ([0], [4])
@@ -76,7 +76,7 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     side = st.none() | st.integers(0, 4 * k_len)
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)), chunk)
     sizes = {"seq_len": 4 * q_len, "kv_seq_len": 4 * k_len, "cp_size": 4}
-    plan = make_plan(mask, **sizes, schedule="balanced")
+    plan = make_plan(mask, **sizes, layout="contiguous", strategy="balanced")
     q_rank, kv_rank = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     pairs = seen_in(plan, q_rank, kv_rank).sum(axis=1)
     upto = pairs.cumsum()
@@ -97,17 +97,17 @@ def test_chunks_side_by_side_are_one_run(
     """
     side = st.none() | st.integers(0, cp_size * chunks * length).filter(lambda n: n % length != 1)
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
-    sizes = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
-    cut = Dealt(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
-    one, other = (make_plan(mask, **sizes, schedule=schedule) for schedule in ("plain", cut))
+    sizes: Any = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
+    cut = ChunkLayout(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
+    one, other = (make_plan(mask, **sizes, layout=layout) for layout in ("contiguous", cut))
     assert one.steps == other.steps
     for step in range(one.num_steps):
         np.testing.assert_array_equal(one.table(step), other.table(step))
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(640, 640), (2304, 260), (260, 1200)])
-def test_tiles_are_counted(schedule: Any, q_len: int, k_len: int) -> None:
+def test_tiles_are_counted(layout: Any, q_len: int, k_len: int) -> None:
     """Kinds, boxes, counts and halves, of several tiles that are not all whole."""
     table = np.random.default_rng(q_len).random((2, 41, 41)) < [[[0.002]], [[0.2]]]
 
@@ -117,7 +117,7 @@ def test_tiles_are_counted(schedule: Any, q_len: int, k_len: int) -> None:
 
     plan = make_plan(
         Mask(window=(500, 500), chunk_size=1000, predicate=spots),
-        seq_len=q_len, kv_seq_len=k_len, cp_size=2, schedule=schedule,
+        seq_len=q_len, kv_seq_len=k_len, cp_size=2, layout=layout,
     )  # fmt: skip
     blocks = plan.blocks
     assert blocks is not None
@@ -153,7 +153,9 @@ def in_tiles(dense: Any) -> Any:
 
 def test_tiles_are_halved_where_they_are_even() -> None:
     mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
-    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, schedule="balanced").blocks
+    blocks = make_plan(
+        mask, seq_len=4 * TILE, cp_size=2, layout="contiguous", strategy="balanced"
+    ).blocks
     assert blocks is not None
     for half, start in ((0, 0), (1, TILE)):
         rect = blocks.rows(0, 1, half).rect

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import dealt
+from plans import chunk_layouts
 
-from ring_core import Dealt, Layout
+from ring_core import ChunkLayout, Layout
 
 
 @given(st.data(), st.integers(1, 16), st.integers(1, 20))
 def test_a_partition(data: st.DataObject, cp_size: int, units: int) -> None:
-    name: Any = data.draw(st.sampled_from(["contiguous", "zigzag", "striped"]) | dealt(cp_size))
-    runs = name.chunks_a_rank if isinstance(name, Dealt) else 2 if name == "zigzag" else 1
+    name: Any = data.draw(
+        st.sampled_from(["contiguous", "zigzag", "striped"]) | chunk_layouts(cp_size)
+    )
+    runs = name.chunks_per_rank if isinstance(name, ChunkLayout) else 2 if name == "zigzag" else 1
     divisor = runs * cp_size
     layout = Layout(name, divisor * units, cp_size)
     assert layout.divisor == divisor
@@ -36,12 +38,13 @@ def test_by_hand() -> None:
     assert Layout("contiguous", 8, 2).positions(1).tolist() == [4, 5, 6, 7]
     assert Layout("zigzag", 8, 2).positions(0).tolist() == [0, 1, 6, 7]
     assert Layout("striped", 8, 2).positions(1).tolist() == [1, 3, 5, 7]
-    assert Layout(Dealt(((1, 2), (0, 3))), 8, 2).positions(0).tolist() == [2, 3, 4, 5]
+    assert Layout(ChunkLayout(((1, 2), (0, 3))), 8, 2).positions(0).tolist() == [2, 3, 4, 5]
 
 
 def test_refused() -> None:
     with pytest.raises(
-        ValueError, match="unknown layout 'ring'; known: contiguous, zigzag, striped, or a Dealt"
+        ValueError,
+        match="unknown layout 'ring'; known: contiguous, zigzag, striped, or a ChunkLayout",
     ):
         Layout("ring", 8, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be an integer < 2\*\*40"):
@@ -50,11 +53,11 @@ def test_refused() -> None:
         Layout("zigzag", 2999, 8)
     with pytest.raises(ValueError, match="pad to 4"):
         Layout("contiguous", 0, 4)
-    dealt_to_two = Dealt(((0, 3), (1, 2)))
-    with pytest.raises(ValueError, match=r"dealt\(2x2\) has chunks for 2 ranks, and there are 4"):
-        Layout(dealt_to_two, 16, 4)
-    with pytest.raises(ValueError, match=r"multiple of 4, as the dealt\(2x2\) layout.*pad to 8"):
-        Layout(dealt_to_two, 6, 2)
+    of_two = ChunkLayout(((0, 3), (1, 2)))
+    with pytest.raises(ValueError, match=r"chunks\(2x2\) has chunks for 2 ranks, and there are 4"):
+        Layout(of_two, 16, 4)
+    with pytest.raises(ValueError, match=r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"):
+        Layout(of_two, 6, 2)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

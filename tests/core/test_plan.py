@@ -1,4 +1,4 @@
-"""The plan computes every visible pair once, whatever the mask, lengths, ranks and schedule."""
+"""The plan computes every visible pair once, whatever the mask, lengths, ranks and layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import prefix
+from cases import RINGS, prefix
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plans, shown
@@ -20,6 +20,11 @@ from ring_core import (
     WorkItem,
     make_plan,
 )
+
+
+def ring_of(name: str) -> dict[str, Any]:
+    """The layout and the strategy of a ring."""
+    return dict(zip(("layout", "strategy"), RINGS[name], strict=True))
 
 
 @given(plans())
@@ -143,11 +148,11 @@ def test_traits_count_the_items(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "balance"),
-    [("plain", 8, 1.87), ("zigzag", 8, 1.01), ("striped", 8, 1.01), ("balanced", 5, 1.01)],
+    ("layout", "steps", "balance"),
+    [("contiguous", 8, 1.87), ("zigzag", 8, 1.01), ("striped", 8, 1.01), ("balanced", 5, 1.01)],
 )
-def test_causal_balance_of_eight_ranks(schedule: Any, steps: int, balance: float) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=8 * 4096, cp_size=8, schedule=schedule)
+def test_causal_balance_of_eight_ranks(layout: Any, steps: int, balance: float) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=8 * 4096, cp_size=8, **ring_of(layout))
     assert plan.num_steps == steps
     assert plan.balance <= balance + 0.005
     assert plan.critical == pytest.approx(plan.balance, abs=0.01)
@@ -163,26 +168,28 @@ def test_causal_balance_of_eight_ranks(schedule: Any, steps: int, balance: float
 def test_what_ranks_share_is_what_the_plan_counts(
     mask: Mask, cp_size: int, helps: list[str]
 ) -> None:
-    plan = make_plan(mask, seq_len=2 * cp_size, cp_size=cp_size, schedule="balanced")
+    plan = make_plan(
+        mask, seq_len=2 * cp_size, cp_size=cp_size, layout="contiguous", strategy="balanced"
+    )
     assert [step.helps for step in plan.steps] == helps
     for step, rank in np.ndindex(plan.num_steps, cp_size):
         pairs = sum(int(shown(plan, item).sum()) for item in plan.items(rank, step))
         assert pairs == plan.work()[step, rank]
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "balanced"])
-def test_causal_takes_one_launch_a_step(schedule: Any) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, schedule=schedule)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_causal_takes_one_launch_a_step(layout: Any) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, **ring_of(layout))
     for rank in range(8):
         assert all(len(plan.items(rank, step)) <= 1 for step in range(plan.num_steps))
-    assert make_plan(Mask(), seq_len=4096, cp_size=8, schedule="zigzag").traits.full == 64
+    assert make_plan(Mask(), seq_len=4096, cp_size=8, layout="zigzag").traits.full == 64
 
 
 def test_window_hops_over_dead_steps() -> None:
     plan = make_plan(Mask(causal=True, window=(512, 0)), seq_len=65536, cp_size=8)
     assert [step.shift for step in plan.steps] == [0, 1]
     zigzag = make_plan(
-        Mask(causal=True, window=(256, 0)), seq_len=8 * 4096, cp_size=8, schedule="zigzag"
+        Mask(causal=True, window=(256, 0)), seq_len=8 * 4096, cp_size=8, layout="zigzag"
     )
     assert [step.shift for step in zigzag.steps] == [0, 1, 7]
     assert [stage.kv_hop for stage in zigzag.forward] == [1, 6, None]
@@ -198,8 +205,8 @@ def test_documents_inside_shards_need_no_step() -> None:
 def test_balanced_equals_plain_where_no_rank_idles() -> None:
     for mask in (Mask(), Mask(causal=True, window=(9, 0)), Mask(window=(3, 3))):
         plain, balanced = (
-            make_plan(mask, seq_len=48, cp_size=6, schedule=schedule)
-            for schedule in ("plain", "balanced")
+            make_plan(mask, seq_len=48, cp_size=6, **ring_of(layout))
+            for layout in ("contiguous", "balanced")
         )
         assert plain.steps == balanced.steps
         np.testing.assert_array_equal(plain.work(), balanced.work())
@@ -209,9 +216,9 @@ def test_plans_are_cached_and_refused() -> None:
     mask = Mask(causal=True)
     assert make_plan(mask, seq_len=64, cp_size=4) is make_plan(mask, seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="pad to 64"):
-        make_plan(mask, seq_len=63, cp_size=4, schedule="zigzag")
-    with pytest.raises(ValueError, match="plain, zigzag, striped, balanced"):
-        make_plan(mask, seq_len=64, cp_size=4, schedule="zigzak")  # type: ignore[arg-type]
+        make_plan(mask, seq_len=63, cp_size=4, layout="zigzag")
+    with pytest.raises(ValueError, match="contiguous, zigzag, striped"):
+        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
         make_plan(Mask(cu_seqlens=(0, 20, 60)), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="segment_ids"):
@@ -228,7 +235,9 @@ def test_plans_are_cached_and_refused() -> None:
 def test_digests_differ_where_plans_do(one: Plan, other: Plan) -> None:
     """Equal digests mean equal sizes and equal masks, however the mask was written."""
     if one.digest == other.digest:
-        sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.schedule) for p in (one, other)]
+        sizes = [
+            (p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name, p.strategy) for p in (one, other)
+        ]
         assert sizes[0] == sizes[1]
         at = np.arange(one.seq_len) + one.q_offset, np.arange(one.kv_seq_len)
         np.testing.assert_array_equal(one.mask.dense(*at), other.mask.dense(*at))

@@ -82,7 +82,9 @@ def test_rows_that_see_nothing() -> None:
     assert lse[0, 0, 1] == 0.5 and (out[0, 1] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["everything-plain", "keys80-window-plain", "sinks-plain"])
+@pytest.mark.parametrize(
+    "name", ["everything-contiguous", "keys80-window-contiguous", "sinks-contiguous"]
+)
 def test_gradients_by_finite_differences(name: str) -> None:
     """The gradient of every input along a random direction."""
     case = CASES[name]

@@ -43,7 +43,7 @@ def test_items_are_computed_in_single_precision(
     precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever options there are: no part of a call makes it float64."""
-    case = CASES["everything-plain"]
+    case = CASES["everything-contiguous"]
     dtypes: set[Any] = set()
 
     def watched(right: Any, *args: Any) -> Any:

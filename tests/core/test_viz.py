@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from ring_core import EMPTY, FULL, TILE, Dealt, Layout, Mask, Plan, WorkItem, deal, make_plan, viz
+from ring_core import (
+    EMPTY,
+    FULL,
+    TILE,
+    ChunkLayout,
+    Layout,
+    Mask,
+    Plan,
+    WorkItem,
+    balance_chunks,
+    make_plan,
+    viz,
+)
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:
@@ -24,19 +36,27 @@ PACKED = Mask(causal=True, cu_seqlens=(0, 5, 29, 48))
 PLANS = [
     make_plan(Mask(), seq_len=8, cp_size=1),
     make_plan(Mask(causal=True), seq_len=48, cp_size=4),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="zigzag"),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="striped"),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, schedule="balanced"),
-    make_plan(Mask(causal=True), seq_len=45, cp_size=5, schedule="balanced"),
-    make_plan(Mask(window=(7, 3)), seq_len=40, cp_size=4, schedule="balanced"),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="zigzag"),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="striped"),
+    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="contiguous", strategy="balanced"),
+    make_plan(Mask(causal=True), seq_len=45, cp_size=5, layout="contiguous", strategy="balanced"),
+    make_plan(Mask(window=(7, 3)), seq_len=40, cp_size=4, layout="contiguous", strategy="balanced"),
     make_plan(Mask(window=(5, 2), chunk_size=16), seq_len=32, cp_size=4, kv_seq_len=48),
-    make_plan(PACKED, seq_len=48, cp_size=4, schedule="zigzag"),
-    make_plan(PACKED, seq_len=48, cp_size=4, schedule="balanced"),
-    make_plan(PACKED, seq_len=48, cp_size=4, schedule=deal(PACKED, seq_len=48, cp_size=4)),
-    make_plan(Mask(chunk_size=10), seq_len=48, cp_size=4, schedule="striped"),
-    make_plan(Mask(True, predicate=every_third), seq_len=600, cp_size=2, schedule="balanced"),
+    make_plan(PACKED, seq_len=48, cp_size=4, layout="zigzag"),
+    make_plan(PACKED, seq_len=48, cp_size=4, layout="contiguous", strategy="balanced"),
+    make_plan(PACKED, seq_len=48, cp_size=4, layout=balance_chunks(PACKED, seq_len=48, cp_size=4)),
+    make_plan(Mask(chunk_size=10), seq_len=48, cp_size=4, layout="striped"),
+    make_plan(
+        Mask(True, predicate=every_third),
+        seq_len=600,
+        cp_size=2,
+        layout="contiguous",
+        strategy="balanced",
+    ),
 ]
-NAMES = [f"{plan.schedule}-{plan.cp_size}-{plan.mask.describe()}" for plan in PLANS]
+NAMES = [
+    f"{plan.q_layout.name}-{plan.strategy}-{plan.cp_size}-{plan.mask.describe()}" for plan in PLANS
+]
 
 
 def test_the_picture_is_what_the_ranks_compute(plan: Plan) -> None:
@@ -87,7 +107,7 @@ def shown_by_item(plan: Plan, item: WorkItem) -> np.ndarray[Any, Any]:
 
 
 BALANCED = """\
-seq_len=8 cp_size=2 schedule=balanced mask: causal
+seq_len=8 cp_size=2 layout=contiguous strategy=balanced mask: causal
 
 who computes what: queries down, keys across, a cell is 1 x 1; . nobody
 0 . . . . . . .
@@ -115,7 +135,9 @@ helped   1 steps: queries travel to idle ranks, results travel back"""
 
 
 def test_describe_says_it_all() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, schedule="balanced")
+    plan = make_plan(
+        Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous", strategy="balanced"
+    )
     assert viz.describe(plan, width=16) == BALANCED
 
 
@@ -136,16 +158,16 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "strip"),
+    ("layout", "strip"),
     [
-        ("plain", "0011223344556677"),
+        ("contiguous", "0011223344556677"),
         ("zigzag", "0123456776543210"),
         ("striped", "0123456701234567"),
-        (Dealt(tuple((rank, 8 + rank) for rank in range(8))), "0123456701234567"),
+        (ChunkLayout(tuple((rank, 8 + rank) for rank in range(8))), "0123456701234567"),
     ],
 )
-def test_layout_strip(schedule: Any, strip: str) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=160, cp_size=8, schedule=schedule)
+def test_layout_strip(layout: Any, strip: str) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=160, cp_size=8, layout=layout)
     lines = viz.describe(plan, width=16).splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("who holds what"))
     assert lines[at + 1] == strip
@@ -154,14 +176,14 @@ def test_layout_strip(schedule: Any, strip: str) -> None:
 @pytest.mark.parametrize("seq_len", [64, 96, 4096, 65536])
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_striped_cells_show_every_rank(seq_len: int, cp_size: int) -> None:
-    plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, schedule="striped")
+    plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, layout="striped")
     column = {line[0] for line in mask_rows(viz.describe(plan))}
     assert column == set("01234567"[:cp_size])
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 5, 6, 7])
 def test_cells_lie_in_one_piece_each(cp_size: int) -> None:
-    plan = make_plan(Mask(), seq_len=840 * cp_size, cp_size=cp_size, schedule="zigzag")
+    plan = make_plan(Mask(), seq_len=840 * cp_size, cp_size=cp_size, layout="zigzag")
     rows = mask_rows(viz.describe(plan))
     layout = Layout("zigzag", len(rows), cp_size)
     for rank in range(cp_size):
@@ -204,7 +226,9 @@ def test_width_bounds_the_pictures() -> None:
 
 
 def test_color_changes_nothing_but_color() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced")
+    plan = make_plan(
+        Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
+    )
     colored = viz.describe(plan, color=True)
     assert "\x1b[30;48;5;75m0 \x1b[0m" in colored
     plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
@@ -215,14 +239,16 @@ def test_color_changes_nothing_but_color() -> None:
 def wrong_plans() -> dict[str, Plan]:
     right = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
     other = make_plan(Mask(causal=True, window=(9, 0)), seq_len=64, cp_size=4)
-    zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     return {
         "a step dropped": changed(right, steps=right.steps[:-1], _work=right.work()[:-1]),
         "a step twice": changed(right, steps=(*right.steps, right.steps[1])),
         "window off by one": changed(other, mask=Mask(causal=True, window=(10, 0))),
         "bands of another layout": changed(right, geometry=zigzag.geometry),
         "no help where it is due": changed(
-            make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="balanced"),
+            make_plan(
+                Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
+            ),
             steps=right.steps[:3],
         ),
     }
@@ -249,8 +275,10 @@ def mask_rows(text: str) -> list[str]:
     "plan",
     [
         make_plan(Mask(), seq_len=1, cp_size=1),
-        make_plan(Mask(window=(5, 2)), seq_len=32, cp_size=4, kv_seq_len=48, schedule="striped"),
-        make_plan(Mask(causal=True), seq_len=4096, cp_size=32, schedule="balanced"),
+        make_plan(Mask(window=(5, 2)), seq_len=32, cp_size=4, kv_seq_len=48, layout="striped"),
+        make_plan(
+            Mask(causal=True), seq_len=4096, cp_size=32, layout="contiguous", strategy="balanced"
+        ),
     ],
     ids=["one token", "striped", "more ranks than a legend takes"],
 )
@@ -274,11 +302,11 @@ def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
     text = plotted_text(plan, tmp_path)
-    assert "plain, 4 ranks, 4,096 tokens, causal" in text
+    assert "contiguous, ring, 4 ranks, 4,096 tokens, causal" in text
     assert "balance 1.750, critical 1.750, 4 of 4 steps live, 3 K/V messages a rank" in text
     assert "hatched: idle" in text
     assert "disagree" not in text
-    zigzag = make_plan(Mask(causal=True), seq_len=4096, cp_size=4, schedule="zigzag")
+    zigzag = make_plan(Mask(causal=True), seq_len=4096, cp_size=4, layout="zigzag")
     assert "hatched: idle" not in plotted_text(zigzag, tmp_path)
 
 

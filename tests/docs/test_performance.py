@@ -79,8 +79,30 @@ def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, shown in tables.items():
         assert shown == gpu_table.table(json.loads((ROOT / name).read_text())["rows"])
     begin, end = "<!-- summary of benchmarks/results/h200x4.json -->", "<!-- end of summary -->"
-    _, _, rest = (ROOT / "README.md").read_text().partition(begin)
+    _, _, rest = (ROOT / "docs" / "performance.md").read_text().partition(begin)
     rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
     settings = ("causal 32k 32/8", "causal 128k 32/8", "window 512k 32/8")
-    summary = gpu_table.summary(rows, settings, ("one", "zigzag/fa4/pull", "ulysses"))
+    summary = gpu_table.summary(rows, settings, ("one", "zigzag/fa4/gather/symm_mem", "ulysses"))
     assert rest.partition(end)[0].strip() == summary
+
+
+def test_the_chart_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, paste what ``python benchmarks/gpu_chart.py`` prints into the README."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import gpu_chart
+
+    begin, end = "<!-- chart of benchmarks/results/h200x4.json -->", "<!-- end of chart -->"
+    _, found, rest = (ROOT / "README.md").read_text().partition(begin)
+    assert found
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
+    assert rest.partition(end)[0].strip() == f"```text\n{gpu_chart.chart(rows)}\n```"
+
+
+def test_bars_are_drawn_to_the_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    from gpu_chart import WIDTH, bar
+
+    assert bar(0) == ""
+    assert bar(0.5) == "█" * (WIDTH // 2)
+    assert bar(1) == "█" * WIDTH
+    assert bar(1 / WIDTH + 0.5 / WIDTH) == "█▌"

@@ -66,9 +66,52 @@ expected = jax.nn.dot_product_attention(*whole, is_causal=True, implementation="
 np.testing.assert_allclose(out, expected, atol=1e-5)
 """
 
+MODEL_GIVEN = """
+from copy import deepcopy
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+)
+model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+expected_model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+expected_model.load_state_dict(model.state_dict())
+tokens = torch.randint(64, (1, 50))
+batch = {"input_ids": tokens, "labels": tokens}
+"""
+MODEL_THEN = """
+expected_model(**batch).loss.backward()
+for mine, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+"""
+LAYER_GIVEN = """
+import jax
+import numpy as np
+x = whole = jax.random.normal(jax.random.key(0), (2, 64, 32))
+weights = {
+    "qkv": jax.random.normal(jax.random.key(1), (32, 3, 4, 16)) / 6,
+    "out": jax.random.normal(jax.random.key(2), (4, 16, 32)) / 8,
+}
+"""
+LAYER_THEN = """
+def dense(weights):
+    q, k, v = jnp.einsum("btw,wnhd->nbthd", whole, weights["qkv"])
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+    return whole + jnp.einsum("bthd,hdw->btw", out, weights["out"])
+expected = dense(weights)
+np.testing.assert_allclose(cp.unshard(layer(weights, x), dim=1), expected, atol=1e-4)
+np.testing.assert_array_equal(whole[:, pos], x)
+of_dense = jax.grad(lambda weights: jnp.mean(dense(weights) ** 2))(weights)
+assert grads.keys() == of_dense.keys()
+for name, grad in grads.items():
+    np.testing.assert_allclose(grad, of_dense[name], rtol=1e-4, atol=1e-6)
+"""
+
 READMES = (
-    Readme("README.md", "torch", "ring_torch", 2, TORCH_GIVEN, TORCH_THEN),
-    Readme("README.md", "jax", "ring_jax", 1, JAX_GIVEN, JAX_THEN),
+    Readme(
+        "README.md", "torch", "ring_torch", 2, TORCH_GIVEN + MODEL_GIVEN, TORCH_THEN + MODEL_THEN
+    ),
+    Readme("README.md", "jax", "ring_jax", 1, LAYER_GIVEN, LAYER_THEN),
     Readme("packages/ring-core/README.md", "core", "ring_core"),
     Readme(
         "packages/ring-torch/README.md", "torch", "ring_torch", 2,

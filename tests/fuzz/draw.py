@@ -1,4 +1,4 @@
-"""A seed's case: every rule, shape, dtype, schedule and option, in any company.
+"""A seed's case: every rule, shape, dtype, layout and option, in any company.
 
 The same seed gives the same trial for the same limits, on any machine. Seeds that share a program
 differ in the values of their arrays alone, which costs a compiling backend one compilation.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from cases import Case, Lattice, Segments, diagonals, prefix
+from cases import RINGS, Case, Lattice, Segments, diagonals, prefix
 
 from fuzz.trial import Trial
-from ring_core import SCHEDULES, Dealt, Mask, Schedule
+from ring_core import ChunkLayout, LayoutSpec, Mask
 
 Rng = np.random.Generator
 
@@ -40,7 +40,7 @@ LIMITS = {
         ("float64", "float32", "float32", "bfloat16", "float16"),
         {
             "kernel": ("auto", "eager", "eager", "sdpa"),
-            "transport": ("auto", "auto", "p2p", "p2p", "gather"),
+            "strategy": ("auto", "auto", "ring", "ring", "gather"),
         },
         tokens=64,
         pairs=12_000,
@@ -48,7 +48,7 @@ LIMITS = {
     "jax": Limits(
         (1, 2, 3, 4, 5, 8),
         ("float64", "float32", "float32", "bfloat16", "float16"),
-        {"transport": ("auto", "auto", "gather")},
+        {"strategy": ("auto", "auto", "gather")},
         tokens=64,
         pairs=20_000,
         values=25,
@@ -58,7 +58,7 @@ LIMITS = {
         ("float32", "float32", "bfloat16", "float16"),
         {
             "kernel": ("triton", "small blocks", "small blocks", "fused"),
-            "transport": ("auto", "auto", "gather"),
+            "strategy": ("auto", "auto", "gather"),
         },
         tokens=48,
         pairs=2_500,  # kernels are interpreted
@@ -71,31 +71,31 @@ def draw(seed: int, limits: Limits) -> Trial:
     """The trial of a seed."""
     rng = np.random.default_rng([seed // limits.values, 0])
     cp_size = pick(rng, limits.ring_sizes)
-    schedule = pick(rng, (*SCHEDULES, _dealt(rng, cp_size)))
-    unit = unit_of(schedule, cp_size)
+    layout, strategy = pick(rng, (*RINGS.values(), (_chunks(rng, cp_size), "ring")))
+    unit = unit_of(layout, cp_size)
     long = limits.values == 1 and rng.random() < 0.04  # several tiles of a predicate a rank
     tokens = 6 * limits.tokens if long else limits.tokens
     seq_len, keys = _lengths(rng, unit, tokens)
     case = Case(
-        f"fuzz-{seed}", _mask(rng, seq_len, keys, cp_size), schedule, cp_size, seq_len, keys,
-        dtype=pick(rng, limits.dtypes), **_shape(rng, seq_len * (keys or seq_len), limits),
+        f"fuzz-{seed}", _mask(rng, seq_len, keys, cp_size), layout, cp_size, seq_len, keys,
+        strategy=strategy, dtype=pick(rng, limits.dtypes), **_shape(rng, seq_len * (keys or seq_len), limits),
         **_options(rng),
     )  # fmt: skip
     way = tuple((name, pick(rng, values)) for name, values in limits.ways.items())
     return Trial(_values(np.random.default_rng([seed, 1]), case), way)
 
 
-def unit_of(schedule: Schedule, cp_size: int) -> int:
+def unit_of(layout: LayoutSpec, cp_size: int) -> int:
     """What lengths are multiples of."""
-    if isinstance(schedule, Dealt):
-        return sum(map(len, schedule.chunks))
-    return 2 * cp_size if schedule == "zigzag" else cp_size
+    if isinstance(layout, ChunkLayout):
+        return sum(map(len, layout.chunks))
+    return 2 * cp_size if layout == "zigzag" else cp_size
 
 
-def _dealt(rng: Rng, cp_size: int) -> Dealt:
+def _chunks(rng: Rng, cp_size: int) -> ChunkLayout:
     """Up to three chunks a rank, anyhow."""
-    hands = rng.permutation(cp_size * int(rng.integers(1, 4))).reshape(cp_size, -1)
-    return Dealt(tuple(tuple(sorted(hand)) for hand in hands.tolist()))
+    chunks = rng.permutation(cp_size * int(rng.integers(1, 4))).reshape(cp_size, -1)
+    return ChunkLayout(tuple(tuple(sorted(one)) for one in chunks.tolist()))
 
 
 def pick[T](rng: Rng, choices: Sequence[T]) -> T:

@@ -10,7 +10,7 @@ from cases import Case
 
 from fuzz.draw import unit_of
 from fuzz.trial import Trial
-from ring_core import Dealt, Mask
+from ring_core import ChunkLayout, Mask
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
@@ -25,7 +25,7 @@ def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
 def simpler(trial: Trial) -> list[Trial]:
     """Trials that are one step simpler, the largest steps first."""
     case, mask = trial.case, trial.case.mask
-    unit = unit_of(case.schedule, case.cp_size)
+    unit = unit_of(case.layout, case.cp_size)
     changes: list[dict[str, Any]] = [
         {one.name: one.default}
         for one in fields(Case)[2:]
@@ -41,8 +41,8 @@ def simpler(trial: Trial) -> list[Trial]:
     changes += [{"heads": (1, 1)}, {"dims": (1, 1)}, {"batch": 1}]
     for n in {1, case.seq_len // unit // 2, case.seq_len // unit - 1} - {0}:
         changes.append({"seq_len": unit * n, "mask": _cropped(mask, unit * n)})
-    for cp_size in () if isinstance(case.schedule, Dealt) else range(1, case.cp_size):
-        length = unit_of(case.schedule, cp_size)
+    for cp_size in () if isinstance(case.layout, ChunkLayout) else range(1, case.cp_size):
+        length = unit_of(case.layout, cp_size)
         seq_len = case.seq_len // length * length
         change = {"cp_size": cp_size, "seq_len": seq_len, "mask": _cropped(mask, seq_len)}
         if case.kv_seq_len is not None:

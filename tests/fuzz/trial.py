@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from cases import Case
 
-from ring_core import Dealt, Mask
+from ring_core import ChunkLayout, Mask
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ def expression(case: Case) -> str:
     for one in fields(Case)[2:]:
         value = getattr(case, one.name)
         if value != one.default:
-            words = f"Dealt({value.chunks})" if isinstance(value, Dealt) else repr(value)
+            words = (
+                f"ChunkLayout({value.chunks})" if isinstance(value, ChunkLayout) else repr(value)
+            )
             parts.append(f"{one.name}={words}")
     return f"Case({', '.join(parts)})"
 

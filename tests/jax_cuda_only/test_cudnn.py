@@ -81,16 +81,16 @@ def test_options(case: Case) -> None:
     assert_close(case, cudnn.run(case))
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("bias", [None, "full"])
-def test_in_the_ring(schedule: Any, size: int, bias: Any) -> None:
+def test_in_the_ring(layout: Any, size: int, bias: Any) -> None:
     if jax.device_count() < size:
         pytest.skip(f"this machine has fewer than {size} GPUs")
-    if bias and schedule == "striped":
+    if bias and layout == "striped":
         pytest.skip("its squares have odd sizes")
     usual = {**USUAL, "seq_len": 1024, "dims": (192, 128)}
-    case = Case(f"cudnn-{schedule}-cp{size}-{bias}", CAUSAL, schedule, size, **usual, bias=bias)
+    case = Case(f"cudnn-{layout}-cp{size}-{bias}", CAUSAL, layout, size, **usual, bias=bias)
     assert_close(case, cudnn.run(case))
 
 

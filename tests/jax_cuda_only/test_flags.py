@@ -24,7 +24,7 @@ heads = (4, 2, 2, 4)
 arrays = [jax.random.normal(key, (1, 1024, h, 128)) for key, h in zip(keys, heads)]
 rounded = [x.astype("bfloat16") for x in arrays]
 mesh = jax.make_mesh((jax.device_count(),), ("cp",))
-cp = ring_jax_gpu.ContextParallel(mesh, axis_name="cp", schedule="zigzag")
+cp = ring_jax_gpu.ContextParallel(mesh, axis_name="cp", layout="zigzag")
 
 def ring(q, k, v):
     q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))

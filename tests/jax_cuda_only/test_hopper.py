@@ -11,7 +11,7 @@ import pytest
 from backends import jax_devices
 from backends.jax_devices import JaxBackend
 from backends.triton_compiler import STEPS, pretend
-from cases import Case
+from cases import RINGS, Case
 from tolerances import assert_close
 
 from ring_core import Mask
@@ -94,28 +94,30 @@ def test_many_tiles_a_program(
     assert set(calls) == {"attend", "add_to_keys"}
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
-def test_in_the_ring(mask: Mask, schedule: Any, size: int, calls: list[str]) -> None:
+def test_in_the_ring(mask: Mask, ring: str, size: int, calls: list[str]) -> None:
     """Several items a step, and steps that merge."""
     if jax.device_count() < size:
         pytest.skip(f"this machine has fewer than {size} GPUs")
     usual = {**USUAL, "seq_len": 1024}
-    case = Case(f"hopper-{mask.causal}-{schedule}-cp{size}", mask, schedule, size, **usual)
+    layout, strategy = RINGS[ring]
+    name = f"hopper-{mask.causal}-{ring}-cp{size}"
+    case = Case(name, mask, layout, size, strategy=strategy, **usual)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert "attend" in calls
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
-def test_over_gathered_keys(mask: Mask, schedule: Any, size: int, calls: list[str]) -> None:
+def test_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]) -> None:
     """Many items in one launch, over the keys of all GPUs."""
     if jax.device_count() < size:
         pytest.skip(f"this machine has fewer than {size} GPUs")
     usual = {**USUAL, "seq_len": 1024, "batch": 2}
-    case = Case(f"hopper-{mask.causal}-{schedule}-all{size}", mask, schedule, size, **usual)
-    found = JaxBackend(ring_attention).run(case, kernel="triton", transport="gather")
+    case = Case(f"hopper-{mask.causal}-{layout}-all{size}", mask, layout, size, **usual)
+    found = JaxBackend(ring_attention).run(case, kernel="triton", strategy="gather")
     assert_close(case, found)
     assert set(calls) == {"attend", "add_to_keys"}

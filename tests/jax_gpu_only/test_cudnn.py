@@ -42,7 +42,7 @@ CASES = [
     Case("cudnn-bias-masked", CAUSAL, **HALF, bias="masked", batch=2),
     Case("cudnn-bias-masked-float16", Mask(), **{**HALF, "dtype": "float16"}, bias="masked"),
     Case("cudnn-batch-0", CAUSAL, **HALF, batch=0),
-    Case("cudnn-plain-cp3", CAUSAL, "plain", 3, **HALF),
+    Case("cudnn-contiguous-cp3", CAUSAL, "contiguous", 3, **HALF),
     Case("cudnn-zigzag-cp2", CAUSAL, "zigzag", 2, **HALF),
     Case("cudnn-zigzag-cp4", CAUSAL, "zigzag", 4, **HALF, batch=2),
     Case("cudnn-striped-cp3", CAUSAL, "striped", 3, **HALF),
@@ -65,10 +65,10 @@ def test_cases(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("formula")
-@pytest.mark.parametrize("schedule", ["plain", "zigzag"])
-def test_over_gathered_keys(schedule: Any) -> None:
-    case = Case(f"cudnn-gathered-{schedule}", CAUSAL, schedule, 2, **HALF)
-    assert_close(case, cudnn.run(case, transport="gather"))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_over_gathered_keys(layout: Any) -> None:
+    case = Case(f"cudnn-gathered-{layout}", CAUSAL, layout, 2, **HALF)
+    assert_close(case, cudnn.run(case, strategy="gather"))
 
 
 @pytest.mark.usefixtures("formula")
@@ -124,18 +124,18 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options", "reason"),
+    ("layout", "options", "reason"),
     [
-        ("balanced", {}, "has no ranks that help each other"),
-        ("zigzag", {"transport": "gather"}, "takes one rectangle a rank and step"),
+        ("contiguous", {"strategy": "balanced"}, "has no ranks that help each other"),
+        ("zigzag", {"strategy": "gather"}, "takes one rectangle a rank and step"),
         ("zigzag", {"window": (20, 0)}, "takes one rectangle a rank and step"),
-        ("plain", {"window": (20, 0)}, "takes whole rectangles and causal squares only"),
+        ("contiguous", {"window": (20, 0)}, "takes whole rectangles and causal squares only"),
     ],
 )
-def test_refusals_of_a_plan(schedule: Any, options: dict[str, Any], reason: str) -> None:
+def test_refusals_of_a_plan(layout: Any, options: dict[str, Any], reason: str) -> None:
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
-    cp = ContextParallel(mesh, axis_name="cp", schedule=schedule)
+    cp = ContextParallel(mesh, axis_name="cp", layout=layout)
     with pytest.raises(UnsupportedError, match=reason):
         cp.attention(x, x, x, causal=True, kernel="cudnn", **options)
 
@@ -213,9 +213,9 @@ def test_figures_are_of_one_generation_of_gpus(
 ) -> None:
     """Elsewhere the order decides, without a word of times."""
     monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
-    first, second, transport, *_ = _explained((256, 256), bias=False)
+    first, second, strategy, *_ = _explained((256, 256), bias=False)
     assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
-    assert transport == "transport ppermute"
+    assert strategy == "strategy ring, transport xla"
 
 
 def _lowered(dims: tuple[int, int], **options: Any) -> str:
@@ -286,7 +286,7 @@ def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ring_lowered_for_a_gpu() -> None:
     """A program for each rectangle that some rank has, not one a rank."""
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
-    cp = ContextParallel(mesh, axis_name="cp", schedule="zigzag")
+    cp = ContextParallel(mesh, axis_name="cp", layout="zigzag")
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")
 
     def both(*x: Any) -> Any:

@@ -101,11 +101,11 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "causal-zigzag-cp2", "window-large-plain-cp2", "window-small-striped-cp2",
+        "causal-zigzag-cp2", "window-large-contiguous-cp2", "window-small-striped-cp2",
         "causal-balanced-cp4", "documents-chunks-striped-cp4", "predicate-zigzag-cp2",
-        "predicate-balanced-cp4", "documents-window-zigzag-cp4", "sinks-many-plain",
-        "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag",
-        "keys64-predicate-plain",
+        "predicate-balanced-cp4", "documents-window-zigzag-cp4", "sinks-many-contiguous",
+        "poison-k-contiguous", "batch-0-contiguous", "shortest-zigzag-cp2", "everything-zigzag",
+        "keys64-predicate-contiguous",
     ],
 )  # fmt: skip
 def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,12 @@ def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(CASES[name], JaxBackend().run(CASES[name], kernel="triton"))
 
 
-@pytest.mark.parametrize("name", ["causal-zigzag-cp4", "documents-window-plain-cp4", "bias-zigzag"])
+@pytest.mark.parametrize(
+    "name", ["causal-zigzag-cp4", "documents-window-contiguous-cp4", "bias-zigzag"]
+)
 def test_over_gathered_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
-    found = JaxBackend().run(CASES[name], kernel="triton", transport="gather")
+    found = JaxBackend().run(CASES[name], kernel="triton", strategy="gather")
     assert_close(CASES[name], found)
 
 
@@ -232,12 +234,12 @@ def test_explain_names_a_kernel_for_each_platform() -> None:
     x = jnp.zeros((1, 8, 2, 4))
     both = ["kernel triton (cuda)", "kernel xla (any other device)"]
     for options in ({}, {"sinks": jnp.zeros(2)}, {"deterministic": True}):
-        first, second, not_cudnn, transport, *_ = cp.explain(x, x, x, causal=True, **options).split(
+        first, second, not_cudnn, strategy, *_ = cp.explain(x, x, x, causal=True, **options).split(
             "\n"
         )
         assert [first, second] == both
         assert not_cudnn.startswith("  not cudnn (cuda): takes bfloat16 or float16")
-        assert transport == "transport ppermute"
+        assert strategy == "strategy ring, transport xla"
     wide = x.astype("float16").repeat(128, axis=-1)
     text = cp.explain(wide, wide, wide, causal=True)
     assert text.startswith(
@@ -245,7 +247,7 @@ def test_explain_names_a_kernel_for_each_platform() -> None:
     )
     assert "\n  not cudnn (cuda): takes head dims up to 256" in text
     named = KernelConfig("triton", fused_backward=True)
-    assert cp.explain(x, x, x, kernel=named).startswith("kernel triton (cuda)\ntransport")
+    assert cp.explain(x, x, x, kernel=named).startswith("kernel triton (cuda)\nstrategy ring")
     with pytest.raises(UnsupportedError, match="rules out"):
         cp.explain(x, x, x, kernel=named, deterministic=True)
 

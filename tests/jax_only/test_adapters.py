@@ -91,7 +91,7 @@ def test_linen(where: str) -> None:
     module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
     params = module().init(jax.random.key(0), x)
     cp = context()
-    local = partial(ring_attention, axis_name="cp", schedule="zigzag", causal=True)
+    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
     ring = module(
         attention_fn=make_attention_fn(
             local if where == "shard_map" else partial(cp.attention, causal=True)
@@ -191,7 +191,7 @@ def test_dtypes_of_flax() -> None:
 def test_flax_on_two_devices(where: str) -> None:
     """Segments, padded keys, bias and dropout by a traced key, in layout order."""
     cp = context()
-    local = partial(ring_attention, axis_name="cp", schedule="zigzag")
+    local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
     tokens, rows = P(None, "cp"), P(None, None, "cp")
 

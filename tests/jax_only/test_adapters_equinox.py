@@ -65,11 +65,11 @@ def equinox_expected() -> Any:
     return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
 
 
-@pytest.mark.parametrize(("size", "schedule"), [(2, "zigzag"), (4, "plain")])
-def test_equinox(size: int, schedule: str) -> None:
+@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_equinox(size: int, layout: str) -> None:
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
     x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    cp = context(size, schedule)
+    cp = context(size, layout)
     ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
     assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
     assert ring["attention"].query_proj is model["attention"].query_proj
@@ -80,7 +80,7 @@ def test_equinox_inside_shard_map() -> None:
     """Dropout, documents and what is done to heads, on two devices and on one."""
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
-    local = partial(ring_attention, axis_name="cp", schedule="zigzag", causal=True)
+    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
 
     def call(attention: Any, x: Any, ids: Any, places: Any, **options: Any) -> Any:
         def moved(q: Any, k: Any, v: Any) -> Any:

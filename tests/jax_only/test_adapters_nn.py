@@ -97,8 +97,8 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
 def test_jax_nn_on_two_devices(where: str) -> None:
     """Lengths count tokens in natural order, whatever the layout; for shards gradients too."""
     in_shard_map = where == "shard_map"
-    cp = context(schedule="striped" if in_shard_map else "zigzag")
-    local = partial(ring_attention, axis_name="cp", schedule="striped")
+    cp = context(layout="striped" if in_shard_map else "zigzag")
+    local = partial(ring_attention, axis_name="cp", layout="striped")
     attend = make_dot_product_attention(local if in_shard_map else cp.attention)
     every: dict[str, Any] = {
         "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import RINGS
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_core import SCHEDULES, Dealt, Mask, make_plan, reference, viz
+from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, viz
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -113,11 +114,14 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 3), (1, 2)))], ids=str)
-def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [*RINGS.values(), (ChunkLayout(((0, 3), (1, 2))), "ring")], ids=[*RINGS, "chunks"],
+)  # fmt: skip
+def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> None:
     """All axes at once, every option that is an array, dropout by global indices."""
     mesh = mesh_of(axis_type, dp=2, cp=2, tp=2)
-    cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp", schedule=schedule)
+    cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp", layout=layout)
     ids = np.sort(np.random.default_rng(4).integers(0, 3, Q[:2])).astype(np.int32)
     extra = {"sinks": random(4, seed=5), "bias": random(1, 4, 16, 16, seed=6)}
     fixed: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7, "softcap": 3.0}
@@ -126,7 +130,7 @@ def test_context_parallel(axis_type: AxisType, schedule: Any) -> None:
     def call(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> jax.Array:
         out = cp.attention(
             *(cp.shard(x) for x in (q, k, v)), causal=True, sinks=sinks, bias=cp.shard(bias, dim=2),
-            segment_ids=cp.shard(jnp.asarray(ids)), alibi_slopes=jnp.asarray(slopes), **fixed,
+            segment_ids=cp.shard(jnp.asarray(ids)), alibi_slopes=jnp.asarray(slopes), strategy=strategy, **fixed,
         )  # fmt: skip
         return cp.unshard(out)
 
@@ -179,9 +183,11 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
     assert programs[1] == 0
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str)
-def test_layout(schedule: Any) -> None:
-    cp = ContextParallel(mesh_of(cp=4), "cp", schedule=schedule)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str
+)
+def test_layout(layout: Any) -> None:
+    cp = ContextParallel(mesh_of(cp=4), "cp", layout=layout)
     x = random(16, 3)
     assert cp.cp_size == 4
     shard = cp.shard(x, dim=0)
@@ -241,10 +247,10 @@ def test_signatures_are_those_of_torch() -> None:
     """The order of the options, which both frameworks promise."""
     options = (
         "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale", "softcap", "sinks",
-        "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "transport",
+        "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
     )  # fmt: skip
     call = tuple(inspect.signature(ring_attention).parameters)
-    assert call == ("q", "k", "v", "axis_name", "schedule", *options)
+    assert call == ("q", "k", "v", "axis_name", "layout", *options)
     for method in (ContextParallel.attention, ContextParallel.explain):
         assert tuple(inspect.signature(method).parameters) == ("self", "q", "k", "v", *options)
 
@@ -253,11 +259,12 @@ def test_explain_says_what_would_run() -> None:
     cp = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), axis_name="cp")
     q, k, v = qkv()
     text = cp.explain(q, k, v, causal=True)
-    plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
     assert (
-        text == f"kernel xla (any device)\ntransport ppermute\n{viz.describe(plan, pictures=False)}"
+        text
+        == f"kernel xla (any device)\nstrategy ring, transport xla\n{viz.describe(plan, pictures=False)}"
     )
-    assert "transport gather" in cp.explain(q, k, v, causal=True, transport="gather")
+    assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
     told = []
     jax.eval_shape(lambda q: told.append(cp.explain(q, k, v, causal=True)), q)
     assert told == [text], "also while it is traced"

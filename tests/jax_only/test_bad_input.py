@@ -36,7 +36,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "complex": ({"q": jnp.zeros(Q, jnp.complex64)}, "q must be float16, .* got complex64"),
     "integer": ({"q": jnp.zeros(Q, jnp.int32)}, "q must be float16, .* got int32"),
     "empty sequence": ({n: jnp.zeros((2, 0, 2, 16)) for n in "qkv"}, "sequence length 0"),
-    "schedule": ({"schedule": "zigzak"}, "unknown schedule 'zigzak'; known: plain, zigzag, striped, balanced"),
+    "layout": ({"layout": "zigzak"}, "unknown layout 'zigzak'; known: contiguous, zigzag, striped"),
     "negative window": ({"window": (-1, 0)}, "window="),
     "window as int": ({"window": 4}, r"window must be a pair .* window=\(W - 1, 0\)"),
     "chunk": ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
@@ -67,7 +67,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, xla"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
-    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, ppermute"),
+    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, xla"),
+    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring"),
     "axis": ({"axis_name": "cp"}, "axis_name 'cp' is not a mesh axis here; call ring_attention inside"),
 }  # fmt: skip
 
@@ -114,8 +115,8 @@ def test_context_parallel() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("cp", "dp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
-    with pytest.raises(ValueError, match="unknown schedule 'ring'"):
-        ContextParallel(mesh, "cp", schedule="ring")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown layout 'ring'"):
+        ContextParallel(mesh, "cp", layout="ring")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown axis_name 'sp'; known: cp, dp"):
         ContextParallel(mesh, "sp")
     with pytest.raises(ValueError, match="must be three axes"):

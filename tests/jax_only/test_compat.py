@@ -78,8 +78,8 @@ RING = SHARED | dict([
     alone("chunk_size", 5, chunk_size=5),
     no("mask_builder", lambda *_: None, "ring_core.Mask"),
     no("fused_backward", True, "no choice of fused_backward"),
-    no("q_position_ids", PACKED, "schedule="),
-    no("kv_position_ids", PACKED, "schedule="),
+    no("q_position_ids", PACKED, "layout="),
+    no("kv_position_ids", PACKED, "layout="),
 ])  # fmt: skip
 DROPPED = {"dropout_p": 0.3, "dropout_seed": 5}
 DROPOUT = Honoured({"dropout_prob": 0.3, "dropout_seed": 5}, DROPPED)
@@ -307,10 +307,10 @@ def test_malformed_arguments(
     assert not isinstance(caught.value, UnsupportedError)
 
 
-@pytest.mark.parametrize("schedule", ["plain", "balanced"])
-def test_operation_on_global_arrays(schedule: Any) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "balanced"])
+def test_operation_on_global_arrays(strategy: str) -> None:
     metadata = OperationMetadata(
-        mesh=mesh_of(2), sequence_axis_name="sp", schedule=schedule, softmax_scale=0.7,
+        mesh=mesh_of(2), sequence_axis_name="sp", strategy=strategy, softmax_scale=0.7,
         blocksize_q=4, blocksize_k=4,
     )  # fmt: skip
     attend = jax.jit(RingAttn(metadata))

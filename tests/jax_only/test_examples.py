@@ -42,7 +42,17 @@ def training() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "options", [["--cp=4"], ["--packed", "--window=20", "--schedule=balanced", "--dtype=float64"]]
+    "options",
+    [
+        ["--cp=4"],
+        [
+            "--packed",
+            "--window=20",
+            "--layout=contiguous",
+            "--strategy=balanced",
+            "--dtype=float64",
+        ],
+    ],
 )
 def test_devices_and_one_device_agree(options: list[str]) -> None:
     printed = run("train_bytes_jax.py", *SMALL, *options)

@@ -16,17 +16,18 @@ from tolerances import assert_close
 
 import ring_jax
 from ring_core import Mask, UnsupportedError
-from ring_jax.prepare import choose_transport
+from ring_jax.prepare import choose_strategy
 
 
 def _can_gather(case: Case) -> bool:
     try:
-        return choose_transport("gather", case.plan) == "gather"
+        choose_strategy("gather", case.plan)
     except UnsupportedError:
         return False
+    return True
 
 
-SPLIT = [case for case in CASES.values() if case.cp_size > 1]
+SPLIT = [case for case in CASES.values() if case.cp_size > 1 and case.strategy == "ring"]
 GATHERED = [case for case in SPLIT if _can_gather(case)]
 REFUSED = [case for case in SPLIT if case not in GATHERED]
 
@@ -34,44 +35,43 @@ REFUSED = [case for case in SPLIT if case not in GATHERED]
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
 def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")
-    assert_close(case, backend.run(case, mutant=mutant, transport="gather"))
+    assert_close(case, backend.run(case, mutant=mutant, strategy="gather"))
 
 
 def test_what_is_refused() -> None:
-    """Predicates, queries that travel, and documents out of order; nothing else."""
+    """Predicates, and documents out of order; nothing else."""
     for case in REFUSED:
         with pytest.raises(UnsupportedError) as error:
-            choose_transport("gather", case.plan)
+            choose_strategy("gather", case.plan)
         text = str(error.value)
-        assert "Instead: use transport='ppermute' or 'auto'" in text
+        assert "Instead: use strategy='ring' or 'auto'" in text
         reasons = {
-            "moves queries": case.schedule == "balanced",
             "predicate": case.mask.predicate is not None,
-            "natural order": case.schedule != "plain"
+            "natural order": case.layout != "contiguous"
             and (case.mask.cu_seqlens is not None or case.mask.chunk_size is not None),
         }
         said = {reason for reason in reasons if reason in text}
         assert said and said <= {reason for reason, holds in reasons.items() if holds}
-    assert {case.schedule for case in GATHERED} >= {"plain", "zigzag", "striped"}
+    assert {case.layout for case in GATHERED} >= {"contiguous", "zigzag", "striped"}
     assert any(case.mask.cu_seqlens for case in GATHERED)
 
 
 @pytest.mark.parametrize("mutant", [*JAX_GATHERED_MUTANTS, "window-off-by-one"])
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
     case = CASES["window-both-zigzag-cp3"]
-    results = backend.run(case, mutant=mutant, transport="gather")
+    results = backend.run(case, mutant=mutant, strategy="gather")
     with pytest.raises(AssertionError):
         assert_close(case, results)
 
 
-def _ring(schedule: Any, transport: str, size: int = 4, **options: Any) -> Any:
+def _ring(layout: Any, strategy: str, size: int = 4, **options: Any) -> Any:
     mesh = jax.make_mesh(
         (size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
     )
 
     def local(q: Any, k: Any, v: Any) -> Any:
         return ring_jax.ring_attention(
-            q, k, v, axis_name="cp", schedule=schedule, transport=transport, **options
+            q, k, v, axis_name="cp", layout=layout, strategy=strategy, **options
         )
 
     spec = PartitionSpec(None, "cp")
@@ -99,7 +99,7 @@ def test_one_transfer_each_way() -> None:
 
 
 def test_nothing_is_gathered_where_nobody_sees_others() -> None:
-    ring = _ring("plain", "gather", mask=Mask(chunk_size=16))
+    ring = _ring("contiguous", "gather", mask=Mask(chunk_size=16))
     assert "all_gather" not in jax.jit(ring).lower(*_inputs()).as_text()
 
 
@@ -108,8 +108,8 @@ def test_under_checkpoint_and_scan() -> None:
     q, k, v = _inputs()
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
 
-    def loss(transport: str) -> Any:
-        layer = jax.checkpoint(_ring("zigzag", transport, causal=True), policy=policy)
+    def loss(strategy: str) -> Any:
+        layer = jax.checkpoint(_ring("zigzag", strategy, causal=True), policy=policy)
 
         def body(x: Any, _: Any) -> Any:
             return layer(x, k, v), None
@@ -117,7 +117,7 @@ def test_under_checkpoint_and_scan() -> None:
         return jax.jit(jax.grad(lambda q: jax.lax.scan(body, q, None, length=2)[0].sum()))
 
     gathered = loss("gather")
-    np.testing.assert_allclose(gathered(q), loss("ppermute")(q), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gathered(q), loss("ring")(q), rtol=1e-4, atol=1e-5)
     assert gathered.lower(q).as_text().count("stablehlo.all_gather") == 1
 
 
@@ -125,19 +125,19 @@ def test_under_checkpoint_and_scan() -> None:
 def test_few_devices(size: int) -> None:
     x = _inputs()
     found = jax.jit(_ring("zigzag", "gather", size, causal=True))(*x)
-    expected = jax.jit(_ring("zigzag", "ppermute", size, causal=True))(*x)
+    expected = jax.jit(_ring("zigzag", "ring", size, causal=True))(*x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_over_a_mesh_with_other_axes() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "cp", "heads"), axis_types=(AxisType.Explicit,) * 3)
     cp = ring_jax.ContextParallel(
-        mesh, axis_name="cp", batch_axis="data", head_axis="heads", schedule="zigzag"
+        mesh, axis_name="cp", batch_axis="data", head_axis="heads", layout="zigzag"
     )
     with jax.set_mesh(mesh):
         q, k, v = (cp.shard(x, dim=1) for x in _inputs())
         found, expected = (
-            cp.unshard(cp.attention(q, k, v, causal=True, transport=way), dim=1)
-            for way in ("gather", "ppermute")
+            cp.unshard(cp.attention(q, k, v, causal=True, strategy=way), dim=1)
+            for way in ("gather", "ring")
         )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -14,17 +14,17 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ring_core import SCHEDULES, Mask, make_plan, reference
+from ring_core import LAYOUTS, Mask, make_plan, reference
 from ring_jax import ring_attention
 
 CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
 WIDTH = {"bf16": 2, "f32": 4}
 
 
-def lowered(length: int, schedule: Any, *, backward: bool, **options: Any) -> Any:
+def lowered(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
     """The program of a call on bfloat16 arrays, for 8 host devices."""
     mesh = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,))
-    call = partial(ring_attention, axis_name="cp", schedule=schedule, **options)
+    call = partial(ring_attention, axis_name="cp", layout=layout, **options)
     tokens = P(None, "cp")
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     sharding = jax.sharding.NamedSharding(mesh, tokens)
@@ -56,18 +56,18 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "balanced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_transfers_are_the_plans(name: str, schedule: Any) -> None:
+def test_transfers_are_the_plans(name: str, layout: Any) -> None:
     """Live hops only, K and V in one message, dK/dV home in one hop."""
     length = 8192
-    plan = make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, schedule=schedule)
+    plan = make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, layout=layout)
     kv = length // CP * KV_HEADS * 2 * DIM * 2
     forward = [kv for stage in plan.forward if stage.kv_hop is not None]
-    assert permutes(lowered(length, schedule, backward=False, **MASKS[name])) == forward
+    assert permutes(lowered(length, layout, backward=False, **MASKS[name])) == forward
     backward = [kv for stage in plan.backward if stage.kv_hop is not None]
     backward += [2 * kv for stage in plan.backward if stage.grad_hop is not None]
-    both = permutes(lowered(length, schedule, backward=True, **MASKS[name]))
+    both = permutes(lowered(length, layout, backward=True, **MASKS[name]))
     assert sorted(both) == sorted(forward + backward)
 
 
@@ -76,8 +76,8 @@ def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
     window: dict[str, Any] = {"causal": True, "window": (511, 0)}
     plan = make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP)
     assert plan.num_steps == 2
-    assert len(permutes(lowered(1 << 16, "plain", backward=False, **window))) == 1
-    assert len(permutes(lowered(1 << 16, "plain", backward=True, **window))) == 2
+    assert len(permutes(lowered(1 << 16, "contiguous", backward=False, **window))) == 1
+    assert len(permutes(lowered(1 << 16, "contiguous", backward=True, **window))) == 2
 
 
 def test_the_same_window_run() -> None:
@@ -100,7 +100,7 @@ def test_the_same_window_run() -> None:
 
 def test_helpers_alone_receive() -> None:
     """``balanced``, causal: a shipment names only the ranks that help."""
-    text = lowered(1024, "balanced", backward=False, causal=True).as_text()
+    text = lowered(1024, "contiguous", backward=False, strategy="balanced", causal=True).as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
     sizes = {len(re.findall(r"\[\d+, \d+\]", found)) for found in pairs}
     assert sizes == {CP, 1, 2, 3, 4}

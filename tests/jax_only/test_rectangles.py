@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from cases import RINGS
 
 from ring_core import TABLE_COLUMNS, Mask, make_plan
 from ring_jax.rank_view import of_step
@@ -18,10 +17,12 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
-def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
-    plan = make_plan(MASKS[name], seq_len=64, cp_size=4, schedule=schedule)
+def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
+    plan = make_plan(
+        MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0], strategy=RINGS[ring][1]
+    )
     for step, what in enumerate(plan.steps):
         items = {
             rank: [item for item in plan.items(rank, step) if item.q_rank == rank]
@@ -39,11 +40,13 @@ def test_rectangles_are_those_of_the_items(name: str, schedule: Any) -> None:
             assert (x.k_start, x.k_stop) == (item.k_start, item.k_stop)
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
-def test_items_are_those_of_the_plan(name: str, schedule: Any) -> None:
+def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
     """With their bands; none where a rank has several, or it takes more than a band to say it."""
-    plan = make_plan(MASKS[name], seq_len=64, cp_size=4, schedule=schedule)
+    plan = make_plan(
+        MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0], strategy=RINGS[ring][1]
+    )
     at = {column: n for n, column in enumerate(TABLE_COLUMNS)}
     for step in range(plan.num_steps):
         part = of_step(plan, step)
@@ -64,7 +67,7 @@ def test_items_are_those_of_the_plan(name: str, schedule: Any) -> None:
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     steps = [of_step(plan, step).rectangles for step in range(plan.num_steps)]
     assert [len(x) for x in steps] == [0, 4, 4, 4]
     assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}

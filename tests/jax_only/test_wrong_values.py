@@ -79,11 +79,11 @@ OPTION_ARRAYS: dict[str, Values] = {
     "softcap": {"jax": jnp.array(0.5)}, "dropout_p": {"jax": jnp.array(0.5)},
     "dropout_seed": {"floats": jnp.array(0.5), "flags": jnp.array(True), "two": ids(2), "three": ids(3)},
     "deterministic": {"jax": jnp.array(True)}, "return_lse": {"jax": jnp.array(True)},
-    "kernel": {"jax": jnp.array(1)}, "transport": {"jax": jnp.array(1)},
+    "kernel": {"jax": jnp.array(1)}, "strategy": {"jax": jnp.array(1)}, "transport": {"jax": jnp.array(1)},
 }  # fmt: skip
 CALL: dict[str, Values] = {
     **TENSORS,
-    **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "schedule"},
+    **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
 }
 inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 mesh = jax.make_mesh(
@@ -103,7 +103,7 @@ DIM: Values = {
 SUBJECTS: dict[str, Subject] = {
     "ring_jax.ring_attention": Subject(
         ring_attention, {**inputs, "axis_name": None},
-        {**CALL, "axis_name": AXIS, "schedule": OPTIONS["schedule"]},
+        {**CALL, "axis_name": AXIS, "layout": OPTIONS["layout"]},
     ),
     "ring_jax.ContextParallel": Subject(
         ContextParallel, {"mesh": mesh, "axis_name": "cp"},
@@ -111,7 +111,7 @@ SUBJECTS: dict[str, Subject] = {
             "mesh": {"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
             "axis_name": {**NAME, "tuple": ("cp",)},
             "batch_axis": {**AXIS, "the same": "cp"}, "head_axis": {**AXIS, "the same": "cp"},
-            "schedule": OPTIONS["schedule"],
+            "layout": OPTIONS["layout"],
         },
     ),
     "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),

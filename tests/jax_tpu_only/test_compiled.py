@@ -17,6 +17,7 @@ from backends.tpu_compiled import (
     memory_allowed,
     permuted_bytes,
 )
+from cases import RINGS
 
 from ring_core import KernelConfig, Mask, make_plan
 
@@ -24,9 +25,9 @@ CAUSAL: dict[str, Any] = {"causal": True}
 KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice as wide
 
 
-def transfers(schedule: Any, **mask: Any) -> tuple[list[int], list[int]]:
+def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
     """Bytes of each transfer of the forward and of both passes, by the plan."""
-    plan = make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, schedule=schedule)
+    plan = make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, layout=layout)
     forward = [KV for stage in plan.forward if stage.kv_hop is not None]
     backward = [KV for stage in plan.backward if stage.kv_hop is not None]
     backward += [2 * KV for stage in plan.backward if stage.grad_hop is not None]
@@ -67,12 +68,13 @@ def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool 
 def test_dead_steps_are_not_run() -> None:
     """A window over the plain ring: one hop, whatever the number of devices."""
     window: dict[str, Any] = {"causal": True, "window": (1023, 0)}
-    program = compiled("v5e:2x2", "plain", backward=True, **window)
-    assert sorted(permuted_bytes(program)) == transfers("plain", **window)[1] == [KV, 2 * KV]
+    program = compiled("v5e:2x2", "contiguous", backward=True, **window)
+    assert sorted(permuted_bytes(program)) == transfers("contiguous", **window)[1] == [KV, 2 * KV]
     assert exposed(program) == []
 
 
-@pytest.mark.parametrize("schedule", ["plain", "striped", "balanced"])
-def test_other_schedules_compile(schedule: Any) -> None:
-    program = compiled("v6e:2x2", schedule, backward=True, local=1024, **CAUSAL)
+@pytest.mark.parametrize("ring", ["contiguous", "striped", "balanced"])
+def test_other_layouts_compile(ring: str) -> None:
+    layout, strategy = RINGS[ring]
+    program = compiled("v6e:2x2", layout, backward=True, local=1024, strategy=strategy, **CAUSAL)
     assert letters(program).count("K") >= 2

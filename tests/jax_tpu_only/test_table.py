@@ -11,18 +11,18 @@ from dataclasses import fields
 import pytest
 from backends.jax_devices import JaxBackend
 from backends.tpu_interpreter import InterpretedKernel, interpreted
-from cases import CASES, Case
+from cases import CASES, RINGS, Case
 from tolerances import assert_close
 
 import ring_jax
 import ring_jax_tpu
-from ring_core import SCHEDULES, Mask, UnsupportedError
+from ring_core import Mask, UnsupportedError
 from ring_jax.attention import RingAttention
 
 SELECTED = (
-    "causal-zigzag-cp2", "window-large-plain-cp2", "causal-balanced-cp3",
-    "documents-chunks-striped-cp2", "keys64-predicate-plain", "sinks-many-zigzag",
-    "poison-k-plain", "batch-0-plain", "shortest-zigzag-cp2", "everything-zigzag", "float16-plain",
+    "causal-zigzag-cp2", "window-large-contiguous-cp2", "causal-balanced-cp3",
+    "documents-chunks-striped-cp2", "keys64-predicate-contiguous", "sinks-many-zigzag",
+    "poison-k-contiguous", "batch-0-contiguous", "shortest-zigzag-cp2", "everything-zigzag", "float16-contiguous",
 )  # fmt: skip
 IN_ONE_PROGRAM = ("causal-balanced-cp3", "everything-zigzag")
 DTYPES = ("float32", "bfloat16")
@@ -69,7 +69,7 @@ def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_selected_cases_use_everything() -> None:
-    """Every option of a case and of a mask, every schedule, 2, 3 and 4 devices."""
+    """Every option of a case and of a mask, every layout, 2, 3 and 4 devices."""
     cases = [CASES[name] for name in SELECTED]
     plain = Case("", Mask())
     for field in fields(Case):
@@ -78,5 +78,5 @@ def test_selected_cases_use_everything() -> None:
             assert any(getattr(case, field.name) != ordinary for case in cases), field.name
     for field in fields(Mask):
         assert any(getattr(case.mask, field.name) for case in cases), field.name
-    assert {case.schedule for case in cases} == set(SCHEDULES)
+    assert {case.ring for case in cases} == set(RINGS)
     assert {case.cp_size for case in cases} >= {2, 3, 4}

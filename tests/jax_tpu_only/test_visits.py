@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cases import Case, masks
+from cases import RINGS, Case, masks
 
-from ring_core import SCHEDULES, TABLE_COLUMNS, TILE, Plan
+from ring_core import TABLE_COLUMNS, TILE, Plan
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.rank_view import RankView, of_step
 from ring_jax.records import Inputs, KVPayload, Queries, Static
@@ -56,10 +55,12 @@ def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) 
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", masks(LENGTH, CP))
-def test_live_blocks(name: str, schedule: Any) -> None:
-    plan = replace(Case("", masks(LENGTH, CP)[name], schedule, CP), seq_len=LENGTH).plan
+def test_live_blocks(name: str, ring: str) -> None:
+    layout, strategy = RINGS[ring]
+    case = Case("", masks(LENGTH, CP)[name], layout, CP, LENGTH, strategy=strategy)
+    plan = case.plan
     local = LENGTH // CP
     size = 2 * TILE
     blocks = Blocks(size, TILE, local, local)

@@ -11,21 +11,21 @@ from tolerances import assert_close
 
 # A few cases of the table that between them see every mutant.
 WITNESSES = (
-    "causal-plain-cp2",
-    "window-small-plain-cp3",
-    "gqa-plain",
-    "sinks-plain",
+    "causal-contiguous-cp2",
+    "window-small-contiguous-cp3",
+    "gqa-contiguous",
+    "sinks-contiguous",
     "causal-balanced-cp4",
     "full-zigzag-cp4",
 )
 #: The case that sees a mutant which the first one does not: it is asked first, as each takes time.
 SEEN_IN = {
-    "window-off-by-one": "window-small-plain-cp3",
-    "ring-reversed": "sinks-plain",
-    "sink-per-step": "sinks-plain",
-    "lse-gradient-dropped": "sinks-plain",
+    "window-off-by-one": "window-small-contiguous-cp3",
+    "ring-reversed": "sinks-contiguous",
+    "sink-per-step": "sinks-contiguous",
+    "lse-gradient-dropped": "sinks-contiguous",
     "merge-without-rescale": "causal-balanced-cp4",
-    "wrong-kv-head": "gqa-plain",
+    "wrong-kv-head": "gqa-contiguous",
     "help-not-returned": "causal-balanced-cp4",
 }
 

@@ -19,7 +19,7 @@ DIMS = [
 ]  # fmt: skip
 CASES = [
     Case(
-        f"cudnn-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}-{name}", mask, "plain", 1, 330, keys, 2,
+        f"cudnn-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}-{name}", mask, "contiguous", 1, 330, keys, 2,
         heads, dims, dtype,
     )
     for dims, heads, (name, mask, keys), dtype in product(

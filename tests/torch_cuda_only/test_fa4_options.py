@@ -13,7 +13,7 @@ from emulated import Emulation
 from tolerances import assert_close
 
 import ring_torch
-from ring_core import Mask, Schedule, UnsupportedError
+from ring_core import LayoutSpec, Mask, UnsupportedError
 from ring_torch.kernels.fa4 import FA4
 from ring_torch.local import LocalRankError
 
@@ -61,7 +61,7 @@ OPTIONS = {
 def _case(name: str, option: Option, dims: tuple[int, int], heads: tuple[int, int]) -> Case:
     words = name.replace(", ", "-")
     base = Case(
-        f"fa4-{words}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "plain", 1, LENGTH,
+        f"fa4-{words}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "contiguous", 1, LENGTH,
         None, 2, heads, dims, "bfloat16",
     )  # fmt: skip
     return replace(base, **option.fields)
@@ -71,10 +71,10 @@ CASES = [
     _case(name, option, dims, heads)
     for dims, heads, (name, option) in product(DIMS, HEADS, OPTIONS.items())
 ]
-RANKS: tuple[tuple[int, Schedule], ...] = ((2, "zigzag"), (4, "plain"))
+RANKS: tuple[tuple[int, LayoutSpec], ...] = ((2, "zigzag"), (4, "contiguous"))
 SEVERAL = [
-    replace(case, name=f"{case.name}-cp{ranks}", cp_size=ranks, schedule=schedule, seq_len=416)
-    for case, (ranks, schedule) in product(
+    replace(case, name=f"{case.name}-cp{ranks}", cp_size=ranks, layout=layout, seq_len=416)
+    for case, (ranks, layout) in product(
         (_case(name, option, (128, 128), (8, 2)) for name, option in OPTIONS.items()),
         RANKS,
     )

@@ -18,12 +18,13 @@ LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, transport: str) -> Tensor:
-    cp = ContextParallel(schedule="zigzag")
+def _attend(q: Tensor, k: Tensor, v: Tensor, move: Any) -> Tensor:
+    cp = ContextParallel(layout="zigzag")
     whole = q.shape[1] * dist.get_world_size()
     documents = (0, whole // 3, whole)
-    packed = cp.attention(q, k, v, cu_seqlens=documents, causal=True, transport=transport)
-    return cp.attention(packed, k, v, causal=True, transport=transport)
+    packed = cp.attention(q, k, v, cu_seqlens=documents, causal=True, **move)
+    out: Tensor = cp.attention(packed, k, v, causal=True, **move)
+    return out
 
 
 def _shards(seed: int, length: int = LENGTH) -> list[Tensor]:
@@ -61,9 +62,9 @@ def _captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
     return graph, results
 
 
-def in_one_graph(_: int, transport: str) -> list[float]:
+def in_one_graph(_: int, move: Any) -> list[float]:
     """Both passes captured together and replayed with new numbers, calls as usual in between."""
-    attend, held = partial(_attend, transport=transport), _shards(0)
+    attend, held = partial(_attend, move=move), _shards(0)
     graph, results = _captured(partial(_both, attend, held))
     found = []
     for seed in range(10, 16):
@@ -79,9 +80,9 @@ def in_one_graph(_: int, transport: str) -> list[float]:
     return found
 
 
-def as_graphed_callable(_: int, transport: str) -> list[float]:
+def as_graphed_callable(_: int, move: Any) -> list[float]:
     """A graph for each pass, as ``torch.cuda.make_graphed_callables`` makes them."""
-    attend = partial(_attend, transport=transport)
+    attend = partial(_attend, move=move)
     given = tuple(_shards(0)[:3])
     graphed: Any = torch.cuda.make_graphed_callables(attend, given)
     found = []
@@ -96,7 +97,7 @@ def with_segments(_: int) -> list[float]:
     """Replayed with other segment ids than were captured."""
 
     def both(tensors: Sequence[Tensor], ids: Tensor) -> list[Tensor]:
-        cp = ContextParallel(schedule="zigzag")
+        cp = ContextParallel(layout="zigzag")
         attend = partial(cp.attention, segment_ids=ids, causal=True, kernel="triton")
         return _both(attend, tensors)
 
@@ -116,26 +117,28 @@ def with_segments(_: int) -> list[float]:
     return found
 
 
-def too_early(_: int, transport: str) -> str:
+def too_early(_: int, move: Any) -> str:
     """What a capture says of a call that was not made before."""
     q, k, v, _dout = _shards(0, LENGTH // 2)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            _attend(q, k, v, transport)
+            _attend(q, k, v, move)
     except ValueError as error:
         return str(error)
     return "captured"
 
 
-@pytest.mark.parametrize("transport", ["pull", "p2p"])
-def test_results_are_those_of_calls_as_usual(transport: str) -> None:
+@pytest.mark.parametrize(
+    "move", [{"transport": "symm_mem"}, {"strategy": "ring"}], ids=["symm_mem", "ring"]
+)
+def test_results_are_those_of_calls_as_usual(move: Any) -> None:
     with LocalRanks(2, cuda=True) as ranks:
         for differences in (
-            *ranks.run(in_one_graph, transport),
-            *ranks.run(as_graphed_callable, transport),
+            *ranks.run(in_one_graph, move),
+            *ranks.run(as_graphed_callable, move),
         ):
             assert max(differences) < 1e-2, differences
-        assert all("once outside of a graph" in text for text in ranks.run(too_early, transport))
+        assert all("once outside of a graph" in text for text in ranks.run(too_early, move))
 
 
 def test_segment_ids_may_change() -> None:

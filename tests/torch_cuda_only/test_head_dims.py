@@ -33,7 +33,7 @@ MASKS: dict[str, tuple[Mask, int | None]] = {
 CASES = [
     Case(
         f"head-dims-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}-{name.replace(' ', '-')}-cp{ranks}",
-        mask, "zigzag" if ranks > 1 else "plain", ranks, LENGTH + (ranks - 1) * 2,
+        mask, "zigzag" if ranks > 1 else "contiguous", ranks, LENGTH + (ranks - 1) * 2,
         None if keys is None else keys + (ranks - 1) * 2, 2, heads, dims, "bfloat16",
     )
     for dims, heads, (name, (mask, keys)), ranks in product(DIMS, HEADS, MASKS.items(), (1, 2))

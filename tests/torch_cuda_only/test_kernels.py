@@ -1,4 +1,4 @@
-"""Every kernel for GPUs, over every transport, on the whole table: right, or refused by name."""
+"""Every kernel for GPUs, every strategy and transport, on the whole table: right, or refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ring_torch.kernels import KERNELS
 from ring_torch.local import LocalRankError
 
 NAMES = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
-WAYS = [(kernel, transport) for transport in ("p2p", "pull") for kernel in NAMES]
+MOVES = (("ring", "p2p"), ("gather", "symm_mem"))
+WAYS = [(kernel, *move) for move in MOVES for kernel in NAMES]
 RING = [case for case in CASES.values() if case.cp_size > 1 and case.dtype == "float32"]
 
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[dict[str, dict[str, int]]]:
-    """How many cases each kernel and transport ran and refused, written to ``RING_TALLY``.
+    """How many cases each ran and refused, written to ``RING_TALLY``.
 
     Of several workers each writes a file of its own, which ends with its name.
     """
@@ -45,15 +46,17 @@ def as_kernels_take_it(name: str) -> Case:
     return replace(case, dtype="bfloat16", dims=(8 * dim, 8 * v_dim))
 
 
-@pytest.mark.parametrize(("kernel", "transport"), [*WAYS, ("sdpa", "gather")])
+@pytest.mark.parametrize(("kernel", "strategy", "transport"), [*WAYS, ("sdpa", "gather", "p2p")])
 @pytest.mark.parametrize("case", RING, ids=[case.name for case in RING])
-def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any) -> None:
+def test_case(
+    case: Case, kernel: str, strategy: str, transport: str, backend: Any, tally: Any
+) -> None:
     case = as_kernels_take_it(case.name)
-    count = tally.setdefault(f"{kernel}/{transport}", {"passed": 0, "refused": 0})
+    count = tally.setdefault(f"{kernel}/{strategy}/{transport}", {"passed": 0, "refused": 0})
     try:
-        results = backend.run(case, kernel=kernel, transport=transport)
+        results = backend.run(case, kernel=kernel, strategy=strategy, transport=transport)
     except LocalRankError as error:
-        if not _is_refusal(str(error), kernel, transport):
+        if not _is_refusal(str(error), kernel, case.moved(strategy)):
             raise
         count["refused"] += 1
         return
@@ -66,12 +69,12 @@ def test_case(case: Case, kernel: str, transport: str, backend: Any, tally: Any)
 
 #: Heads in groups with gradients in two parts, and keys that come one by one, by copy engines.
 OTHER_WAYS = {
-    "in-groups": ("causal-zigzag-cp4", "window-both-plain-cp3", "documents-dealt-cp2"),
+    "in-groups": ("causal-zigzag-cp4", "window-both-contiguous-cp3", "documents-chunks-cp2"),
     "by-copies": (
-        "full-plain-cp2", "causal-zigzag-cp2", "window-small-plain-cp2", "window-both-zigzag-cp2",
+        "full-contiguous-cp2", "causal-zigzag-cp2", "window-small-contiguous-cp2", "window-both-zigzag-cp2",
         "window-right-zigzag-cp2", "chunks-zigzag-cp2", "documents-window-zigzag-cp2",
-        "documents-dealt-cp2", "mha-zigzag", "v-dim-plain", "segments-pair-zigzag",
-        "sinks-many-zigzag", "bias-masked-zigzag", "window-both-plain-cp3", "causal-zigzag-cp4",
+        "documents-chunks-cp2", "mha-zigzag", "v-dim-contiguous", "segments-pair-zigzag",
+        "sinks-many-zigzag", "bias-masked-zigzag", "window-both-contiguous-cp3", "causal-zigzag-cp4",
     ),
 }  # fmt: skip
 OTHERS = [(how, CASES[name]) for how, names in OTHER_WAYS.items() for name in names]
@@ -87,9 +90,11 @@ def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any)
     if how == "in-groups":
         case = replace(case, heads=(8, 4))
     try:
-        results = backend.run(case, mutant=how, kernel=kernel, transport="pull")
+        results = backend.run(
+            case, mutant=how, kernel=kernel, strategy="gather", transport="symm_mem"
+        )
     except LocalRankError as error:
-        if not _is_refusal(str(error), kernel, "pull"):
+        if not _is_refusal(str(error), kernel, case.moved("gather")):
             raise
         return
     assert_close(case, results)
@@ -110,7 +115,7 @@ def finite(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any
     return np.where(np.isfinite(expected) & np.isfinite(got), got, expected)
 
 
-def _is_refusal(text: str, kernel: str, transport: str) -> bool:
+def _is_refusal(text: str, kernel: str, strategy: str) -> bool:
     """Whether a failure is a refusal that names what was asked for."""
-    names = (f"kernel '{kernel}'", f"transport '{transport}'")
+    names = (f"kernel '{kernel}'", f"strategy '{strategy}'")
     return "UnsupportedError" in text and any(name in text for name in names)

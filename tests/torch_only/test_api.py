@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import SCHEDULES, Dealt, Mask, Schedule, reference
+from ring_core import LAYOUTS, ChunkLayout, LayoutSpec, Mask, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
@@ -45,8 +45,8 @@ def same(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def _round_trip(rank: int, schedule: Any) -> None:
-    cp = ContextParallel(schedule=schedule)
+def _round_trip(rank: int, layout: Any) -> None:
+    cp = ContextParallel(layout=layout)
     assert (cp.cp_rank, cp.cp_size) == (rank, 4)
     q, k, v = qkv()
     for dim, x in ((1, q), (-3, q), (0, q[0])):
@@ -68,9 +68,11 @@ def _round_trip(rank: int, schedule: Any) -> None:
         same(leaf.grad[:, mine], torch.tensor(grad)[:, mine])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, Dealt(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str)
-def test_shard_attend_unshard(pool: LocalRanks, schedule: Schedule) -> None:
-    pool.run(_round_trip, schedule)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str
+)
+def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec) -> None:
+    pool.run(_round_trip, layout)
 
 
 def _subgroups(rank: int) -> None:
@@ -93,7 +95,7 @@ def _subgroups(rank: int) -> None:
         with pytest.raises(ValueError, match="group must be a process group"):
             ring_attention(q, k, v, group="cp")  # type: ignore[call-overload]
         return
-    cp = ContextParallel(turned, "plain")
+    cp = ContextParallel(turned, "contiguous")
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
@@ -114,7 +116,7 @@ def test_device_mesh(pool: LocalRanks) -> None:
     pool.run(_mesh)
 
 
-def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
+def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     """What a rank does, in order, forward and backward."""
     events: list[str] = []
     start, forward, backward = Ranks.start, EagerKernel.forward, EagerKernel.backward
@@ -132,7 +134,7 @@ def _recorded(_: int, schedule: Any, mask: Mask) -> tuple[list[str], list[str]]:
         events.append("kernel")
         backward(self, *args)
 
-    cp, (q, k, v) = ContextParallel(schedule=schedule), qkv()
+    cp, (q, k, v) = ContextParallel(layout=layout), qkv()
     local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
     patch = pytest.MonkeyPatch()
     patch.setattr(Ranks, "start", start_)
@@ -161,10 +163,12 @@ def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: Lo
 
 
 def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
-    for forward, backward in pool.run(_recorded, "plain", Mask(causal=True, window=(3, 0))):
+    for forward, backward in pool.run(_recorded, "contiguous", Mask(causal=True, window=(3, 0))):
         assert sum(event.startswith("send") for event in forward) == 1
         assert sum(event.startswith("send") for event in backward) == 1
-    for forward, backward in pool.run(_recorded, "plain", Mask(cu_seqlens=(0, 12, 24, 36, 48))):
+    for forward, backward in pool.run(
+        _recorded, "contiguous", Mask(cu_seqlens=(0, 12, 24, 36, 48))
+    ):
         assert forward == backward == ["kernel"]
 
 
@@ -250,7 +254,7 @@ def test_blocks_are_a_choice() -> None:
 
 def test_explain_says_what_would_run() -> None:
     q, k, v = (x.float() for x in qkv())
-    cp = ContextParallel(schedule="zigzag")
+    cp = ContextParallel(layout="zigzag")
     text = cp.explain(q, k, v, causal=True)
     assert "kernel sdpa" in text and "zigzag" in text
     text = cp.explain(q, k, v, causal=True, softcap=3.0)
@@ -260,7 +264,7 @@ def test_explain_says_what_would_run() -> None:
 def test_one_call_in_both_forms() -> None:
     """Attention, explain and ring_attention take the same options in the same order."""
     options = list(inspect.signature(ring_attention).parameters)
-    assert options[:5] == ["q", "k", "v", "group", "schedule"]
+    assert options[:5] == ["q", "k", "v", "group", "layout"]
     for method in (ContextParallel.attention, ContextParallel.explain):
         assert list(inspect.signature(method).parameters)[1:] == options[:3] + options[5:]
     oracle = list(inspect.signature(reference.attention).parameters)

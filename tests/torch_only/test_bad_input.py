@@ -32,7 +32,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "complex": ({"q": torch.zeros(Q, dtype=torch.complex64)}, "q must be float16, .* got complex64"),
     "integer": ({"q": torch.zeros(Q, dtype=torch.int32)}, "q must be float16, .* got int32"),
     "empty sequence": ({n: torch.zeros(2, 0, 2, 16) for n in "qkv"}, "sequence length 0"),
-    "schedule": ({"schedule": "zigzak"}, "unknown schedule 'zigzak'; known: plain, zigzag, striped, balanced"),
+    "layout": ({"layout": "zigzak"}, "unknown layout 'zigzak'; known: contiguous, zigzag, striped"),
     "negative window": ({"window": (-1, 0)}, "window="),
     "window as int": ({"window": 4}, r"window must be a pair .* window=\(W - 1, 0\)"),
     "chunk": ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
@@ -61,7 +61,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, triton, eager"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
-    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p, gather, pull"),
+    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p, symm_mem"),
+    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring, balanced, gather"),
     "group": ({"group": 3}, "group must be a process group"),
 }  # fmt: skip
 
@@ -112,9 +113,9 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
 
 
 def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
-    with pytest.raises(ValueError, match="unknown schedule 'ring'"):
-        ContextParallel(schedule="ring")  # type: ignore[arg-type]
-    cp = ContextParallel(schedule="zigzag")
+    with pytest.raises(ValueError, match="unknown layout 'ring'"):
+        ContextParallel(layout="ring")  # type: ignore[arg-type]
+    cp = ContextParallel(layout="zigzag")
     with pytest.raises(ValueError, match="pad to 8"):
         cp.shard(torch.zeros(1, 7, 2), dim=1)
     with pytest.raises(ValueError, match="pad to 8"):
@@ -124,7 +125,7 @@ def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
 def _odd_shard(_: int) -> None:
     x = torch.zeros(1, 3, 2, 8)
     with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
-        ring_attention(x, x, x, schedule="zigzag")
+        ring_attention(x, x, x, layout="zigzag")
     with pytest.raises(ValueError, match="pad to 8"):
         ContextParallel().shard(torch.zeros(1, 6, 2))
 

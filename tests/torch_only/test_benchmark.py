@@ -24,7 +24,7 @@ def errors(rank: int) -> list[tuple[bool, float]]:
 
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    ways = [method(f"zigzag/eager/gather{end}", Mask(), 128) for end in ("", "/alone", "")]
+    ways = [method(f"zigzag/eager/gather/p2p{end}", Mask(), 128) for end in ("", "/alone", "")]
     found = []
     for way in ways:
         with way.around():
@@ -53,7 +53,7 @@ def test_one_process_plays_the_ranks_of_a_ring(monkeypatch: pytest.MonkeyPatch) 
     def attend(rank: int) -> list[tuple[int, int]]:
         torch.manual_seed(rank)
         q, k, v = (torch.randn(1, 32, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-        way = method("zigzag/eager/gather/alone", Mask(), 128)
+        way = method("zigzag/eager/gather/p2p/alone", Mask(), 128)
         pairs: list[tuple[int, int]] = []
         right = EagerKernel.attend
 

@@ -14,7 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_core import KernelConfig, Mask, Plan, Request, UnsupportedError, make_plan, refusals
+from ring_core import (
+    KernelConfig,
+    Mask,
+    Plan,
+    Request,
+    StrategyConfig,
+    UnsupportedError,
+    make_plan,
+    refusals,
+)
 from ring_core.choose.rates import Case, Rates, Times, written
 from ring_torch import ContextParallel, kernels, prepare, ring_attention
 from ring_torch.comm.ranks import Ranks
@@ -22,7 +31,7 @@ from ring_torch.kernels import cudnn, fa2, fa3, fa4
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
-from ring_torch.prepare import _prepare, choose_transport
+from ring_torch.prepare import _prepare, choose_strategy
 from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -30,16 +39,21 @@ CAUSAL = Mask(causal=True)
 BFLOAT16 = Request("cuda", "bfloat16", 64, 64, grad=True)
 
 
-def plan(mask: Mask = CAUSAL, schedule: Any = "plain", cp_size: int = 4) -> Plan:
-    return make_plan(mask, seq_len=16 * cp_size, cp_size=cp_size, schedule=schedule)
+def plan(mask: Mask = CAUSAL, cp_size: int = 4, **ring: Any) -> Plan:
+    return make_plan(mask, seq_len=16 * cp_size, cp_size=cp_size, **ring)
 
 
 def chosen(
-    transport: str, plan: Plan, device: torch.device = CPU, *, size: int = 4, probe: bool = True
-) -> str:
-    """The transport of a call with four query heads of 8 for each key head, in bfloat16."""
+    move: tuple[str, str],
+    plan: Plan,
+    device: torch.device = CPU,
+    *,
+    size: int = 4,
+    probe: bool = True,
+) -> tuple[str, str]:
+    """Strategy and transport, with four query heads of 8 for each key head, in bfloat16."""
     ring = Ranks(None, 0, size)
-    return choose_transport(transport, ring, plan, device, widths=(32, 16, 2), probe=probe)
+    return choose_strategy(*move, ring, plan, device, widths=(32, 16, 2), probe=probe)
 
 
 @pytest.mark.parametrize("dim", [192, 256])
@@ -52,59 +66,87 @@ def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
 
 
 UNGATHERED = {
-    "striped": (plan(schedule="striped"), "schedule 'striped' deals tokens out one by one"),
-    "balanced": (plan(schedule="balanced"), "schedule 'balanced' moves queries"),
+    "striped": (plan(layout="striped"), "layout 'striped' assigns tokens one by one"),
     "predicate": (
         plan(Mask(predicate=lambda q, k: q >= k)),
         "a predicate mask is planned in tiles",
     ),
 }
+AUTO, RING = ("auto", "auto"), ("ring", "p2p")
+MESSAGES, COPIES = ("gather", "p2p"), ("gather", "symm_mem")
 
 
 @pytest.mark.parametrize("name", UNGATHERED)
-@pytest.mark.parametrize("transport", ["gather", "pull"])
-def test_a_named_transport_never_falls_back(transport: str, name: str) -> None:
+@pytest.mark.parametrize("move", [MESSAGES, COPIES, ("gather", "auto"), ("auto", "symm_mem")])
+def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> None:
     """Every reason is named at once, with what would work instead."""
     refused, words = UNGATHERED[name]
     with pytest.raises(UnsupportedError) as caught:
-        chosen(transport, refused)
+        chosen(move, refused)
     message = str(caught.value)
-    assert message.startswith(f"transport '{transport}': {words}")
-    assert ("need CUDA tensors and a nccl group" in message) == (transport == "pull")
-    assert message.endswith("Instead: use transport='p2p' or 'auto'")
-    for works in ("p2p", "auto"):
-        assert chosen(works, refused) == "p2p"
+    assert message.startswith(f"strategy '{move[0]}' over transport '")
+    assert words in message
+    assert ("need CUDA tensors and a nccl group" in message) == (move[1] == "symm_mem")
+    assert message.endswith("use strategy='ring' or 'auto' and transport='p2p' or 'auto'")
+    for works in (RING, AUTO, ("ring", "auto"), ("auto", "p2p")):
+        assert chosen(works, refused) == RING
+
+
+@pytest.mark.parametrize("strategy", ["ring", "balanced"])
+def test_steps_are_sent_in_messages(strategy: str) -> None:
+    with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
+        chosen((strategy, "symm_mem"), plan(strategy=strategy))
+    for transport in ("auto", "p2p"):
+        found = chosen((strategy, transport), plan(strategy=strategy))
+        assert found == (strategy, "p2p")
+
+
+def test_balanced_is_of_contiguous_shards() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    remedies = "use layout='contiguous', or strategy='ring'"
+    with pytest.raises(UnsupportedError, match=remedies):
+        ring_attention(x, x, x, causal=True, layout="zigzag", strategy="balanced")
+
+
+def test_a_field_that_means_nothing_is_refused() -> None:
+    assert StrategyConfig("gather") == StrategyConfig("gather", outer="ring")
+    for given in ({"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}):
+        with pytest.raises(ValueError, match=f"strategy 'ring' has no {next(iter(given))}"):
+            StrategyConfig("ring", **given)
+    x = torch.zeros(1, 4, 2, 8)
+    found = ring_attention(x, x, x, causal=True, strategy=StrategyConfig("ring"))
+    assert found.shape == x.shape
 
 
 def test_without_gpus_keys_travel_in_messages() -> None:
-    assert chosen("gather", plan()) == "gather"
-    assert chosen("auto", plan()) == "p2p"
+    assert chosen(MESSAGES, plan()) == chosen(("gather", "auto"), plan()) == MESSAGES
+    assert chosen(AUTO, plan()) == RING
     with pytest.raises(UnsupportedError, match="need CUDA tensors and a nccl group"):
-        chosen("pull", plan())
+        chosen(COPIES, plan())
 
 
-@pytest.mark.parametrize("transport", ["auto", "p2p", "gather", "pull"])
-def test_alone_nothing_travels(transport: str) -> None:
-    assert chosen(transport, plan(), size=1) == "p2p"
+@pytest.mark.parametrize("move", [AUTO, RING, MESSAGES, COPIES])
+def test_alone_nothing_travels(move: tuple[str, str]) -> None:
+    assert chosen(move, plan(), size=1) == RING
 
 
 REASON = "the ranks' GPUs do not reach each other's memory"
 
 
 @pytest.mark.parametrize("reaches", [True, False])
-def test_pull_needs_gpus_that_reach_each_other(
+def test_copies_need_gpus_that_reach_each_other(
     reaches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(
         symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=() if reaches else (REASON,))
     )
-    assert chosen("pull", plan(), GPU, probe=False) == "pull"  # nobody is asked
-    expected = "pull" if reaches else "p2p"
-    assert chosen("auto", plan(), GPU) == expected
+    assert chosen(COPIES, plan(), GPU, probe=False) == COPIES  # nobody is asked
+    assert chosen(AUTO, plan(), GPU) == (COPIES if reaches else RING)
+    assert chosen(("gather", "auto"), plan(), GPU) == (COPIES if reaches else MESSAGES)
     if not reaches:
         with pytest.raises(UnsupportedError, match=REASON):
-            chosen("pull", plan(), GPU)
+            chosen(COPIES, plan(), GPU)
 
 
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,20 +154,20 @@ def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=()))
     many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
-    assert chosen("auto", many, GPU, size=32) == "p2p"
-    assert chosen("pull", many, GPU, size=32) == "pull"
-    assert chosen("auto", halo, GPU, size=32) == "pull"
+    assert chosen(AUTO, many, GPU, size=32) == RING
+    assert chosen(COPIES, many, GPU, size=32) == COPIES
+    assert chosen(AUTO, halo, GPU, size=32) == COPIES
 
 
 def _refused_on_every_rank(_: int) -> None:
     x = torch.zeros(1, 4, 2, 8)
-    for options in ({"transport": "gather", "schedule": "striped"}, {"transport": "pull"}):
-        with pytest.raises(UnsupportedError, match=f"transport '{options['transport']}': "):
+    for options in ({"strategy": "gather", "layout": "striped"}, {"transport": "symm_mem"}):
+        with pytest.raises(UnsupportedError, match=f"^strategy '.*{next(iter(options.values()))}'"):
             ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]
-    ring_attention(x, x, x, causal=True, transport="gather")  # ranks are still in step
+    ring_attention(x, x, x, causal=True, strategy="gather")  # ranks are still in step
 
 
-def test_a_refused_transport_sends_nothing() -> None:
+def test_a_refused_strategy_sends_nothing() -> None:
     with LocalRanks(2) as ranks:
         ranks.run(_refused_on_every_rank)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import Dealt, Mask
+from ring_core import ChunkLayout, Mask
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch import compiled as _compiled
 from ring_torch.call import Options
@@ -22,10 +22,10 @@ DENSE = Mask(causal=True, window=(20, 0))
 #: Options of calls; tensors are made by their shapes.
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
-    "gather": {"causal": True, "window": (9, 3), "transport": "gather"},
+    "gather": {"causal": True, "window": (9, 3), "strategy": "gather"},
     "documents": {"causal": True, "cu_seqlens": (0, 13, 40, LENGTH), "softcap": 3.0},
     "mask": {"mask": DENSE, "kernel": KernelConfig("eager", block_q=16), "deterministic": True},
-    "segments": {"segment_ids": True, "transport": "gather"},
+    "segments": {"segment_ids": True, "strategy": "gather"},
     "lse": {"causal": True, "return_lse": True, "softmax_scale": 0.3},
     "sinks": {"causal": True, "sinks": True, "chunk_size": 24},
     "bias": {"bias": True, "alibi_slopes": True},
@@ -79,8 +79,9 @@ def results(
     return [*out, *torch.autograd.grad(loss, leaves)]
 
 
-def _in_one_graph(_: int, name: str, schedule: Any) -> None:
-    cp, options = ContextParallel(schedule=schedule), CALLS[name]
+def _in_one_graph(_: int, name: str, layout: Any, strategy: str | None = None) -> None:
+    cp, options = ContextParallel(layout=layout), CALLS[name]
+    options = options if strategy is None else options | {"strategy": strategy}
     torch._dynamo.reset()
     expected = results(cp, options, lambda f: f)
     found = results(cp, options, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
@@ -94,12 +95,12 @@ def test_in_one_graph(name: str, pool: LocalRanks) -> None:
 
 
 def test_on_shards(pool: LocalRanks) -> None:
-    pool.run(_in_one_graph, "causal", "balanced")
+    pool.run(_in_one_graph, "causal", "contiguous", "balanced")
 
 
 @pytest.mark.parametrize("name", ["documents", "gather"])
-def test_on_dealt_chunks(name: str, pool: LocalRanks) -> None:
-    pool.run(_in_one_graph, name, Dealt(((0, 3, 5, 6), (1, 2, 4, 7))))
+def test_on_chunks(name: str, pool: LocalRanks) -> None:
+    pool.run(_in_one_graph, name, ChunkLayout(((0, 3, 5, 6), (1, 2, 4, 7))))
 
 
 def _other_chunks_are_another_graph(_: int) -> None:
@@ -111,7 +112,7 @@ def _other_chunks_are_another_graph(_: int) -> None:
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for chunks in (((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
-        cp = ContextParallel(schedule=Dealt(chunks))
+        cp = ContextParallel(layout=ChunkLayout(chunks))
         q, k, v = (x.detach() for x in tensors(cp, {})[0])
         torch.testing.assert_close(compiled(cp, q, k, v), function(cp, q, k, v), rtol=0, atol=0)
 
@@ -125,8 +126,10 @@ def _operations_are_sound(_: int, name: str) -> None:
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
     causal, numbers = _compiled._numbers(_options(options))
-    plain = (causal, False, False, options.get("transport", "auto"), False)
-    text = _compiled.static_text(None, "zigzag", "auto", plain, True)
+    plain = (causal, False, False, "auto", False)
+    text = _compiled.static_text(
+        None, "zigzag", "auto", options.get("strategy", "auto"), plain, True
+    )
     ids = options.get("segment_ids")
     sinks, bias = options.get("sinks"), options.get("bias")
     torch.library.opcheck(

@@ -44,13 +44,16 @@ def test_demonstration_as_a_command() -> None:
 
 
 def test_documents_of_a_window(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main([*SMALL, "--packed", "--window=20", "--schedule=balanced"]) == 0
+    assert (
+        demo.main([*SMALL, "--packed", "--window=20", "--layout=contiguous", "--strategy=balanced"])
+        == 0
+    )
     agrees(capsys.readouterr().out)
 
 
 def test_wrong_losses_are_reported(demo: ModuleType) -> None:
     config = demo.Config(
-        cp=2, schedule="zigzag", seq_len=256, window=None, packed=False, steps=60, dtype="float32",
+        cp=2, layout="zigzag", strategy="auto", seq_len=256, window=None, packed=False, steps=60, dtype="float32",
         device="cpu", layers=1, dim=64, lr=1e-3, seed=0,
     )  # fmt: skip
     good = demo.Run(losses=tuple(5.0 - n / 30 for n in range(60)), seconds=1.0, grown=0, peak=0)

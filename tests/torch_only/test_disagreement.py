@@ -21,7 +21,7 @@ import torch
 from cases import RANDOM
 from torch import Tensor
 
-from ring_core import Dealt, Mask
+from ring_core import ChunkLayout, Mask
 from ring_core.choose import rates
 from ring_torch import ring_attention
 from ring_torch.comm import store
@@ -46,9 +46,9 @@ DIFFERENCES = {
     "heads": Difference({}, {"shape": (1, 8, 4, 8)}, "q"),
     "head dim": Difference({}, {"shape": (1, 8, 2, 16)}, "q"),
     "dtype": Difference({}, {"dtype": torch.float64}, "q"),
-    "schedule": Difference({"causal": True}, {"causal": True, "schedule": "zigzag"}, "schedule"),
-    "chunks of a schedule": Difference(
-        {"schedule": RANDOM[3]}, {"schedule": Dealt(RANDOM[3].chunks[::-1])}, "chunks"
+    "layout": Difference({"causal": True}, {"causal": True, "layout": "zigzag"}, "layout"),
+    "chunks of a layout": Difference(
+        {"layout": RANDOM[3]}, {"layout": ChunkLayout(RANDOM[3].chunks[::-1])}, "chunks"
     ),
     "causal": Difference({}, {"causal": True}, "mask"),
     "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
@@ -70,7 +70,7 @@ DIFFERENCES = {
     "deterministic": Difference({}, {"deterministic": True}, "deterministic"),
     "lse": Difference({}, {"return_lse": True}, "return_lse"),
     "kernel": Difference({"kernel": "sdpa"}, {"kernel": "eager"}, "kernel"),
-    "transport": Difference({"transport": "p2p"}, {"transport": "gather"}, "transport"),
+    "strategy": Difference({"strategy": "ring"}, {"strategy": "gather"}, "strategy"),
     "gradient": Difference({}, {"grad": False}, "needs_grad"),
     "rates": Difference({}, {"rates": True}, "rates"),
 }  # fmt: skip

@@ -59,10 +59,15 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             assert kernel["why"] == "runs on cuda; torch finds no such device here"
         else:
             assert kernel["available"] and not kernel["why"]
-    ways = {way["name"]: way["available"] for way in found["transports"]}
-    assert ways == {"p2p": True, "gather": True, "pull": False}
+    ways = {way["name"]: way["available"] for way in found["strategies"]}
+    assert ways == {"ring/p2p": True, "gather/p2p": True, "gather/symm_mem": False}
     checks = [(check["name"], check["where"], check["what"]) for check in found["checks"]]
-    tested = [("sdpa", "cpu"), ("eager", "cpu"), ("p2p", "2 cpu ranks"), ("gather", "2 cpu ranks")]
+    tested = [
+        ("sdpa", "cpu"),
+        ("eager", "cpu"),
+        ("ring/p2p", "2 cpu ranks"),
+        ("gather/p2p", "2 cpu ranks"),
+    ]
     assert checks == [(*one, what) for one in tested for what in RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
 
@@ -76,7 +81,7 @@ def test_as_a_command() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = [line.split() for line in done.stdout.splitlines()]
     assert ["eager", "any", "available"] in words
-    assert ["p2p", "any", "available"] in words
+    assert ["ring/p2p", "any", "available"] in words
     assert words[-1] == ["all", "is", "well"]
 
 
@@ -87,15 +92,15 @@ def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixt
     assert reached == [[1], [0]]
     assert found["gpus"][0]["capability"] == [8, 0]
     assert [kernel["name"] for kernel in found["kernels"]][:2] == ["fa2", "fa4"]
-    assert found["transports"][-1] == {
-        "name": "pull", "devices": ["cuda"], "available": True, "why": ""
+    assert found["strategies"][-1] == {
+        "name": "gather/symm_mem", "devices": ["cuda"], "available": True, "why": ""
     }  # fmt: skip
 
 
 def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
     two_gpus(reach=False)
     found = doctor.diagnose()
-    assert found.transports[-1].why == "GPUs do not reach each other's memory: 0 and 1"
+    assert found.strategies[-1].why == "GPUs do not reach each other's memory: 0 and 1"
     text = doctor.shown(found)
     assert "H200, compute capability 9.0, reaches no other" in text
     assert text.endswith("something is wrong")
@@ -145,11 +150,11 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
     assert (checks["out"].error is None) == (factor != 1.001)
     assert checks["dv"].passed
     monkeypatch.setattr(doctor, "in_order", lambda _: (EAGER,))
-    monkeypatch.setattr(doctor, "TRANSPORTS", ())
+    monkeypatch.setattr(doctor, "WAYS", ())
     assert main(["doctor"]) == 1
 
 
 def test_a_ring_that_fails() -> None:
-    (check,) = doctor.ring_test(["pull"], cuda=False)
-    assert (check.name, check.what, check.passed) == ("pull", "runs", False)
+    (check,) = doctor.ring_test([("gather", "symm_mem")], cuda=False)
+    assert (check.name, check.what, check.passed) == ("gather/symm_mem", "runs", False)
     assert "UnsupportedError" in check.trace

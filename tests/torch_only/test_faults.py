@@ -36,12 +36,12 @@ DISAGREEMENTS = {
     "dtype": Disagreement(({}, {"dtype": torch.bfloat16}), r"q is \[1, 8, 2, 8, '(float32|bfloat16)'\] there and"),
     "causal": Disagreement(({}, {"causal": True}), "mask is '(full|causal)' there"),
     "documents": Disagreement(({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "cu_seqlens is"),
-    "schedule": Disagreement(({"causal": True}, {"causal": True, "schedule": "zigzag"}), "schedule is '(plain|zigzag)' there"),
+    "layout": Disagreement(({"causal": True}, {"causal": True, "layout": "zigzag"}), "layout is '(contiguous|zigzag)' there"),
     "scale": Disagreement(({}, {"softmax_scale": 1.0}), "softmax_scale is"),
     "seed": Disagreement(({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}), "dropout_seed is"),
     "sinks": Disagreement(({}, {"sinks": torch.zeros(2)}), "sinks is"),
     "kernel": Disagreement(({"kernel": "eager"}, {"kernel": "sdpa"}), "kernel is '(eager|sdpa)' there"),
-    "transport": Disagreement(({"transport": "p2p"}, {"transport": "gather"}), "transport is '(p2p|gather)' there"),
+    "strategy": Disagreement(({"strategy": "ring"}, {"strategy": "gather"}), "strategy is '(ring|gather)' there"),
 }  # fmt: skip
 
 

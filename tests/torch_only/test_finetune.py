@@ -18,7 +18,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from ring_torch.local import LocalRanks
 
-OPTIONS = ["--compare", "--steps=4", "--seq-len=301", "--layers=1", "--schedule=balanced"]
+OPTIONS = [
+    "--compare",
+    "--steps=4",
+    "--seq-len=301",
+    "--layers=1",
+    "--layout=contiguous",
+    "--strategy=balanced",
+]
 
 
 @pytest.fixture(scope="module")

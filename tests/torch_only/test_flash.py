@@ -150,7 +150,12 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 CAN = Capabilities(
-    "plain", dtypes=("float32",), bands="any", documents=True, softcap=True, mixed_head_dims=True
+    "contiguous",
+    dtypes=("float32",),
+    bands="any",
+    documents=True,
+    softcap=True,
+    mixed_head_dims=True,
 )
 PLAIN, FORGETFUL = (FlashKernel(PlainFlash(drops_right=drops), CAN) for drops in (False, True))
 
@@ -303,7 +308,7 @@ def test_results_are_written_in_place_where_they_fit(
 
 
 def test_head_dims_that_a_library_lacks_are_refused() -> None:
-    plan = make_plan(Mask(), seq_len=8, cp_size=1, schedule="plain")
+    plan = make_plan(Mask(), seq_len=8, cp_size=1, layout="contiguous")
     for dim, grad, kernel, reasons in (
         (7, True, NARROW, 0), (9, True, NARROW, 1), (9, True, BACK, 1), (9, False, BACK, 0),
     ):  # fmt: skip
@@ -371,25 +376,25 @@ def can_do(case: Case) -> bool:
 
 #: Rings of two and four, and keys that lie in memory at once, where the plan lets them.
 RING = [
-    (case, transport)
+    (case, strategy)
     for case in CASES.values()
-    for transport in ("p2p", "gather")
-    if case.cp_size in (2, 4) and can_do(case) and case.schedule not in ("striped", "balanced")
+    for strategy in ("ring", "gather")
+    if case.cp_size in (2, 4) and can_do(case) and case.ring not in ("striped", "balanced")
 ]
 
 
-@pytest.mark.parametrize(("case", "transport"), RING, ids=[f"{c.name}-{t}" for c, t in RING])
-def test_in_the_ring(case: Case, transport: str, backend: Any) -> None:
-    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), transport)
+@pytest.mark.parametrize(("case", "strategy"), RING, ids=[f"{c.name}-{t}" for c, t in RING])
+def test_in_the_ring(case: Case, strategy: str, backend: Any) -> None:
+    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy)
     assert_close(case, put_together(case, case.plan, parts))
 
 
-def _on_a_rank(rank: int, case: Case, transport: str) -> Arrays:
+def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
     """A rank's part of a case with this kernel."""
     prepare._prepare.cache_clear()
     try:
         with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
-            return run_rank(rank, case, ("auto", transport), None, cuda=False)
+            return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
     finally:
         prepare._prepare.cache_clear()
 

@@ -18,7 +18,7 @@ GATHERED = [case for case in CASES.values() if case.cp_size > 1 and not gather_r
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
 def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")
-    assert_close(case, backend.run(case, mutant=mutant, transport="gather"))
+    assert_close(case, backend.run(case, mutant=mutant, strategy="gather"))
 
 
 # In one launch a run of queries, and in two stages: the kernel knows bands, or it does not.
@@ -39,7 +39,7 @@ def test_witnesses_are_green_otherwise(name: str, kernel: str, backend: Any) -> 
 
 #: Cases that go in groups of heads, given enough of them.
 IN_GROUPS = (
-    "causal-zigzag-cp4", "window-both-plain-cp3", "documents-window-dealt-cp3", "keys80-causal-zigzag",
+    "causal-zigzag-cp4", "window-both-contiguous-cp3", "documents-window-chunks-cp3", "keys80-causal-zigzag",
     "v-dim-zigzag", "sinks-zigzag",
 )  # fmt: skip
 
@@ -48,13 +48,13 @@ IN_GROUPS = (
 def test_heads_in_groups(name: str, backend: Any) -> None:
     """As all at once: two groups forward, four backward."""
     case = replace(CASES[name], heads=(8, 4))
-    assert_close(case, backend.run(case, mutant="in-groups", transport="gather"))
+    assert_close(case, backend.run(case, mutant="in-groups", strategy="gather"))
 
 
 @pytest.mark.parametrize("mutant", GROUP_MUTANTS)
 def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
     case = replace(CASES["causal-zigzag-cp4"], heads=(8, 4))
-    results = backend.run(case, mutant=mutant, kernel="eager", transport="gather")
+    results = backend.run(case, mutant=mutant, kernel="eager", strategy="gather")
     with pytest.raises(AssertionError):
         assert_close(case, results)
 
@@ -62,7 +62,7 @@ def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
 def _fails(name: str, kernel: str, mutant: str | None, backend: Any) -> bool:
     case = CASES[name]
     try:
-        results = backend.run(case, mutant=mutant, kernel=kernel, transport="gather")
+        results = backend.run(case, mutant=mutant, kernel=kernel, strategy="gather")
         assert_close(case, results)
     except (AssertionError, *backend.failures):
         return True

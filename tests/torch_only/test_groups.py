@@ -33,6 +33,6 @@ def test_groups_divide_the_heads_of_keys() -> None:
 
 def groups(tokens: int, q_heads: int, kv_heads: int) -> HeadGroups:
     """Of bfloat16 sequences with head dim 128."""
-    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag")
     local = tokens // 4
     return head_groups_of(plan, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)

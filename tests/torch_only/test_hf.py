@@ -13,7 +13,7 @@ from cases import RANDOM
 from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
 from torch import Tensor
 
-from ring_core import SCHEDULES, KernelConfig, RankMismatchError, Schedule, UnsupportedError
+from ring_core import LAYOUTS, KernelConfig, LayoutSpec, RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
@@ -60,11 +60,11 @@ def _matches(rank: int, name: str, kind: str) -> None:
     model = build(name, hf.register())
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group in (None, pairs[rank // 2]):
-        dealt = RANDOM[4 if group is None else 2]
-        schedules: list[Schedule] = [*SCHEDULES, dealt] if name == "Llama" else [*SCHEDULES]
-        for schedule in schedules:
-            cp = ContextParallel(group, schedule=schedule)
-            what = f"{name} {kind} {schedule} on {cp.cp_size}"
+        chunks = RANDOM[4 if group is None else 2]
+        layouts: list[LayoutSpec] = [*LAYOUTS, chunks] if name == "Llama" else [*LAYOUTS]
+        for layout in layouts:
+            cp = ContextParallel(group, layout=layout)
+            what = f"{name} {kind} {layout} on {cp.cp_size}"
             mine, part = run(model, cp.shard_batch(batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
@@ -76,7 +76,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
                 same(got[weight], grad, f"gradient of {weight} of {what}")
 
 
-@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])
+@pytest.mark.parametrize("kind", ["contiguous", "right", "left", "packed", "flattened"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama4"])
 def test_logits_loss_and_gradients_are_the_whole_models(
     pool: LocalRanks, name: str, kind: str
@@ -113,7 +113,7 @@ def _bidirectional(rank: int, kind: str) -> None:
     same(outs[1][mask], outs[0][mask], f"hidden states of rank {rank}")
 
 
-@pytest.mark.parametrize("kind", ["plain", "left", "right"])
+@pytest.mark.parametrize("kind", ["contiguous", "left", "right"])
 def test_bidirectional_attention(pool: LocalRanks, kind: str) -> None:
     pool.run(_bidirectional, kind)
 
@@ -141,7 +141,7 @@ def _dropout(rank: int) -> None:
     model = build("Llama", hf.register(), attention_dropout=0.4)
     for seed in (3, 4):
         for group in (None, alone[rank]):
-            cp = ContextParallel(group, schedule="striped")
+            cp = ContextParallel(group, layout="striped")
             sharded = cp.shard_batch(batch, model=model, dropout_seed=seed)
             with Wide(), torch.no_grad():
                 outs[seed, cp.cp_size] = cp.unshard(model.train()(**sharded).logits)[:, :LENGTH]
@@ -160,7 +160,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks(pool: LocalRanks) -> None:
 
 def test_layers_drop_different_elements() -> None:
     model = build("Llama")
-    shard = ContextParallel().shard_batch(whole("plain"), model=model, dropout_seed=2**64 - 1)
+    shard = ContextParallel().shard_batch(whole("contiguous"), model=model, dropout_seed=2**64 - 1)
     mask, layers = shard["attention_mask"], model.model.layers
     seeds = {_layer_seed(layer.self_attn, mask) for layer in layers}
     assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
@@ -187,7 +187,7 @@ def _two_rings(rank: int) -> None:
     batch = whole("packed")
     model = build("Mistral", hf.register())
     other = build("Mistral", hf.register("ring-eager", kernel=KernelConfig("eager", block_q=8)))
-    rings = [ContextParallel(None, "zigzag"), ContextParallel(pairs[rank // 2], "plain")]
+    rings = [ContextParallel(None, "zigzag"), ContextParallel(pairs[rank // 2], "contiguous")]
     shards = [cp.shard_batch(batch, model=model) for cp in rings]
     with Wide(), torch.no_grad():
         outs = [m(**shard).logits for shard in shards for m in (model, other)]
@@ -204,12 +204,12 @@ def test_the_batch_names_its_ring(pool: LocalRanks) -> None:
 
 
 def _unlike_batches(rank: int) -> None:
-    batch = whole("plain")
+    batch = whole("contiguous")
     batch["input_ids"][0, 7] = rank == 2
     with pytest.raises(RankMismatchError, match="rank"):
         ContextParallel().shard_batch(batch, model=ANY)
     with pytest.raises(RankMismatchError, match="same samples"):
-        ContextParallel().shard_batch(whole("plain"), model=ANY, dropout_seed=rank // 2)
+        ContextParallel().shard_batch(whole("contiguous"), model=ANY, dropout_seed=rank // 2)
 
 
 def test_ranks_must_hold_one_batch(pool: LocalRanks) -> None:
@@ -243,9 +243,9 @@ def refused(words: str, model: Any, shard: dict[str, Any]) -> None:
 
 
 def _positions(_: int) -> None:
-    batch, name = whole("plain"), hf.register()
-    for schedule, limit in (("plain", 20), ("zigzag", 30), ("zigzag", 12)):
-        cp = ContextParallel(None, schedule)  # type: ignore[arg-type]
+    batch, name = whole("contiguous"), hf.register()
+    for layout, limit in (("contiguous", 20), ("zigzag", 30), ("zigzag", 12)):
+        cp = ContextParallel(None, layout)  # type: ignore[arg-type]
         rope = {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
             "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,

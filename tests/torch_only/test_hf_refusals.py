@@ -44,9 +44,9 @@ def test_labels_are_shifted_before_the_split() -> None:
 def test_documents_cost_nothing_where_they_say_nothing() -> None:
     cp = ContextParallel()
     masks = {kind: cp.shard_batch(whole(kind), model=ANY)["attention_mask"] for kind in
-             ("plain", "right", "left", "packed", "flattened")}  # fmt: skip
-    assert masks["plain"].single and masks["plain"].segment_ids is None
-    assert masks["plain"].cu_seqlens == (0, LENGTH, LENGTH + 1)
+             ("contiguous", "right", "left", "packed", "flattened")}  # fmt: skip
+    assert masks["contiguous"].single and masks["contiguous"].segment_ids is None
+    assert masks["contiguous"].cu_seqlens == (0, LENGTH, LENGTH + 1)
     assert masks["right"].single and not masks["left"].single
     assert masks["flattened"].cu_seqlens == (0, 5, 6, 23, 43, 44)
     assert masks["flattened"].segment_ids is None
@@ -90,7 +90,7 @@ def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError)
 def test_half_of_the_change_is_an_error() -> None:
     """The batch without the attention, and the attention without the batch."""
     batch = whole("right")
-    shard = ContextParallel(None, "plain").shard_batch(batch, model=ANY)
+    shard = ContextParallel(None, "contiguous").shard_batch(batch, model=ANY)
     for implementation in ("eager", "sdpa", "flex_attention"):
         with pytest.raises(UnsupportedError, match=r"hf\.register"):
             build("Llama", implementation)(**shard)
@@ -106,7 +106,7 @@ def test_half_of_the_change_is_an_error() -> None:
 
 def test_models_that_would_answer_wrong() -> None:
     cp = ContextParallel()
-    shard = cp.shard_batch(whole("plain"), model=ANY)
+    shard = cp.shard_batch(whole("contiguous"), model=ANY)
     name = hf.register()
     model = build("Llama", name)
     refused("output_attentions", lambda: model(**shard, output_attentions=True))

@@ -35,7 +35,7 @@ def sequences() -> dict[str, Tensor]:
 def _trained(rank: int, kind: str) -> list[Tensor]:
     """The gradient of the mean loss over both sequences, as the wrapper leaves it."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp = ContextParallel(mesh["cp"], schedule="zigzag")
+    cp = ContextParallel(mesh["cp"], layout="zigzag")
     row = slice(rank // 2, rank // 2 + 1)
     model = build("Llama", hf.register())
     wrapped: Any = model

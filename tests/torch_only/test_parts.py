@@ -65,7 +65,7 @@ def _reversed(x: Tensor) -> Tensor:
     return found
 
 
-def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: HeadGroups) -> tuple[list[bool], float]:
+def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[list[bool], float]:
     """Which passes added up in tiles, and the largest error of a gradient."""
     del rank
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: HeadGroups) -> tuple
     hidden = ~torch.from_numpy(mask.dense(position, position))
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     expected = torch.autograd.grad(torch.einsum("bhqk,bkhd->bqhd", weights, v), whole, dout)
-    cp = ContextParallel(schedule=schedule)
+    cp = ContextParallel(layout=layout)
     mine = [cp.shard(x.detach()).requires_grad_() for x in whole]
     used: list[bool] = []
     kernel: Kernel = TiledKernel(used)
@@ -88,7 +88,7 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: HeadGroups) -> tuple
         patch.object(hopper, "KEYS", KEYS),
         patch.object(own_key_rows, "TILE", KEYS),
     ):
-        out = cp.attention(*mine, mask=mask, transport="gather")
+        out = cp.attention(*mine, mask=mask, strategy="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))
     prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
@@ -107,17 +107,17 @@ def on_a_rank(rank: int, schedule: Any, mask: Mask, groups: HeadGroups) -> tuple
     ],
 )
 @pytest.mark.parametrize(
-    ("schedule", "groups"),
+    ("layout", "groups"),
     [
-        ("plain", ONE_GROUP),
+        ("contiguous", ONE_GROUP),
         ("zigzag", ONE_GROUP),
-        ("plain", HeadGroups(1, 2, early=True)),
+        ("contiguous", HeadGroups(1, 2, early=True)),
         ("zigzag", HeadGroups(2, 2, early=True)),
     ],
 )
 def test_tiles_of_all_launches_are_the_same(
-    schedule: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
+    layout: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
-    for used, error in backend.pool(2).run(on_a_rank, schedule, mask, groups):
+    for used, error in backend.pool(2).run(on_a_rank, layout, mask, groups):
         assert used == [tiled]
         assert error < 1e-5

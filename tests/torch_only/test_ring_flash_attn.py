@@ -102,7 +102,7 @@ def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args
     return [out.detach(), lse, *(x.grad for x in leaves)]
 
 
-def dealt(family: str, tokens: int, size: int, rank: int) -> list[int]:
+def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
     """Tokens of a rank, by the definition of each layout."""
     every = torch.arange(tokens)
     if family.startswith("zigzag"):
@@ -114,7 +114,7 @@ def dealt(family: str, tokens: int, size: int, rank: int) -> list[int]:
 
 
 def _batch(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
-    mine = dealt(family, 32, dist.get_world_size(), rank)
+    mine = tokens_of(family, 32, dist.get_world_size(), rank)
     shards = [x[:, mine] for x in tensors(B, 32)]
     return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **given)
 
@@ -124,7 +124,7 @@ def _batch(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
 def test_batch(pools: dict[int, LocalRanks], size: int, family: str, option: str) -> None:
     wanted = expected(B, 32, ANSWERS[option])
     for rank, got in enumerate(pools[size].run(_batch, family, ANSWERS[option].given)):
-        mine = dealt(family, 32, size, rank)
+        mine = tokens_of(family, 32, size, rank)
         for n, (x, y) in enumerate(zip(got, wanted, strict=True)):
             same(x, y[:, :, mine] if n == 1 else y[:, mine])
 
@@ -132,19 +132,19 @@ def test_batch(pools: dict[int, LocalRanks], size: int, family: str, option: str
 LOCAL = {"three": (0, 6, 8, 18), "one": (0, 10), "empty": (0, 4, 4, 12), "equal": (0, 4, 8)}
 
 
-def dealt_documents(family: str, local: tuple[int, ...], size: int, rank: int) -> list[int]:
+def tokens_of_documents(family: str, local: tuple[int, ...], size: int, rank: int) -> list[int]:
     """Tokens of a rank where each document is split on its own."""
     return [
         size * start + token
         for start, stop in pairwise(local)
-        for token in dealt(family, size * (stop - start), size, rank)
+        for token in tokens_of(family, size * (stop - start), size, rank)
         if stop > start
     ]
 
 
 def _varlen(rank: int, family: str, local: tuple[int, ...], given: dict[str, Any]) -> list[Any]:
     size = dist.get_world_size()
-    mine = dealt_documents(family, local, size, rank)
+    mine = tokens_of_documents(family, local, size, rank)
     shards = [x[0, mine] for x in tensors(1, size * local[-1])]
     offsets = torch.tensor(local, dtype=torch.int32)
     function = getattr(ring_flash_attn, f"{family}_func")
@@ -168,7 +168,7 @@ def test_documents_split_each(
     wanted = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
     results = pools[size].run(_varlen, family, offsets, ANSWERS[option].given)
     for rank, got in enumerate(results):
-        mine = dealt_documents(family, offsets, size, rank)
+        mine = tokens_of_documents(family, offsets, size, rank)
         for n, (x, y) in enumerate(zip(got, wanted, strict=True)):
             same(x, y[0][:, mine] if n == 1 else y[0][mine])
 
@@ -207,7 +207,7 @@ def test_long_documents_have_calls_of_their_own(
         for whole, part in zip((wanted[0], *wanted[2:]), (out, *grads), strict=True):
             whole[:, rows] = part
     for rank, got in enumerate(pools[4].run(_mixed, family, ANSWERS[option].given)):
-        mine = dealt_documents(family, MIXED, 4, rank)
+        mine = tokens_of_documents(family, MIXED, 4, rank)
         for n, (part, all_) in enumerate(zip(got, wanted, strict=True)):
             same(part, all_[0][:, mine] if n == 1 else all_[0][mine])
 
@@ -272,7 +272,7 @@ def test_packed_tensors(pools: dict[int, LocalRanks]) -> None:
 
 
 def _halves(rank: int, family: str) -> list[Tensor]:
-    mine = dealt(family, 32, dist.get_world_size(), rank)
+    mine = tokens_of(family, 32, dist.get_world_size(), rank)
     leaves = [x[:, mine].half().requires_grad_() for x in tensors(B, 32)[:3]]
     out = getattr(ring_flash_attn, f"{family}_func")(*leaves, causal=True)
     out.backward(tensors(B, 32)[3][:, mine].half())
@@ -286,7 +286,7 @@ def test_float16_stays_float16(pools: dict[int, LocalRanks], family: str) -> Non
     out, _ = reference.attention(q, k, v, causal=True)
     wanted = (out, *reference.attention_grads(dout, q, k, v, causal=True)[:3])
     for rank, got in enumerate(pools[2].run(_halves, family)):
-        mine = dealt(family, 32, 2, rank)
+        mine = tokens_of(family, 32, 2, rank)
         for x, y in zip(got, wanted, strict=True):
             exact = torch.tensor(y[:, mine])
             assert x.dtype == torch.float16
@@ -306,9 +306,9 @@ def test_one_process_needs_no_group() -> None:
 
 def _subgroup(rank: int) -> None:
     groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    q, k, v = (x[:, dealt("zigzag", 32, 2, rank % 2)] for x in tensors(B, 32)[:3])
+    q, k, v = (x[:, tokens_of("zigzag", 32, 2, rank % 2)] for x in tensors(B, 32)[:3])
     out = ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=groups[rank // 2])
-    same(out, expected(B, 32, ANSWERS["causal"])[0][:, dealt("zigzag", 32, 2, rank % 2)])
+    same(out, expected(B, 32, ANSWERS["causal"])[0][:, tokens_of("zigzag", 32, 2, rank % 2)])
 
 
 def test_group(pools: dict[int, LocalRanks]) -> None:

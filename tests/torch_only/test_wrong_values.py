@@ -31,9 +31,9 @@ def bad_tensors(*shape: int) -> Values:
     }  # fmt: skip
 
 
-def first_used(group: Any = None, schedule: Any = "zigzag") -> int:
+def first_used(group: Any = None, layout: Any = "zigzag") -> int:
     """Ranks of an object, which takes its group when it is first used."""
-    return ContextParallel(group, schedule).cp_size
+    return ContextParallel(group, layout).cp_size
 
 
 def nested(*shape: int) -> Tensor:
@@ -89,7 +89,7 @@ OPTION_TENSORS: dict[str, Values] = {
 }  # fmt: skip
 CALL: dict[str, Values] = {
     **TENSORS,
-    **{n: {**x, **OPTION_TENSORS.get(n, {})} for n, x in OPTIONS.items() if n != "schedule"},
+    **{n: {**x, **OPTION_TENSORS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
 }
 GROUP: Values = {"word": "cp", "number": 0, "flag": True, "list": [0, 1], "class": ContextParallel}
 DIM: Values = {
@@ -105,10 +105,10 @@ inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 batch = {"input_ids": ids(2, 8, dtype=torch.int64)}
 SUBJECTS: dict[str, Subject] = {
     "ring_torch.ring_attention": Subject(
-        ring_attention, inputs, {**CALL, "group": GROUP, "schedule": OPTIONS["schedule"]}
+        ring_attention, inputs, {**CALL, "group": GROUP, "layout": OPTIONS["layout"]}
     ),
     "ring_torch.ContextParallel": Subject(
-        first_used, {}, {"group": GROUP, "schedule": OPTIONS["schedule"]}
+        first_used, {}, {"group": GROUP, "layout": OPTIONS["layout"]}
     ),
     "ring_torch.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_torch.ContextParallel.explain": Subject(cp.explain, inputs, CALL),

@@ -119,7 +119,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(kernels, "NUMBERS", 32)
         for name in ("exchange_keys", "clear", "add_peers"):
             patched.setattr(kernels, name, noted(name))
-        return run_rank(rank, case, ("eager", "gather"), None, cuda=False), len(ran)
+        return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,12 @@ ALONE = [
 ]  # fmt: skip
 #: Cases of the shared table and how keys come.
 RING = [
-    ("causal-zigzag-cp2", "p2p"), ("window-small-striped-cp2", "p2p"), ("everything-zigzag", "p2p"),
-    ("everything-plain", "gather"), ("documents-window-zigzag-cp4", "gather"),
-    ("predicate-zigzag-cp2", "p2p"), ("predicate-balanced-cp4", "p2p"),
-    ("bias-masked-balanced", "p2p"), ("alibi-batch-striped", "p2p"), ("mqa-zigzag", "gather"),
-    ("causal-balanced-cp4", "p2p"), ("options-random-cp2", "p2p"), ("batch-0-plain", "p2p"),
-    ("keys64-predicate-plain", "p2p"), ("shortest-zigzag-cp2", "p2p"), ("poison-v-plain", "p2p"),
+    ("causal-zigzag-cp2", "ring"), ("window-small-striped-cp2", "ring"), ("everything-zigzag", "ring"),
+    ("everything-contiguous", "gather"), ("documents-window-zigzag-cp4", "gather"),
+    ("predicate-zigzag-cp2", "ring"), ("predicate-balanced-cp4", "ring"),
+    ("bias-masked-balanced", "ring"), ("alibi-batch-striped", "ring"), ("mqa-zigzag", "gather"),
+    ("causal-balanced-cp4", "ring"), ("options-random-cp2", "ring"), ("batch-0-contiguous", "ring"),
+    ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"),
 ]  # fmt: skip
 
 
@@ -66,20 +66,20 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
 
 
 def run(
-    pools: dict[int, LocalRanks], case: Case, config: KernelConfig, transport: str = "p2p"
+    pools: dict[int, LocalRanks], case: Case, config: KernelConfig, strategy: str = "ring"
 ) -> Arrays:
     """A case's results."""
     if case.cp_size not in pools:
         pools[case.cp_size] = LocalRanks(case.cp_size)
-    parts = pools[case.cp_size].run(_on_a_rank, replace(case), config, transport)
+    parts = pools[case.cp_size].run(_on_a_rank, replace(case), config, strategy)
     return gather(case, case.plan, parts)
 
 
-def _on_a_rank(rank: int, case: Case, config: KernelConfig, transport: str) -> Arrays:
+def _on_a_rank(rank: int, case: Case, config: KernelConfig, strategy: str) -> Arrays:
     prepare._prepare.cache_clear()
     kernel: Any = config
     with patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())):
-        return run_rank(rank, case, (kernel, transport), None, cuda=False)
+        return run_rank(rank, case, (kernel, case.moved(strategy), "auto"), None, cuda=False)
 
 
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
@@ -100,6 +100,6 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, Local
     assert_close(case, run(pools, case, KernelConfig("triton", *sizes)))
 
 
-@pytest.mark.parametrize(("name", "transport"), RING, ids=[f"{n}-{t}" for n, t in RING])
-def test_in_the_ring(name: str, transport: str, pools: dict[int, LocalRanks]) -> None:
-    assert_close(CASES[name], run(pools, CASES[name], KernelConfig("triton"), transport))
+@pytest.mark.parametrize(("name", "strategy"), RING, ids=[f"{n}-{t}" for n, t in RING])
+def test_in_the_ring(name: str, strategy: str, pools: dict[int, LocalRanks]) -> None:
+    assert_close(CASES[name], run(pools, CASES[name], KernelConfig("triton"), strategy))

@@ -14,7 +14,7 @@ from ring_torch.kernels import choose
 from ring_torch.kernels import triton as adapter
 
 REQUEST = Request("cuda", "bfloat16", 128, 128, bias=True, grad=True)
-PLAN = make_plan(Mask(causal=True), seq_len=256, cp_size=2, schedule="zigzag")
+PLAN = make_plan(Mask(causal=True), seq_len=256, cp_size=2, layout="zigzag")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_settings_it_cannot_do(
 
 
 def test_predicates_of_too_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(Mask(predicate=diagonals), seq_len=256, cp_size=2, schedule="plain")
+    plan = make_plan(Mask(predicate=diagonals), seq_len=256, cp_size=2, layout="contiguous")
     monkeypatch.setattr(BlockGeometry, "tiles", None)
     with pytest.raises(UnsupportedError, match="more than 64 MiB"):
         choose(KernelConfig("triton"), REQUEST, plan)

@@ -19,14 +19,14 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("written", "plain"),
+    ("written", "contiguous"),
     [
         (("--seq-len", "64k"), ("--seq-len", "65536")),
         (("--seq-len", "1M"), ("--seq-len", "1048576")),
         (("--seq-len", "64k", "--window", "4096"), ("--seq-len", "65536", "--window", "4096,0")),
         (("--seq-len", "64k", "--window", "4k,none"), ("--seq-len", "65536", "--window", "4096,none")),
         (("--seq-len", "64k", "--chunk-size", "8k"), ("--seq-len", "65536", "--chunk-size", "8192")),
-        (("--seq-len", "64k"), ("--seq-len", "65536", "--schedule", "zigzag")),
+        (("--seq-len", "64k"), ("--seq-len", "65536", "--layout", "zigzag")),
     ],
 )  # fmt: skip
 def test_sizes_and_defaults(
@@ -69,7 +69,7 @@ def test_bench_runs_without_a_progress_bar(
 
 @pytest.mark.parametrize("cp_size", [1, 8, 64])
 def test_figures_of_a_plan_fit_a_screen(cp_size: int) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=65536, cp_size=cp_size, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=65536, cp_size=cp_size, layout="zigzag")
     lines = viz.describe(plan, pictures=False).splitlines()
     assert len(lines) <= 8
     assert max(map(len, lines)) <= 80

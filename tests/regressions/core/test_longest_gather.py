@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from ring_core import Mask, deal, gather_memory, gather_program, longest_gather, make_plan
+from ring_core import Mask, balance_chunks, gather_memory, gather_program, longest_gather, make_plan
 
 MASKS = {
     "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(40, 0)),
@@ -16,12 +16,12 @@ MASKS = {
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "dealt"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "chunks"])
 @pytest.mark.parametrize("name", MASKS)
-def test_it_is_that_of_the_gathers(name: str, schedule: str, cp_size: int) -> None:
+def test_it_is_that_of_the_gathers(name: str, layout: str, cp_size: int) -> None:
     mask = MASKS[name]
-    how = deal(mask, seq_len=512, cp_size=cp_size) if schedule == "dealt" else schedule
-    plan = make_plan(mask, seq_len=512, cp_size=cp_size, schedule=how)  # type: ignore[arg-type]
+    how = balance_chunks(mask, seq_len=512, cp_size=cp_size) if layout == "chunks" else layout
+    plan = make_plan(mask, seq_len=512, cp_size=cp_size, layout=how)  # type: ignore[arg-type]
     gathers = [gather_program(plan, rank) for rank in range(cp_size)]
     assert longest_gather(plan).length == max(gather.length for gather in gathers)
     assert longest_gather(plan).in_place == any(gather.in_place for gather in gathers)
@@ -30,7 +30,7 @@ def test_it_is_that_of_the_gathers(name: str, schedule: str, cp_size: int) -> No
 def test_it_takes_little_memory() -> None:
     """A million tokens on 256 ranks: less than a byte a token, and no lists of fetches."""
     tokens = 1 << 20
-    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=256, schedule="zigzag")
+    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=256, layout="zigzag")
     tracemalloc.start()
     try:
         gather_memory(plan, q_width=1, kv_width=1, itemsize=2)

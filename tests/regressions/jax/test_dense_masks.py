@@ -108,22 +108,22 @@ def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "schedule", "transport"),
+    ("shape", "name", "layout", "strategy"),
     [
-        ("rows", "alone", "zigzag", "ppermute"),
-        ("shared", "documents", "zigzag", "ppermute"),
-        ("by sequence", "bias", "balanced", "ppermute"),
-        ("by head", "causal", "balanced", "ppermute"),
+        ("rows", "alone", "zigzag", "ring"),
+        ("shared", "documents", "zigzag", "ring"),
+        ("by sequence", "bias", "contiguous", "balanced"),
+        ("by head", "causal", "contiguous", "balanced"),
         ("each", "ids", "striped", "gather"),
         ("rows", "sinks", "striped", "gather"),
         ("by head", "bias", "zigzag", "gather"),
-        ("rows", "documents", "plain", "gather"),
+        ("rows", "documents", "contiguous", "gather"),
     ],
 )
-def test_context_parallel(shape: str, name: str, schedule: Any, transport: str) -> None:
+def test_context_parallel(shape: str, name: str, layout: Any, strategy: str) -> None:
     x, options = _given(SHAPES[shape]), OPTIONS[name]
-    cp = ContextParallel(_mesh({"cp": 2}), "cp", schedule=schedule)
-    _compared(x, _through(cp, options, x["ids"], transport=transport), options)
+    cp = ContextParallel(_mesh({"cp": 2}), "cp", layout=layout)
+    _compared(x, _through(cp, options, x["ids"], strategy=strategy), options)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -141,7 +141,7 @@ def test_the_function(devices: int) -> None:
     cp = ContextParallel(_mesh({"cp": devices}), "cp")
     axis = None if devices == 1 else "cp"
     local: Any = partial(
-        ring_attention, axis_name=axis, schedule="zigzag", causal=True, return_lse=True
+        ring_attention, axis_name=axis, layout="zigzag", causal=True, return_lse=True
     )
 
     def attend(x: Arrays, mask: Any) -> Any:
@@ -159,7 +159,7 @@ def test_the_function(devices: int) -> None:
 
 
 ONE = partial(ring_attention, axis_name=None)
-LOCAL = partial(ring_attention, axis_name="cp", schedule="zigzag")
+LOCAL = partial(ring_attention, axis_name="cp", layout="zigzag")
 
 
 def _close(got: Any, wanted: Any) -> None:
@@ -226,7 +226,9 @@ def test_flax(flax: str) -> None:
     mask = linen.combine_masks(
         linen.make_causal_mask(words), linen.make_attention_mask(words, words)
     )
-    attend = make_attention_fn(ContextParallel(_mesh({"cp": 2}), "cp", schedule="plain").attention)
+    attend = make_attention_fn(
+        ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous").attention
+    )
 
     def run(attention_fn: Any) -> Any:
         if flax == "linen":
@@ -286,7 +288,7 @@ def test_what_is_too_large_is_told_what_to_use() -> None:
     mask = jax.ShapeDtypeStruct((length, length), jnp.bool_)
     with pytest.raises(ValueError, match=r"at most 64 MiB .*Mask\(predicate"):
         jax.eval_shape(lambda q, mask: ONE(q, q, q, mask=mask), q, mask)
-    cp = ContextParallel(_mesh({"cp": 2}), "cp", schedule="plain")
+    cp = ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous")
     jax.eval_shape(lambda q, mask: cp.attention(q, q, q, mask=mask), q, mask)
     more = jax.ShapeDtypeStruct((1, 4, length, length), jnp.bool_)
     with pytest.raises(ValueError, match="takes 129 MiB a rank"):

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ring_core import TABLE_COLUMNS, Mask, Plan, Schedule, make_plan
+from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, Plan, make_plan
 from ring_jax.rank_view import of_others, of_step
 
 LOCAL = 12
@@ -15,7 +15,7 @@ MASKS = {
     "two-sided window": Mask(window=(9, 30)), "chunks": Mask(causal=True, chunk_size=18),
     "documents": Mask(cu_seqlens=(0, 7, 31, 48)),
 }  # fmt: skip
-SCHEDULES: tuple[Schedule, ...] = ("plain", "zigzag", "striped")
+LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag", "striped")
 
 
 def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -41,10 +41,10 @@ def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
     return seen
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_joined_rectangles_show_the_same_pairs(name: str, schedule: Schedule) -> None:
-    plan = make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, schedule=schedule)
+def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) -> None:
+    plan = make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, layout=layout)
     others = of_others(plan)
     assert others is not None
     for rank in range(4):
@@ -54,11 +54,11 @@ def test_joined_rectangles_show_the_same_pairs(name: str, schedule: Schedule) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "most"),
-    [("causal", "plain", 1), ("full", "plain", 2), ("full", "zigzag", 2)],
+    ("name", "layout", "most"),
+    [("causal", "contiguous", 1), ("full", "contiguous", 2), ("full", "zigzag", 2)],
 )
-def test_rectangles_that_touch_are_one(name: str, schedule: Schedule, most: int) -> None:
-    plan = make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, schedule=schedule)
+def test_rectangles_that_touch_are_one(name: str, layout: LayoutSpec, most: int) -> None:
+    plan = make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, layout=layout)
     others = of_others(plan)
     assert others is not None
     assert others.own.shape[1] <= most

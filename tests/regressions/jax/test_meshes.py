@@ -107,7 +107,7 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
     """In the order of tokens that a program of one's own would be in."""
 
     def local(q: Any, k: Any, v: Any) -> Any:
-        return ring_attention(q, k, v, axis_name="cp", schedule="plain", causal=True)
+        return ring_attention(q, k, v, axis_name="cp", layout="contiguous", causal=True)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     explicit = AxisType.Explicit in mesh.axis_types

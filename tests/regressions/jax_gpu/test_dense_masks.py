@@ -29,18 +29,18 @@ def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "options"),
+    ("shape", "layout", "options"),
     [
         ((T, T), "zigzag", {"causal": True}),
-        ((2, 1, T, T), "balanced", {"causal": True}),
-        ((2, HEADS, T, T), "striped", {"transport": "gather"}),
+        ((2, 1, T, T), "contiguous", {"causal": True, "strategy": "balanced"}),
+        ((2, HEADS, T, T), "striped", {"strategy": "gather"}),
     ],
 )
 def test_a_dense_mask_is_exact(
-    shape: tuple[int, ...], schedule: Any, options: dict[str, Any]
+    shape: tuple[int, ...], layout: Any, options: dict[str, Any]
 ) -> None:
     mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    cp = ContextParallel(mesh, "cp", schedule=schedule)
+    cp = ContextParallel(mesh, "cp", layout=layout)
     qkv, mask = _given(shape)
 
     def loss(qkv: Any, mask: Any, kernel: Any) -> Any:

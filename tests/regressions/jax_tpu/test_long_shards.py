@@ -52,7 +52,7 @@ LONG: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "large-batch": (1 << 17, 1, 16, True, {"causal": True}),
     "larger-batch": (1 << 15, 1, 64, True, {"causal": True, "window": (1023, 0)}),
     "gather": (
-        1 << 17, 4, 1, False, {"causal": True, "window": (4095, 0), "transport": "gather"}
+        1 << 17, 4, 1, False, {"causal": True, "window": (4095, 0), "strategy": "gather"}
     ),
 }  # fmt: skip
 
@@ -137,7 +137,7 @@ def long_call(name: str, topology: str) -> tuple[ContextParallel, list[Any], dic
     spec = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, tokens))
     arrays = [spec((batch, local * size, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
     arrays += [spec((batch, local * size), jnp.int32)] if has_ids else []
-    return ContextParallel(mesh, "cp", schedule="plain"), arrays, options
+    return ContextParallel(mesh, "cp", layout="contiguous"), arrays, options
 
 
 def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
@@ -161,7 +161,7 @@ def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
 def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
     """One kernel a part of the keys and pass, whatever the number of pieces, and no other's."""
     program, said = lowered(name, topology, backward=True)
-    assert said.startswith("kernel pallas (tpu)\nkernel xla (any other device)\ntransport ")
+    assert said.startswith("kernel pallas (tpu)\nkernel xla (any other device)\nstrategy ")
     assert program.as_text().count("tpu_custom_call") == 2 * (2 if name == "gather" else 1)
 
 
@@ -189,7 +189,7 @@ def test_transfers_beside_pieces(few_words: pytest.MonkeyPatch, *, backward: boo
 def explained(config: KernelConfig, tokens: int) -> list[str]:
     """What would run on a v4, in lines."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices
-    cp = ContextParallel(Mesh(np.array(devices[:1]), ("cp",)), "cp", schedule="plain")
+    cp = ContextParallel(Mesh(np.array(devices[:1]), ("cp",)), "cp", layout="contiguous")
     said: list[str] = []
 
     def explain(q: Any) -> Any:

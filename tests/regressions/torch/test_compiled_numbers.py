@@ -59,7 +59,7 @@ def pool() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def _graphs(_: int, name: str, transport: str, calls: int) -> int:
+def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
     """How many graphs were compiled; results and gradients have been compared."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -68,7 +68,7 @@ def _graphs(_: int, name: str, transport: str, calls: int) -> int:
     shards = [cp.shard(torch.randn(1, T, 2, 8)) for _ in range(3)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-        return cp.attention(q, k, v, transport=transport, **options) * 2.0
+        return cp.attention(q, k, v, strategy=strategy, **options) * 2.0
 
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in range(calls):
@@ -83,11 +83,11 @@ def _graphs(_: int, name: str, transport: str, calls: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("transport", ["auto", "gather"])
+@pytest.mark.parametrize("strategy", ["auto", "gather"])
 @pytest.mark.parametrize("name", VARIED)
-def test_one_graph_for_all(name: str, transport: str, pool: LocalRanks) -> None:
+def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
     calls = 50 if name == "all" else 6
-    assert max(pool.run(_graphs, name, transport, calls)) <= 1 + MOST
+    assert max(pool.run(_graphs, name, strategy, calls)) <= 1 + MOST
 
 
 @pytest.mark.parametrize("name", FLOATS)

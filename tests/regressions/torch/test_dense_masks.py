@@ -61,7 +61,7 @@ def _by_hand(
     return (weights @ v).transpose(1, 2), lse
 
 
-def _compared(_: int, shape: str, name: str, compiled: bool, transport: str) -> None:
+def _compared(_: int, shape: str, name: str, compiled: bool, strategy: str) -> None:
     torch._dynamo.reset()
     cp, options = ContextParallel(), OPTIONS[name]
     qkv, mask, bias = _given(SHAPES[shape])
@@ -73,7 +73,7 @@ def _compared(_: int, shape: str, name: str, compiled: bool, transport: str) -> 
     given = options | ({"bias": rows} if name == "bias" else {})
 
     def attend(mask: Tensor) -> Any:
-        return cp.attention(*leaves, mask=mask, return_lse=True, transport=transport, **given)
+        return cp.attention(*leaves, mask=mask, return_lse=True, strategy=strategy, **given)
 
     call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     out, lse = call(cp.shard(mask, dim=-2))
@@ -88,16 +88,16 @@ def _compared(_: int, shape: str, name: str, compiled: bool, transport: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "compiled", "transport"),
+    ("shape", "name", "compiled", "strategy"),
     [
-        *product(SHAPES, OPTIONS, [False], ["p2p"]),
+        *product(SHAPES, OPTIONS, [False], ["ring"]),
         *product(["rows"], OPTIONS, [True, False], ["gather"]),
     ],
 )
 def test_a_dense_mask_is_exact(
-    shape: str, name: str, compiled: bool, transport: str, pool: LocalRanks
+    shape: str, name: str, compiled: bool, strategy: str, pool: LocalRanks
 ) -> None:
-    pool.run(_compared, shape, name, compiled, transport)
+    pool.run(_compared, shape, name, compiled, strategy)
 
 
 def test_hidden_blocks_are_not_computed() -> None:

@@ -49,13 +49,13 @@ def _no_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("played: out of memory")
 
 
-def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
+def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     """What the failing call, the next one and its backward say; then a new group is used."""
-    x, out = _attend(length, transport=transport)  # imports what it needs, in time
+    x, out = _attend(length, strategy=strategy)  # imports what it needs, in time
     out.sum().backward()
     patch = pytest.MonkeyPatch()
     broken: Any = dist.new_group(timeout=TIMEOUT)
-    kept = _attend(length, broken, transport=transport)[1]
+    kept = _attend(length, broken, strategy=strategy)[1]
     if rank == BROKEN:
         if where == "agreement":
             patch.setattr(handshake.Header, "of", _no_memory)
@@ -65,7 +65,7 @@ def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
     backward = where == "backward"
 
     def again() -> object:
-        return _attend(length, broken, transport=transport)
+        return _attend(length, broken, strategy=strategy)
 
     words = [_words(kept.sum().backward if backward else again)]
     patch.undo()
@@ -74,20 +74,20 @@ def _fail_once(rank: int, where: str, length: int, transport: str) -> list[str]:
     if not backward:
         words.append(_words(kept.sum().backward))
     group = dist.new_group(ranks=list(range(dist.get_world_size())))
-    x, out = _attend(length, group, transport=transport)
+    x, out = _attend(length, group, strategy=strategy)
     out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(out, torch.ones_like(out))
     return words
 
 
-@pytest.mark.parametrize("transport", ["p2p", "gather"])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("where", ["forward", "backward", "agreement"])
 def test_a_failed_pass_is_named_on_all_ranks(
-    where: str, length: str, transport: str, pool: LocalRanks
+    where: str, length: str, strategy: str, pool: LocalRanks
 ) -> None:
-    answers = pool.run(_fail_once, where, LENGTHS[length], transport)
+    answers = pool.run(_fail_once, where, LENGTHS[length], strategy)
     name = "backward" if where == "backward" else "forward"
     said = f"({name}) failed on rank {BROKEN} of the group: OutOfMemoryError: played: out of memory"
     for rank, (first, second, *later) in enumerate(answers):

@@ -38,14 +38,14 @@ def _expected(of_out: bool, of_lse: bool) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
-def _found(rank: int, transport: str, of_out: bool, of_lse: bool, compiled: bool) -> None:
+def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool) -> None:
     torch._dynamo.reset()
-    cp = ContextParallel(schedule="plain")
+    cp = ContextParallel(layout="contiguous")
     leaves = [cp.shard(x).requires_grad_() for x in _whole()]
     assert cp.explain(*leaves, return_lse=True).startswith("kernel sdpa")
 
     def attend(*qkv: Tensor) -> Any:
-        return cp.attention(*qkv, return_lse=True, transport=transport)
+        return cp.attention(*qkv, return_lse=True, strategy=strategy)
 
     call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     out, lse = call(*leaves)
@@ -58,19 +58,19 @@ def _found(rank: int, transport: str, of_out: bool, of_lse: bool, compiled: bool
 
 
 @pytest.mark.parametrize(
-    ("transport", "wanted", "compiled"),
-    list(product(["p2p", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
+    ("strategy", "wanted", "compiled"),
+    list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
 )
 def test_lse_takes_fast_kernels_until_it_has_a_gradient(
-    transport: str, wanted: tuple[bool, bool], compiled: bool, pool: LocalRanks
+    strategy: str, wanted: tuple[bool, bool], compiled: bool, pool: LocalRanks
 ) -> None:
-    pool.run(_found, transport, *wanted, compiled)
+    pool.run(_found, strategy, *wanted, compiled)
 
 
 def _on_one_rank(rank: int) -> None:
-    cp = ContextParallel(schedule="plain")
+    cp = ContextParallel(layout="contiguous")
     leaves = [cp.shard(x).requires_grad_() for x in _whole()]
-    out, lse = cp.attention(*leaves, return_lse=True, transport="p2p")
+    out, lse = cp.attention(*leaves, return_lse=True, strategy="ring")
     (out.square().sum() + (lse.sum() if rank else 0)).backward()
     reference = [x.double().requires_grad_() for x in _whole()]
     q, k, v = (x.transpose(1, 2) for x in reference)
@@ -94,18 +94,18 @@ def test_a_named_kernel_without_that_gradient_says_so() -> None:
         lse.sum().backward()
 
 
-def _storages(_: int, transport: str, dtype: torch.dtype) -> bool:
+def _storages(_: int, strategy: str, dtype: torch.dtype) -> bool:
     leaves = [x.to(dtype).requires_grad_() for x in _whole()]
-    ring_attention(*leaves, transport=transport).sum().backward()
+    ring_attention(*leaves, strategy=strategy).sum().backward()
     grads = [x.grad for x in leaves if x.grad is not None]
     sizes = [x.untyped_storage().nbytes() == x.nbytes for x in grads]
     return all(sizes) and len({x.untyped_storage().data_ptr() for x in grads}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("transport", ["p2p", "gather"])
-def test_gradients_share_no_memory(transport: str, dtype: torch.dtype, pool: LocalRanks) -> None:
-    assert pool.run(_storages, transport, dtype) == [True] * 2
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: LocalRanks) -> None:
+    assert pool.run(_storages, strategy, dtype) == [True] * 2
 
 
 def _summed(rank: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_core import Dealt, Mask
+from ring_core import ChunkLayout, Mask
 from ring_torch import ring_attention
 from ring_torch.comm.handshake import _COMPARED, CallSignature, Header, _compare_on_stream
 from ring_torch.comm.ranks import ranks_of
@@ -76,7 +76,7 @@ def _named(rank: int, name: str) -> str:
         "documents": {"cu_seqlens": (0, 5 + rank, 128)},
         "many documents": {"cu_seqlens": (*far[:60], far[60] + rank, *far[61:])},
         "a mask's documents": {"mask": Mask(cu_seqlens=(0, 5 + rank, 128))},
-        "chunks": {"schedule": Dealt(((0, 1 + rank), (2 - rank, 3)))},
+        "chunks": {"layout": ChunkLayout(((0, 1 + rank), (2 - rank, 3)))},
     }[name]
     with pytest.raises(RuntimeError, match="make different calls") as error:
         ring_attention(x, x, x, **options)

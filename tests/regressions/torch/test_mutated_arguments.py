@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ring_torch
-from ring_core import Dealt, Mask, reference
+from ring_core import ChunkLayout, Mask, reference
 from ring_torch import ContextParallel, compat, ring_attention
 
 T = 24
@@ -219,11 +219,11 @@ def test_a_mask_keeps_what_its_array_held() -> None:
     assert torch.equal(attend(*_qkv(1), mask=mask), _ours("cu_seqlens", VALUES["cu_seqlens"][0]))
 
 
-def test_dealt_chunks_changed_in_place() -> None:
+def test_chunks_changed_in_place() -> None:
     rows: Any = [[0, 1], [2, 3]]
-    schedule = Dealt(rows)
+    layout = ChunkLayout(rows)
     rows[0][1] = 2
-    assert schedule == Dealt(((0, 1), (2, 3)))
+    assert layout == ChunkLayout(((0, 1), (2, 3)))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -40,8 +40,8 @@ def _as_it_says(error: str) -> tuple[int, tuple[int, ...]]:
     return int(said[1]), tuple(int(n) for n in said[2].split(","))
 
 
-def _padded(_: int, name: str, schedule: Any, length: int) -> None:
-    cp = ContextParallel(schedule=schedule)
+def _padded(_: int, name: str, layout: Any, length: int) -> None:
+    cp = ContextParallel(layout=layout)
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(_qkv(length)[0])
     to, documents = _as_it_says(str(error.value))
@@ -49,7 +49,7 @@ def _padded(_: int, name: str, schedule: Any, length: int) -> None:
     shards = [cp.shard(pad(x, (0, 0, 0, 0, 0, to - length))) for x in leaves]
     out = cp.unshard(cp.attention(*shards, cu_seqlens=documents, **OPTIONS[name]))[:, :length]
     out.square().sum().backward()
-    alone = ContextParallel(_single(), schedule="plain")
+    alone = ContextParallel(_single(), layout="contiguous")
     whole = alone.attention(*expected, **OPTIONS[name])
     whole.square().sum().backward()
     torch.testing.assert_close(out, whole)
@@ -65,12 +65,14 @@ def _single() -> Any:
     return groups[rank]
 
 
-@pytest.mark.parametrize(("schedule", "length"), [("zigzag", 17), ("plain", 19), ("striped", 23)])
+@pytest.mark.parametrize(
+    ("layout", "length"), [("zigzag", 17), ("contiguous", 19), ("striped", 23)]
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_the_error_says_is_exact(
-    name: str, schedule: str, length: int, pool: LocalRanks
+    name: str, layout: str, length: int, pool: LocalRanks
 ) -> None:
-    pool.run(_padded, name, schedule, length)
+    pool.run(_padded, name, layout, length)
 
 
 def test_a_length_of_nothing_is_no_advice() -> None:

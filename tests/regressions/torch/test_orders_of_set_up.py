@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Mask, deal
+from ring_core import Mask, balance_chunks
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -106,18 +106,18 @@ def _inference_first(_: int, __: str) -> list[bool]:
 
 
 def _two_objects(_: int, __: str) -> list[bool]:
-    one, other = ContextParallel(), ContextParallel(schedule="striped")
+    one, other = ContextParallel(), ContextParallel(layout="striped")
     group = ContextParallel(_pair())
     return [_is_exact(x) for x in (one, other, group, other, one, group)]
 
 
-def _dealt_first(rank: int, folder: str) -> list[bool]:
+def _chunks_first(rank: int, folder: str) -> list[bool]:
 
     _destroy()
-    schedule = deal(Mask(causal=True), seq_len=T, cp_size=2)
-    cp = ContextParallel(schedule=schedule)
-    _init(folder, "dealt", rank, 2)
-    wrong = ContextParallel(schedule=deal(Mask(causal=True), seq_len=T, cp_size=2))
+    layout = balance_chunks(Mask(causal=True), seq_len=T, cp_size=2)
+    cp = ContextParallel(layout=layout)
+    _init(folder, "chunks", rank, 2)
+    wrong = ContextParallel(layout=balance_chunks(Mask(causal=True), seq_len=T, cp_size=2))
     _destroy()
     return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
 
@@ -144,7 +144,7 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     "order",
     [
         _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
-        _dealt_first, _compiled_first,
+        _chunks_first, _compiled_first,
     ],
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
-from ring_torch.prepare import describe_transport
+from ring_torch.prepare import describe_strategy
 from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts
@@ -38,10 +41,15 @@ def test_gpus_are_told_apart_by_what_they_are(
     assert word is None or word in reasons[0]
 
 
-def test_explain_says_why_keys_are_not_pulled() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, schedule="striped")
-    said = describe_transport("p2p", Ranks(None, 0, 4), plan, torch.device("cpu"), (32, 16, 2))
-    assert said.startswith("transport p2p\n  not pull: schedule 'striped' deals tokens")
+def test_explain_says_why_keys_are_not_gathered() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="striped")
+    call: Any = SimpleNamespace(
+        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy="ring",
+        transport="p2p",
+    )  # fmt: skip
+    said = describe_strategy(call, (32, 16, 2))
+    reason = "layout 'striped' assigns tokens one by one"
+    assert said.startswith(f"strategy ring, transport p2p\n  not gather over symm_mem: {reason}")
     assert "need CUDA tensors and a nccl group" in said
     x = torch.zeros(1, 8, 1, 8)
     assert "one rank: nothing travels" in ContextParallel().explain(x, x, x)

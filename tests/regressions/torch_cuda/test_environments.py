@@ -20,6 +20,10 @@ from ring_torch.local import LocalRanks
 RANKS = 2
 HEADS, DIM = 4, 64
 LENGTHS = {"short": 512, "long": 98_304}  # of all ranks: keys of the long one are above 64 MiB
+MOVES: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring"}, "symm_mem": {"transport": "symm_mem"},
+    "messages": {"strategy": "gather", "transport": "p2p"},
+}  # fmt: skip
 CLOSE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 
 
@@ -64,42 +68,42 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
         torch.testing.assert_close(x.float(), y.float(), **CLOSE)
 
 
-def _inference_first(rank: int, length: int, transport: str) -> None:
+def _inference_first(rank: int, length: int, move: Any) -> None:
     device = torch.device("cuda", rank)
     cp = ContextParallel(_new_group())  # without memory of its own yet
     with torch.inference_mode():
         shards = [cp.shard(x) for x in _whole(length, device)[:3]]
-        cp.attention(*shards, causal=True, transport=transport)
-    _check(cp, length, device, transport=transport)
+        cp.attention(*shards, causal=True, **move)
+    _check(cp, length, device, **move)
     with torch.inference_mode():
-        cp.attention(*shards, causal=True, transport=transport)
-    _check(cp, length, device, transport=transport)
+        cp.attention(*shards, causal=True, **move)
+    _check(cp, length, device, **move)
 
 
-@pytest.mark.parametrize("transport", ["auto", "p2p", "pull", "gather"])
+@pytest.mark.parametrize("move", [{}, *MOVES.values()], ids=["auto", *MOVES])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_inference_before_training(pool: LocalRanks, length: str, transport: str) -> None:
-    pool.run(_inference_first, LENGTHS[length], transport)
+def test_inference_before_training(pool: LocalRanks, length: str, move: Any) -> None:
+    pool.run(_inference_first, LENGTHS[length], move)
 
 
-def _elsewhere(rank: int, length: int, transport: str, kernel: str) -> None:
+def _elsewhere(rank: int, length: int, move: Any, kernel: str) -> None:
     mine = torch.device("cuda", rank)
     cp = ContextParallel(_new_group())
     torch.cuda.set_device(1 - rank)
     try:
-        _check(cp, length, mine, transport=transport, kernel=kernel)
+        _check(cp, length, mine, **move, kernel=kernel)
         assert torch.cuda.current_device() == 1 - rank
     finally:
         torch.cuda.set_device(rank)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
-@pytest.mark.parametrize("transport", ["p2p", "pull", "gather"])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_current_device_is_another(
-    pool: LocalRanks, length: str, transport: str, kernel: str
+    pool: LocalRanks, length: str, move: Any, kernel: str
 ) -> None:
-    pool.run(_elsewhere, LENGTHS[length], transport, kernel)
+    pool.run(_elsewhere, LENGTHS[length], move, kernel)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -165,7 +169,7 @@ def test_every_rank_sees_one_gpu(
     found = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
     for rank in range(RANKS):
         if overlapping == "1":
-            assert "transport pull" in found[rank], found[rank]
+            assert "transport symm_mem" in found[rank], found[rank]
         else:
             assert "transport p2p" in found[rank], found[rank]
             assert "ALLOW_OVERLAPPING_DEVICES" in found[rank]

@@ -48,7 +48,7 @@ def _fails(rank: int, folder: str, where: str, length: int, transport: str) -> l
     return said
 
 
-@pytest.mark.parametrize("transport", ["p2p", "pull"])
+@pytest.mark.parametrize("transport", ["p2p", "symm_mem"])
 @pytest.mark.parametrize("length", [256, 49_152])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_its_words_are_logged(tmp_path: Path, where: str, length: int, transport: str) -> None:

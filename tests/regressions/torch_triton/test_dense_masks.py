@@ -43,8 +43,8 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return ((scores - lse.masked_fill(lse == -torch.inf, 0)).exp() @ v).transpose(1, 2)
 
 
-def _compared(_: int, shape: tuple[int, ...], schedule: Any, options: dict[str, Any]) -> None:
-    cp = ContextParallel(schedule=schedule)
+def _compared(_: int, shape: tuple[int, ...], layout: Any, options: dict[str, Any]) -> None:
+    cp = ContextParallel(layout=layout)
     qkv, mask = _given(shape)
     at = torch.arange(T)
     q, k, v = (x.requires_grad_() for x in qkv)
@@ -65,23 +65,23 @@ def _compared(_: int, shape: tuple[int, ...], schedule: Any, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "options"),
+    ("shape", "layout", "options"),
     [
         ((T, T), "zigzag", {"causal": True}),
         ((2, 1, T, T), "striped", {}),
-        ((1, HEADS, T, T), "balanced", {"causal": True}),
-        ((2, HEADS, T, T), "plain", {"transport": "gather"}),
+        ((1, HEADS, T, T), "contiguous", {"causal": True, "strategy": "balanced"}),
+        ((2, HEADS, T, T), "contiguous", {"strategy": "gather"}),
     ],
 )
 def test_a_dense_mask_is_exact(
-    shape: tuple[int, ...], schedule: Any, options: dict[str, Any], pool: LocalRanks
+    shape: tuple[int, ...], layout: Any, options: dict[str, Any], pool: LocalRanks
 ) -> None:
-    pool.run(_compared, shape, schedule, options)
+    pool.run(_compared, shape, layout, options)
 
 
-def _visited(_: int, schedule: Any) -> tuple[int, int]:
+def _visited(_: int, layout: Any) -> tuple[int, int]:
     """The blocks that all launches of the forward visit, and those that hold something."""
-    cp, found = ContextParallel(schedule=schedule), list[int]()
+    cp, found = ContextParallel(layout=layout), list[int]()
     qkv, mask = _given((2, 1, T, T))
 
     def counting(*args: Any) -> Any:
@@ -102,11 +102,11 @@ def _visited(_: int, schedule: Any) -> tuple[int, int]:
     return sum(found), live
 
 
-@pytest.mark.parametrize("schedule", ["plain", "zigzag", "striped"])
-def test_hidden_blocks_are_on_no_list(schedule: Any, pool: LocalRanks) -> None:
-    for visited, live in pool.run(_visited, schedule):
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_hidden_blocks_are_on_no_list(layout: Any, pool: LocalRanks) -> None:
+    for visited, live in pool.run(_visited, layout):
         assert visited == live
-        assert live < 2 * (T // 2 // BLOCK) * (T // BLOCK) or schedule == "striped"
+        assert live < 2 * (T // 2 // BLOCK) * (T // BLOCK) or layout == "striped"
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 7)])

@@ -2,7 +2,7 @@
 
 The model is a lockstep ring: every stage of the step program takes as long as its slowest rank's
 kernels or the messages that travel meanwhile, whichever is longer. It knows nothing of launches,
-merges or small blocks, on which kernels run slower, so it is a bound to compare schedules by and no
+merges or small blocks, on which kernels run slower, so it is a bound to compare layouts by and no
 forecast of a benchmark.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``D`` head dim of Q and K, ``Dv`` of
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core.base.arguments import check_rate, check_record, check_size, check_text
-from ring_core.choose.balance import COMPARED, schedule_for
-from ring_core.layouts.layout import Layout, layout_of
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
+from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.ring import HELP_PIECES, Stage
@@ -224,25 +224,24 @@ def compare(
     cp_size: int,
     model: Model,
     hardware: Hardware,
-    schedules: Sequence[str] = COMPARED,
+    layouts: Sequence[str] = ALL_LAYOUTS,
     kv_seq_len: int | None = None,
     backward: bool = True,
 ) -> dict[str, Cost | str]:
-    """The cost of every schedule, or, where one cannot be had, the text that says so.
+    """The cost of a ring over each layout, or, where one cannot be had, the text that says so.
 
-    ``dealt`` stands for what :func:`ring_core.deal` makes for this mask.
+    Keys are a layout and a strategy, as ``zigzag/ring``; ``contiguous`` has ``balanced``, too.
+    ``chunks`` stands for what :func:`ring_core.balance_chunks` makes for this mask.
 
     Raises:
-        ValueError: What no schedule could plan, e.g. ``cu_seqlens`` that end elsewhere.
+        ValueError: What no layout could plan, e.g. ``cu_seqlens`` that end elsewhere.
     """
     check_record("mask", mask, Mask)
-    if not isinstance(schedules, list | tuple):
-        raise ValueError(f"schedules must be a list of names, got {schedules!r}")
-    for schedule in schedules:
-        if schedule not in COMPARED:
-            raise ValueError(
-                f"schedules: unknown schedule {schedule!r}; known: {', '.join(COMPARED)}"
-            )
+    if not isinstance(layouts, list | tuple):
+        raise ValueError(f"layouts must be a list of names, got {layouts!r}")
+    for name in layouts:
+        if name not in ALL_LAYOUTS:
+            raise ValueError(f"layouts: unknown layout {name!r}; known: {', '.join(ALL_LAYOUTS)}")
     cp_size, seq_len = check_size("cp_size", cp_size), check_size("seq_len", seq_len)
     keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
     for name, value, kind in (
@@ -251,20 +250,20 @@ def compare(
         check_record(name, value, kind)
     check_documents(mask, seq_len, keys)
     costs: dict[str, Cost | str] = {}
-    for name in schedules:
+    for name, strategy in pairs_of(layouts):
+        pair = f"{name}/{strategy}"
         try:
-            schedule = schedule_for(
-                name, mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len
-            )
+            layout = layout_for(name, mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len)
             for length in (seq_len, keys):
-                Layout(layout_of(schedule), length, cp_size)
+                Layout(layout, length, cp_size)
         except ValueError as error:
-            costs[name] = str(error)
+            costs[pair] = str(error)
             continue
         plan = make_plan(
-            mask, seq_len=seq_len, cp_size=cp_size, schedule=schedule, kv_seq_len=kv_seq_len
-        )
-        costs[name] = estimate(plan, model, hardware, backward=backward)
+            mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy,
+            kv_seq_len=kv_seq_len,
+        )  # fmt: skip
+        costs[pair] = estimate(plan, model, hardware, backward=backward)
     return costs
 
 

@@ -144,7 +144,7 @@ def _refused_steps(local: LocalShape, plan: Plan) -> Iterator[str]:
     parts = [of_step(plan, n) for n, x in enumerate(plan.steps) if not (gathers and x.shift)]
     parts += [others] if others is not None else []
     if any(part.helpers for part in parts):
-        yield "has no ranks that help each other (schedule 'balanced')"
+        yield "has no ranks that help each other (strategy 'balanced')"
         return
     items = [part.items for part in parts]
     tiles = [Tile.of(item) for some in items for item in some or ()]

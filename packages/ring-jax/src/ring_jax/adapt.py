@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import Layout, Mask, UnsupportedError, layout_of
+from ring_core import Layout, Mask, UnsupportedError
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
 from ring_jax.kernels import kernel_names
@@ -80,8 +80,8 @@ class Bound:
         if self.context is not None:
             return self.context.positions(length)
         axis = self.options["axis_name"]
-        size, schedule = axis_size(axis), self.options.get("schedule", "plain")
-        layout = Layout(layout_of(schedule), length * size, size)
+        size, name = axis_size(axis), self.options.get("layout", "contiguous")
+        layout = Layout(name, length * size, size)
         return local_positions(layout, jnp.int32(0) if axis is None else lax.axis_index(axis))
 
 

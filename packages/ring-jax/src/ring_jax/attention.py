@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ring_core import KernelConfig, Mask, Schedule
+from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig
 from ring_jax.autodiff import attend
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
@@ -28,25 +28,27 @@ class RingAttention:
 
     @overload
     def __call__(
-        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
+        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
         causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
         cu_seqlens: Sequence[int] | None = ...,
         segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ..., transport: str = ...,
+        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ...,
+        strategy: str | StrategyConfig = ..., transport: str = ...,
     ) -> Array: ...  # fmt: skip
     @overload
     def __call__(
-        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, schedule: Schedule = ...,
+        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
         causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
         cu_seqlens: Sequence[int] | None = ...,
         segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-        kernel: str | KernelConfig = ..., transport: str = ...,
+        kernel: str | KernelConfig = ...,
+        strategy: str | StrategyConfig = ..., transport: str = ...,
     ) -> tuple[Array, Array]: ...  # fmt: skip
     def __call__(
         self,
@@ -55,7 +57,7 @@ class RingAttention:
         v: Array,
         *,
         axis_name: Hashable | None,
-        schedule: Schedule = "plain",
+        layout: LayoutSpec = "contiguous",
         causal: bool = False,
         window: Window | None = None,
         chunk_size: int | None = None,
@@ -72,15 +74,15 @@ class RingAttention:
         deterministic: bool = False,
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> Array | tuple[Array, Array]:
         """Exact attention over a sequence whose shards lie along a mesh axis.
 
-        Called inside ``jax.shard_map`` with this device's shards, in the order the ``schedule``
-        lays tokens out (``plain`` and ``balanced``: contiguous); returns this device's slice of the
-        answer of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``. Works under
-        ``jit``, ``grad``, ``vmap``, ``scan`` and ``checkpoint``; arrays may be traced, all else is
-        static.
+        Called inside ``jax.shard_map`` with this device's shards, whose tokens are those of the
+        ``layout``; returns this device's slice of the answer of dense attention,
+        ``softmax(softmax_scale * q @ k.T + ...) @ v``. Works under ``jit``, ``grad``, ``vmap``,
+        ``scan`` and ``checkpoint``; arrays may be traced, all else is static.
 
         Args:
             q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
@@ -88,10 +90,9 @@ class RingAttention:
                 (H // K)``.
             v: ``[B, T_kv_local, K, Dv]``.
             axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
-            schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even;
-                data is in that order), ``balanced`` (causal work is even; data is in natural
-                order), or what :func:`ring_core.deal` returns (the work of a mask is even; data is
-                in that order).
+            layout: Which device holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in
+                which causal work is even; or what :func:`ring_core.balance_chunks` returns, in
+                which the work of a mask is even.
             causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys
                 than queries, positions are ``i + T_kv - T_q``.
             window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
@@ -116,7 +117,7 @@ class RingAttention:
                 columns for all keys in natural order; has a gradient; ``-inf`` masks.
             alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
             dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed``
-                and global indices alone, not on ring size, schedule or kernel. Batch rows and heads
+                and global indices alone, not on ring size, layout or kernel. Batch rows and heads
                 count from 0 on this device; ``ContextParallel`` counts them over the mesh,
                 and inside ``shard_map`` a data-parallel rank goes into the seed.
             dropout_seed: An integer in ``[0, 2**64)``, numpy's too, an integer scalar, or uint32
@@ -126,9 +127,12 @@ class RingAttention:
             return_lse: Return ``lse`` too.
             kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
                 back.
-            transport: How keys travel: ``ppermute``, round the ring, in steps; ``gather``, those of
-                all devices to each at once, beside the own block, then one kernel over all of them:
-                fewer merges, more memory. ``auto`` is ``ppermute``.
+            strategy: ``ring``: K/V shards go from device to device, a step at a time. ``balanced``:
+                a ring over contiguous shards whose idle devices compute for busy ones, so that
+                causal work is even. ``gather``: all K/V shards go to each device, beside the own
+                block, then one kernel over all of them: fewer merges, more memory. Or a
+                :class:`ring_core.StrategyConfig`. ``auto`` is ``ring``.
+            transport: How bytes move: ``xla``, by XLA's collectives. ``auto`` is ``xla``.
 
         Returns:
             ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
@@ -143,11 +147,12 @@ class RingAttention:
         near-infinite context", arXiv 2310.01889.
         """
         static, inputs, _ = check_call(
-            self.kernels, axis_name, schedule, axis_size(axis_name), q, k, v, causal=causal,
+            self.kernels, axis_name, layout, axis_size(axis_name), q, k, v, causal=causal,
             window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
             mask=mask, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
             alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            deterministic=deterministic, return_lse=return_lse, kernel=kernel, transport=transport,
+            deterministic=deterministic, return_lse=return_lse, kernel=kernel, strategy=strategy,
+            transport=transport,
         )  # fmt: skip
         inputs = prepared(static, inputs)
         run = partial(attend, static)

@@ -53,7 +53,7 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the ring and add the sinks."""
-    forward = gathered_forward if static.transport == "gather" else run_forward
+    forward = gathered_forward if static.strategy == "gather" else run_forward
     result, last = forward(static, inputs)
     if inputs.sinks is not None:
         result = _add_sinks(result, inputs.sinks)
@@ -73,7 +73,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(heads_first(dout), saved.lse, delta, heads_first(saved.out))
-    backward = gathered_backward if static.transport == "gather" else run_backward
+    backward = gathered_backward if static.strategy == "gather" else run_backward
     grads = backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))

@@ -12,7 +12,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from ring_core import KernelConfig, Layout, Mask, Schedule, checks, divisor_of, layout_of, viz
+from ring_core import (
+    KernelConfig,
+    Layout,
+    LayoutSpec,
+    Mask,
+    StrategyConfig,
+    checks,
+    divisor_of,
+    viz,
+)
 from ring_jax.attention import Array, Window
 from ring_jax.autodiff import attend
 from ring_jax.dense_mask import split_mask
@@ -43,11 +52,11 @@ class ContextParallel:
             that is not named, they stay so on explicit axes and with the kernel ``xla``; other
             kernels need its name, or auto axes make a copy for each device.
         head_axis: The same of heads; it must divide the K/V heads.
-        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
-            :func:`ring_core.deal` returns; it decides the layout.
+        layout: ``zigzag`` (default), ``striped``, ``contiguous`` or what
+            :func:`ring_core.balance_chunks` returns: which device holds which tokens.
 
     Raises:
-        ValueError: No such axis or schedule, a schedule dealt to another number of devices, or a
+        ValueError: No such axis or layout, chunks for another number of devices, or a
             mesh that mixes explicit axes with others.
 
     Example::
@@ -65,7 +74,7 @@ class ContextParallel:
         axis_name: str,
         batch_axis: Axes = None,
         head_axis: Axes = None,
-        schedule: Schedule = "zigzag",
+        layout: LayoutSpec = "zigzag",
     ) -> None:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -74,8 +83,8 @@ class ContextParallel:
         self.axis_name = axis_name
         self.batch_axis = batch_axis
         self.head_axis = head_axis
-        self.schedule: Schedule = schedule
-        divisor_of(schedule, self.cp_size)  # refuses what these devices cannot run
+        self.layout_name: LayoutSpec = layout
+        divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
     @property
     def cp_size(self) -> int:
@@ -86,16 +95,16 @@ class ContextParallel:
         """Which device holds which of ``seq_len`` tokens.
 
         Raises:
-            ValueError: The schedule cannot divide this length; the message names the length to pad
+            ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
         """
-        return Layout(layout_of(self.schedule), seq_len, self.cp_size)
+        return Layout(self.layout_name, seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
         """An array in natural order, put in layout order and split along the axis.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
         _check_dim(x, dim)
         return self._lay(x, self._order(x.shape[dim]), dim, whole=False)
@@ -104,7 +113,7 @@ class ContextParallel:
         """The array in natural order again, no longer split along the axis.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
         _check_dim(x, dim)
         order = self._order(x.shape[dim])
@@ -123,7 +132,8 @@ class ContextParallel:
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ..., transport: str = ...,
+        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ...,
+        strategy: str | StrategyConfig = ..., transport: str = ...,
     ) -> Array: ...  # fmt: skip
     @overload
     def attention(
@@ -133,7 +143,8 @@ class ContextParallel:
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
         bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
         dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[True], kernel: str | KernelConfig = ..., transport: str = ...,
+        return_lse: Literal[True], kernel: str | KernelConfig = ...,
+        strategy: str | StrategyConfig = ..., transport: str = ...,
     ) -> tuple[Array, Array]: ...  # fmt: skip
     def attention(
         self,
@@ -157,6 +168,7 @@ class ContextParallel:
         deterministic: bool = False,
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> Array | tuple[Array, Array]:
         """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
@@ -167,12 +179,13 @@ class ContextParallel:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         static, inputs, _ = check_call(
-            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v,
             whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
             cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
             softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
+            kernel=kernel, strategy=strategy, transport=transport,
+            mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
@@ -202,6 +215,7 @@ class ContextParallel:
         deterministic: bool = False,
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> str:
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
@@ -211,14 +225,15 @@ class ContextParallel:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         static, _, choice = check_call(
-            self.kernels, self.axis_name, self.schedule, self.cp_size, q, k, v,
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v,
             whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
             cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
             softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, transport=transport, mask_parts=self._parts(mask, batch, heads),
+            kernel=kernel, strategy=strategy, transport=transport,
+            mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
-        return f"{choice.describe()}\ntransport {static.transport}\n{viz.describe(static.plan, pictures=False)}"
+        return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.plan, pictures=False)}"
 
     def _whole(self, q: Array, k: Array) -> Whole:
         """What tells what a device holds of a call."""

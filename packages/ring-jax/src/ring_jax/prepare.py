@@ -13,14 +13,17 @@ from jax.sharding import AbstractMesh
 
 from ring_core import (
     KernelConfig,
+    LayoutSpec,
     Mask,
     Plan,
     Request,
-    Schedule,
+    StrategyConfig,
+    StrategyName,
     UnsupportedError,
     checks,
     make_plan,
 )
+from ring_core.base.strategy import strategy_config
 from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.rank_view import of_others
@@ -47,7 +50,7 @@ class Whole(NamedTuple):
 def check_call(
     kernels: Sequence[Kernel],
     axis_name: Hashable | None,
-    schedule: Schedule,
+    layout: LayoutSpec,
     cp_size: int,
     q: Array,
     k: Array,
@@ -69,6 +72,7 @@ def check_call(
     deterministic: bool,
     return_lse: bool,
     kernel: str | KernelConfig,
+    strategy: str | StrategyConfig,
     transport: str,
     whole: Whole | None = None,
     mask_parts: int = 1,
@@ -98,15 +102,17 @@ def check_call(
     rule = checks.check_mask(
         rule, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
+    named = strategy_config(strategy).name
+    checks.check_choice("transport", transport, TRANSPORTS)
     plan = make_plan(
-        rule, seq_len=sizes.q_len * shards, cp_size=cp_size, schedule=schedule,
-        kv_seq_len=sizes.k_len * shards,
+        rule, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout,
+        strategy="balanced" if named == "balanced" else "ring", kv_seq_len=sizes.k_len * shards,
     )  # fmt: skip
     scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
     checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         checks.check_flag(name, flag)
-    way = choose_transport(transport, plan)
+    way = choose_strategy(named, plan)
     q_ids, k_ids = check_others(
         sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
@@ -149,7 +155,7 @@ def device_kind(x: Array, *meshes: AbstractMesh) -> str:
 
 
 def _local_shape(
-    x: Inputs, plan: Plan, transport: str, whole: Whole | None, *, has_dropout: bool
+    x: Inputs, plan: Plan, strategy: StrategyName, whole: Whole | None, *, has_dropout: bool
 ) -> LocalShape:
     """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
@@ -157,16 +163,16 @@ def _local_shape(
     parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
     return LocalShape(
         x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
-        _keys_at_once(plan, transport), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
+        _keys_at_once(plan, strategy), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
         x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
         str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
     )  # fmt: skip
 
 
-def _keys_at_once(plan: Plan, transport: str) -> tuple[int, ...]:
+def _keys_at_once(plan: Plan, strategy: StrategyName) -> tuple[int, ...]:
     """How many keys a kernel is given: a rank's, or also those of all ranks together."""
     own = plan.k_layout.local_len
-    gathers = transport == "gather" and any(step.shift for step in plan.steps)
+    gathers = strategy == "gather" and any(step.shift for step in plan.steps)
     return (own, own * plan.cp_size) if gathers else (own,)
 
 
@@ -300,39 +306,39 @@ def described_as(name: str, x: object) -> checks.Tensor:
     return checks.Tensor(tuple(x.shape), str(x.dtype), DEVICE)
 
 
-#: ``ppermute``: round the ring, in steps. ``gather``: all of them to every device, at once.
-TRANSPORTS = ("auto", "ppermute", "gather")
+#: ``xla``: XLA's collectives.
+TRANSPORTS = ("auto", "xla")
 
 
-def choose_transport(transport: str, plan: Plan) -> str:
-    """The transport a call named; ``auto`` goes round the ring.
+def choose_strategy(strategy: str, plan: Plan) -> StrategyName:
+    """The strategy a call named; ``auto`` goes round the ring.
 
     Raises:
-        ValueError: No such transport.
         UnsupportedError: The one named cannot do this call.
     """
-    checks.check_choice("transport", transport, TRANSPORTS)
-    if transport != "gather":
-        return "ppermute"
+    if strategy == "balanced":
+        return "balanced"
+    if strategy != "gather":
+        return "ring"
     if reasons := _refusals(plan):
         raise UnsupportedError(
-            f"transport 'gather': {'; '.join(reasons)}. Instead: use transport='ppermute' or 'auto'"
+            f"strategy 'gather': {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
         )
-    return transport
+    return "gather"
 
 
 def _refusals(plan: Plan) -> list[str]:
     """Why keys cannot be gathered."""
     reasons = []
     if any(step.helps != "none" for step in plan.steps):
-        reasons.append(f"schedule {plan.schedule!r} moves queries to where the keys are")
+        reasons.append("strategy 'balanced' moves queries to where the keys are")
     if plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")
         return reasons
     others = of_others(plan)
     if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
         reasons.append(
-            f"packed documents and chunks have to lie in natural order, and schedule "
-            f"{plan.schedule!r} deals tokens out otherwise (schedule='plain' does not)"
+            f"packed documents and chunks have to lie in natural order, and in layout "
+            f"{plan.k_layout.name!r} they do not (in 'contiguous' they do)"
         )
     return reasons

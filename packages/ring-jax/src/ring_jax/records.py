@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Plan
+from ring_core import Capabilities, KernelConfig, Plan, StrategyName
 
 Array = jax.Array
 Pass = Literal["forward", "backward"]
@@ -175,7 +175,7 @@ class Static:
     config: KernelConfig
     dtype: str
     head_dim: int
-    transport: str = "ppermute"
+    strategy: StrategyName = "ring"
     fresh: bool = False
     last: bool = False
     rectangles: tuple[Rectangle, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ring_core import KernelConfig, Mask, Schedule, UnsupportedError
+from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError
 from ring_torch.autograd import RingAttention
 from ring_torch.call import Options
 from ring_torch.comm.ranks import Group, ranks_of
@@ -22,7 +22,7 @@ Window = tuple[int | None, int | None]
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
     causal: bool = ...,
     window: Window | None = ..., chunk_size: int | None = ...,
     cu_seqlens: Sequence[int] | None = ...,
@@ -30,11 +30,12 @@ def ring_attention(
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
-    kernel: str | KernelConfig = ..., transport: str = ...,
+    kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
+    transport: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., schedule: Schedule = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
     causal: bool = ...,
     window: Window | None = ..., chunk_size: int | None = ...,
     cu_seqlens: Sequence[int] | None = ...,
@@ -42,7 +43,8 @@ def ring_attention(
     softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
     bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-    kernel: str | KernelConfig = ..., transport: str = ...,
+    kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
+    transport: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_attention(
     q: Tensor,
@@ -50,7 +52,7 @@ def ring_attention(
     v: Tensor,
     *,
     group: Group = None,
-    schedule: Schedule = "plain",
+    layout: LayoutSpec = "contiguous",
     causal: bool = False,
     window: Window | None = None,
     chunk_size: int | None = None,
@@ -67,13 +69,14 @@ def ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | KernelConfig = "auto",
+    strategy: str | StrategyConfig = "auto",
     transport: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose shards lie on the ranks of a group.
 
-    Every rank calls it with its own shards, in the order the ``schedule`` lays tokens out
-    (``plain`` and ``balanced``: contiguous), and gets its own slice of the answer of dense
-    attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``, forward and backward.
+    Every rank calls it with its own shards, whose tokens are those of the ``layout``, and gets its
+    own slice of the answer of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``,
+    forward and backward.
 
     Args:
         q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64. Under autocast q, k and v
@@ -83,9 +86,9 @@ def ring_attention(
         v: ``[B, T_kv_local, K, Dv]``.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
-        schedule: ``plain`` (the classic ring), ``zigzag`` or ``striped`` (causal work is even; data
-            is in that order), ``balanced`` (causal work is even; data is in natural order), or what
-            :func:`ring_core.deal` returns (the work of a mask is even; data is in that order).
+        layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
+            causal work is even; or what :func:`ring_core.balance_chunks` returns, in which the work
+            of a mask is even.
         causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
             queries, positions are ``i + T_kv - T_q``.
         window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
@@ -107,7 +110,7 @@ def ring_attention(
             columns for all keys in natural order; has a gradient; ``-inf`` masks.
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
         dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
-            global indices alone, not on ring size, schedule or kernel.
+            global indices alone, not on ring size, layout, strategy or kernel.
         dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
         deterministic: Only use kernels whose backward repeats bit for bit. As if set under
             ``torch.use_deterministic_algorithms(True)``, unless that only warns.
@@ -115,10 +118,14 @@ def ring_attention(
             than the forward; over gathered keys it gets one on all ranks, or on none.
         kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
             :class:`KernelConfig`. A kernel that is named never falls back.
-        transport: How keys travel: ``p2p``, round the ring in messages of ``torch.distributed``;
-            ``gather``, all that a rank needs at once, in messages; ``pull``, the same copied out of
-            the peers' memory (GPUs of one host). ``auto`` is ``pull`` where that is possible and
-            takes at most three times a ring's memory, else ``p2p``.
+        strategy: ``ring``: K/V shards go from rank to rank, a step at a time. ``balanced``: a ring
+            over contiguous shards whose idle ranks compute for busy ones, so that causal work is
+            even. ``gather``: a rank fetches all the K/V shards that its queries see. Or a
+            :class:`ring_core.StrategyConfig`. ``auto`` is ``gather`` where the transport can be
+            ``symm_mem`` and that takes at most three times a ring's memory, else ``ring``.
+        transport: How bytes move: ``p2p``, messages of ``torch.distributed``; ``symm_mem``, copies
+            out of the peers' memory (GPUs of one host, ``gather`` alone). ``auto`` is ``symm_mem``
+            where that is possible.
 
     Returns:
         ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
@@ -135,10 +142,10 @@ def ring_attention(
     context", arXiv 2310.01889.
     """
     return attend(
-        group, schedule, q, k, v,
+        group, layout, q, k, v,
         Options(
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-            dropout_seed, deterministic, return_lse, kernel, transport,
+            dropout_seed, deterministic, return_lse, kernel, strategy, transport,
         ),
         segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
@@ -146,7 +153,7 @@ def ring_attention(
 
 def attend(
     group: Group,
-    schedule: Schedule,
+    layout: LayoutSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -172,7 +179,7 @@ def attend(
         plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
         run = attend_in_graph if plain else _run_outside
     out, lse = run(
-        group, schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
+        group, layout, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse) if options.return_lse else out
@@ -186,7 +193,7 @@ def _size_of(group: Group) -> int:
 
 def _run(
     group: Group,
-    schedule: Schedule,
+    layout: LayoutSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -201,7 +208,7 @@ def _run(
     _check_transforms()
     ring = ranks_of(group)
     call, inputs = check_call(
-        ring, ring.next_call(), schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+        ring, ring.next_call(), layout, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
         bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)

@@ -79,7 +79,7 @@ def backward_pass(
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
     if dlse is not None:
-        call, kept = call.with_lse_grad(), kept if call.transport == "p2p" else []
+        call, kept = call.with_lse_grad(), kept if call.strategy != "gather" else []
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     check_graph(call.ring, call.backward_signature, header_device(call))
     with (
@@ -113,7 +113,7 @@ def _run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tenso
     """``(out, lse)``, sinks included, and keys that the backward starts from."""
     if (item := only_item(call, inputs)) is not None:
         return *single_forward(call, inputs, item), []
-    if call.transport == "p2p":
+    if call.strategy != "gather":
         out, lse, last = run_forward(call, inputs)
         kept = [] if last is None else [last]
     else:
@@ -130,7 +130,7 @@ def _run_backward(
 ) -> Grads:
     if (item := only_item(call, inputs)) is not None:
         return single_backward(call, inputs, upstream, item)
-    if call.transport == "p2p":
+    if call.strategy != "gather":
         return run_backward(call, inputs, upstream, kept[0] if kept else None)
     carrier = _carrier(call, inputs, call.backward_signature, call.groups.backward)
     return gathered_backward(call, inputs, upstream, carrier, kept)
@@ -139,7 +139,7 @@ def _run_backward(
 def _carrier(call: Call, inputs: Inputs, signature: CallSignature, groups: int) -> Carrier:
     """What moves keys in a pass whose ranks agree on what they are about to do."""
     keys = KVPayload.of(inputs, groups)
-    if call.transport == "pull":
+    if call.transport == "symm_mem":
         from ring_torch.transports.peer_copies import pulls
 
         return pulls(call, keys, groups, signature)

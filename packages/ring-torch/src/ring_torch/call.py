@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import KernelConfig, Mask, Plan
+from ring_core import KernelConfig, Mask, Plan, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
@@ -40,6 +40,7 @@ class Call(NamedTuple):
     device: torch.device
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
+    strategy: StrategyName
     transport: str
     groups: HeadGroups  # of heads, over gathered keys
     number: int  # of the calls on this group
@@ -61,7 +62,7 @@ class Call(NamedTuple):
         if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
             return self
         call = self.prepare_lse_grad()
-        if self.transport == "p2p":  # what is sent does not depend on kernels
+        if self.strategy != "gather":  # what is sent does not depend on kernels
             call = call._replace(backward_signature=self.backward_signature)
         params = replace(call.params, dropout_seed=self.seed)
         return call._replace(number=self.number, params=params)
@@ -102,6 +103,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     kernel: str | KernelConfig = "auto"
+    strategy: str | StrategyConfig = "auto"
     transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
 

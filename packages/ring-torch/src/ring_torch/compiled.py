@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ring_core import Dealt, KernelConfig, Mask, Schedule, gather_program
+from ring_core import (
+    ChunkLayout,
+    KernelConfig,
+    LayoutSpec,
+    Mask,
+    StrategyConfig,
+    gather_program,
+)
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Options
 from ring_torch.capture import owned
@@ -40,8 +47,9 @@ PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks")
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def static_text(
     group: Any,
-    schedule: Schedule,
+    layout: LayoutSpec,
     kernel: str | KernelConfig,
+    strategy: str | StrategyConfig,
     plain: tuple[Any, ...],
     grad: bool,
 ) -> str:
@@ -51,9 +59,10 @@ def static_text(
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
-        "schedule": schedule.chunks if isinstance(schedule, Dealt) else schedule,
+        "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
         "grad": grad,
         "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
+        "strategy": asdict(strategy) if isinstance(strategy, StrategyConfig) else strategy,
         **dict(zip(PLAIN, plain, strict=True)),
     }
     return json.dumps(facts)
@@ -94,9 +103,10 @@ class _Static(NamedTuple):
 
     group: str | None
     ranks: tuple[int, int]  # this one and how many, when the graph was traced
-    schedule: Schedule
+    layout: LayoutSpec
     grad: bool
     kernel: str | KernelConfig
+    strategy: str | StrategyConfig
     plain: dict[str, Any]
 
     @property
@@ -122,19 +132,22 @@ class _Static(NamedTuple):
             window=None if window == (None, None) else window, chunk_size=numbers.chunk_size,
             cu_seqlens=documents, mask=None, softmax_scale=numbers.softmax_scale,
             softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
-            kernel=self.kernel, **self.plain,
+            kernel=self.kernel, strategy=self.strategy, **self.plain,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
     facts: dict[str, Any] = json.loads(text)
-    schedule, kernel = facts["schedule"], facts["kernel"]
-    if isinstance(schedule, list):
-        schedule = Dealt(schedule)  # type: ignore[arg-type] # it makes tuples of lists
+    layout, kernel, strategy = facts["layout"], facts["kernel"], facts["strategy"]
+    if isinstance(layout, list):
+        layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
+    strategy = StrategyConfig(**strategy) if isinstance(strategy, dict) else strategy
     plain = {name: facts[name] for name in PLAIN}
-    return _Static(facts["group"], tuple(facts["ranks"]), schedule, facts["grad"], config, plain)
+    return _Static(
+        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy, plain
+    )
 
 
 def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
@@ -148,15 +161,15 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
 
     def checked(options: Options) -> tuple[Call, Inputs]:
         return check_call(
-            static.ring, number, static.schedule, inputs.q, inputs.k, inputs.v, options,
+            static.ring, number, static.layout, inputs.q, inputs.k, inputs.v, options,
             segment_ids=ids, sinks=inputs.sinks, bias=inputs.bias, alibi_slopes=inputs.slopes,
             grad=static.grad,
         )  # fmt: skip
 
     options = static.options(numbers)
-    if numbers.shape_the_plan and options.transport == "auto":
+    if numbers.shape_the_plan and "auto" in (options.strategy, options.transport):
         widest = checked(static.options(_widest(numbers)))[0]
-        options = options._replace(transport=widest.transport)
+        options = options._replace(strategy=widest.strategy, transport=widest.transport)
     return checked(options)
 
 
@@ -167,7 +180,7 @@ def _widest(numbers: Numbers) -> Numbers:
 
 def attend_in_graph(
     group: Any,
-    schedule: Schedule,
+    layout: LayoutSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,7 +204,7 @@ def attend_in_graph(
     )
     causal, numbers = _numbers(options)
     given = (options.deterministic, options.return_lse, options.transport, options.bias_masks)
-    text = static_text(group, schedule, options.kernel, (causal, *given), grad)
+    text = static_text(group, layout, options.kernel, options.strategy, (causal, *given), grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
 
@@ -242,7 +255,7 @@ def attention(
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     out, lse, kept = forward_pass(call, inputs)
-    if call.transport == "p2p":
+    if call.strategy != "gather":
         kept = kept or _kept_like(call, inputs, numbers)
     elif numbers.shape_the_plan:
         kept = []
@@ -273,7 +286,7 @@ def _attention_like(
 
 def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
     """Tensors like those that the forward leaves to the backward."""
-    if call.transport == "p2p":
+    if call.strategy != "gather":
         travels = call.ring.size > 1
         return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
     groups = call.groups.forward
@@ -301,7 +314,7 @@ def attention_backward(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
-    if call.transport == "p2p" and call.plan.num_steps == 1:
+    if call.strategy != "gather" and call.plan.num_steps == 1:
         kept = []  # nothing travelled
     grads = backward_pass(call, inputs, (out, lse), kept, (dout, dlse))
     return [owned(grad) for grad in grads if grad is not None]

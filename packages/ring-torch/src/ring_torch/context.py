@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ring_core import KernelConfig, Layout, Mask, Schedule, viz
+from ring_core import KernelConfig, Layout, LayoutSpec, Mask, StrategyConfig, viz
 from ring_torch.attention import Window, attend
 from ring_torch.call import Options
 from ring_torch.comm.ranks import Group
@@ -17,7 +17,7 @@ from ring_torch.dense_mask import with_dense_mask
 from ring_torch.gradients import reduce_gradients
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
-from ring_torch.prepare import check_call, describe_transport
+from ring_torch.prepare import check_call, describe_strategy
 from ring_torch.sharding import Sharding, check_group
 
 
@@ -27,11 +27,11 @@ class ContextParallel:
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when the object is first used.
-        schedule: ``zigzag`` (default), ``striped``, ``plain``, ``balanced`` or what
-            :func:`ring_core.deal` returns; it decides the layout.
+        layout: ``zigzag`` (default), ``striped``, ``contiguous`` or what
+            :func:`ring_core.balance_chunks` returns: which rank holds which tokens.
 
     Raises:
-        ValueError: No such schedule, or it is dealt to another number of ranks. Later, of every
+        ValueError: No such layout, or it has chunks for another number of ranks. Later, of every
             method: the group is gone, or the default group another than at the first use.
 
     Example::
@@ -42,8 +42,8 @@ class ContextParallel:
         full = cp.unshard(out, dim=1)
     """
 
-    def __init__(self, group: Group = None, schedule: Schedule = "zigzag") -> None:
-        self._sharding = Sharding(group, schedule)
+    def __init__(self, group: Group = None, layout: LayoutSpec = "zigzag") -> None:
+        self._sharding = Sharding(group, layout)
         self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
 
     @property
@@ -52,9 +52,9 @@ class ContextParallel:
         return self._sharding.group
 
     @property
-    def schedule(self) -> Schedule:
-        """As given."""
-        return self._sharding.schedule
+    def layout_name(self) -> LayoutSpec:
+        """The layout, as given."""
+        return self._sharding.layout_name
 
     @property
     def cp_size(self) -> int:
@@ -70,7 +70,7 @@ class ContextParallel:
         """Which rank holds which of ``seq_len`` tokens.
 
         Raises:
-            ValueError: The schedule cannot divide this length; the message names the length to pad
+            ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
         """
         return self._sharding.layout(seq_len)
@@ -79,7 +79,7 @@ class ContextParallel:
         """This rank's slice, contiguous, of a whole tensor that every rank holds.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the schedule cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
         return self._sharding.shard(x, dim=dim)
 
@@ -104,7 +104,7 @@ class ContextParallel:
         """This rank's part of the batch of a language model of transformers (``ring_torch.hf``).
 
         Every rank gives the same whole batch. Sequences are padded on the right to a length that
-        the schedule divides, and split.
+        the layout divides, and split.
 
         The model is checked the first time (:func:`ring_torch.hf.check_model`): one that would not
         compute what it does on whole sequences is refused. What wraps it (DDP, FSDP, PEFT,
@@ -162,7 +162,8 @@ class ContextParallel:
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
         bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
         dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
-        kernel: str | KernelConfig = ..., transport: str = ...,
+        kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
+        transport: str = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attention(
@@ -172,7 +173,8 @@ class ContextParallel:
         softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
         bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
         dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-        kernel: str | KernelConfig = ..., transport: str = ...,
+        kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
+        transport: str = ...,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def attention(
         self,
@@ -196,15 +198,16 @@ class ContextParallel:
         deterministic: bool = False,
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of this rank's shards: :func:`ring_attention` with this group and schedule."""
+        """Attention of this rank's shards: :func:`ring_attention` with this group and layout."""
         check_group(self._sharding)
         return attend(
-            self._sharding.group, self._sharding.schedule, q, k, v,
+            self._sharding.group, self._sharding.layout_name, q, k, v,
             Options(
                 causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-                dropout_seed, deterministic, return_lse, kernel, transport,
+                dropout_seed, deterministic, return_lse, kernel, strategy, transport,
             ),
             segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
@@ -231,6 +234,7 @@ class ContextParallel:
         deterministic: bool = False,
         return_lse: bool = False,
         kernel: str | KernelConfig = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> str:
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
@@ -240,18 +244,16 @@ class ContextParallel:
         """
         options = Options(
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-            dropout_seed, deterministic, return_lse, kernel, transport,
+            dropout_seed, deterministic, return_lse, kernel, strategy, transport,
         )  # fmt: skip
         if isinstance(mask, Tensor):
             options, bias = with_dense_mask(options, bias, q, k, self.cp_size)
         call, _ = check_call(
-            self._sharding.ring, 0, self.schedule, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
+            self._sharding.ring, 0, self.layout_name, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
             bias=bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
         widths = (
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip
-        way = describe_transport(
-            call.transport, self._sharding.ring, call.plan, call.device, widths
-        )
+        way = describe_strategy(call, widths)
         return f"{call.choice.describe()}\n{way}\n{viz.describe(call.plan, pictures=False)}"

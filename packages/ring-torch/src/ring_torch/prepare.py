@@ -13,18 +13,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import (
-    Dealt,
+    ChunkLayout,
     KernelConfig,
+    LayoutSpec,
     Mask,
     Plan,
     Request,
-    Schedule,
+    StrategyName,
     UnsupportedError,
     checks,
     gather_memory,
     gather_refusals,
     make_plan,
 )
+from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_torch.call import Call, Options
 from ring_torch.capture import is_capturing, on_device
@@ -40,7 +42,7 @@ _LONGEST = 48  # characters of numbers in a message
 def check_call(
     ring: Ranks,
     number: int,
-    schedule: Schedule,
+    layout: LayoutSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -85,7 +87,7 @@ def check_call(
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
     )
     types = tuple(map(type, options))
-    given = (ring, schedule, facts, options, types, (grad, bias_grad), number > 0)
+    given = (ring, layout, facts, options, types, (grad, bias_grad), number > 0)
     try:
         hash(given)
     except TypeError:
@@ -156,7 +158,7 @@ class Fact(NamedTuple):
 @lru_cache(maxsize=256)
 def _prepare(
     ring: Ranks,
-    schedule: Schedule,
+    layout: LayoutSpec,
     facts: tuple[Fact | None, ...],
     options: Options,
     types: tuple[type, ...],
@@ -175,9 +177,10 @@ def _prepare(
     if device.type == "meta":
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
     assert isinstance(options.mask, Mask)
+    named = strategy_config(options.strategy).name
     plan = make_plan(
-        options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, schedule=schedule,
-        kv_seq_len=sizes.k_len * ring.size,
+        options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
+        strategy="balanced" if named == "balanced" else "ring", kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
@@ -208,7 +211,9 @@ def _prepare(
         sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
         facts[0].dtype.itemsize,
     )  # fmt: skip
-    transport = choose_transport(options.transport, ring, plan, device, widths=widths, probe=probe)
+    strategy, transport = choose_strategy(
+        named, options.transport, ring, plan, device, widths=widths, probe=probe
+    )
     params = KernelParams(
         plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
@@ -220,15 +225,15 @@ def _prepare(
         strict=True,
     )
     fields = {
-        "schedule": str(schedule), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _in_words(plan.mask.cu_seqlens),
-        "chunks": _in_words(schedule.chunks) if isinstance(schedule, Dealt) else None,
+        "chunks": _in_words(layout.chunks) if isinstance(layout, ChunkLayout) else None,
         "softmax_scale": scale, "softcap": cap,
         "dropout_p": float(options.dropout_p),
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
         "kernel": choice.kernel.capabilities.name, "rates": rates_in_use().digest,
-        "transport": transport,
+        "strategy": strategy, "transport": transport,
         **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
     }  # fmt: skip
     needs_index = (
@@ -237,13 +242,13 @@ def _prepare(
     )  # fmt: skip
     groups = ONE_GROUP
     if (
-        transport in GATHERED and choice.kernel.capabilities.bands == "any"
+        strategy == "gather" and choice.kernel.capabilities.bands == "any"
         and not needs_index and q_ids is None
     ):  # fmt: skip
         groups = head_groups_of(plan, sizes, facts[0].dtype.itemsize)
     return Call(
         ring, plan, params, choice.kernel, choice, facts[0].dtype, acc_dtype(facts[0].dtype), device,
-        needs_index, grad, transport, groups, 0, CallSignature.of(fields, "forward"),
+        needs_index, grad, strategy, transport, groups, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip
 
@@ -283,18 +288,15 @@ def _fact(x: object, name: str) -> Fact:
     return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)
 
 
-#: ``p2p``: round the ring, in messages. ``gather``: all that a rank needs at once, in messages.
-#: ``pull``: the same, copied out of the peers' memory.
-TRANSPORTS = ("auto", "p2p", "gather", "pull")
-
-#: Those that bring all a rank needs at once.
-GATHERED = ("gather", "pull")
+#: ``p2p``: messages of ``torch.distributed``. ``symm_mem``: copies out of the peers' memory.
+TRANSPORTS = ("auto", "p2p", "symm_mem")
 
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
 MOST_MEMORY = 3.0
 
 
-def choose_transport(
+def choose_strategy(
+    strategy: str,
     transport: str,
     ring: Ranks,
     plan: Plan,
@@ -302,13 +304,14 @@ def choose_transport(
     *,
     widths: tuple[int, int, int],
     probe: bool,
-) -> str:
-    """The transport a call named, or with ``auto`` the fastest that can do it.
+) -> tuple[StrategyName, str]:
+    """The strategy and the transport of a call, or with ``auto`` the fastest that can do it.
 
-    ``auto`` copies out of the peers' memory where it can and that takes no more than
+    ``auto`` gathers by copies out of the peers' memory where it can and that takes no more than
     ``MOST_MEMORY`` times what a ring does.
 
     Args:
+        strategy: A name.
         transport: One of ``TRANSPORTS``.
         ring: The ranks.
         plan: What they compute.
@@ -317,20 +320,34 @@ def choose_transport(
         probe: Whether peers may be asked if they reach each other's memory.
 
     Raises:
-        UnsupportedError: The one named cannot do this call.
+        UnsupportedError: What was named cannot do this call.
     """
-    if ring.size == 1 or transport == "p2p":
-        return "p2p"
+    moves_steps: StrategyName = "balanced" if strategy == "balanced" else "ring"
+    if ring.size == 1:
+        return moves_steps, "p2p"
+    if strategy in ("ring", "balanced"):
+        if transport == "symm_mem":
+            raise UnsupportedError(
+                f"strategy {strategy!r} sends messages, and transport 'symm_mem' copies out of the "
+                f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
+            )
+        return moves_steps, "p2p"
+    if (strategy, transport) == ("auto", "p2p"):
+        return "ring", "p2p"
     reasons = list(gather_refusals(plan))
-    if transport != "gather":
-        reasons += _pull_refusals(ring, device, probe=probe)
+    copies = [] if transport == "p2p" else _symm_mem_refusals(ring, device, probe=probe)
+    if (strategy, transport) == ("auto", "auto"):
+        if reasons or copies or _is_large(plan, *widths):
+            return "ring", "p2p"
+        return "gather", "symm_mem"
     if transport == "auto":
-        return "p2p" if reasons or _is_large(plan, *widths) else "pull"
-    if reasons:
+        transport, copies = ("p2p", []) if copies else ("symm_mem", copies)
+    if reasons or copies:
         raise UnsupportedError(
-            f"transport {transport!r}: {'; '.join(reasons)}. Instead: use transport='p2p' or 'auto'"
+            f"strategy {strategy!r} over transport {transport!r}: {'; '.join(reasons + copies)}. "
+            f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
         )
-    return transport
+    return "gather", transport
 
 
 def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
@@ -338,7 +355,7 @@ def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
     return memory > MOST_MEMORY
 
 
-def _pull_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
+def _symm_mem_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
     if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
         return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
     return list(ask_peers(ring)) if probe else list(_known(ring) or ())
@@ -363,18 +380,18 @@ def _known(ring: Ranks) -> tuple[str, ...] | None:
     return None if window is None else window.refusals
 
 
-def describe_transport(
-    transport: str, ring: Ranks, plan: Plan, device: torch.device, widths: tuple[int, int, int]
-) -> str:
-    """A few lines for ``explain``: the transport of a call, and why it is not a faster one."""
-    lines = [f"transport {transport}"]
+def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:
+    """A few lines for ``explain``: how a call's tokens move, and why not in a faster way."""
+    ring, plan = call.ring, call.plan
+    lines = [f"strategy {call.strategy}, transport {call.transport}"]
     if ring.size == 1:
         return f"{lines[0]} (one rank: nothing travels)"
-    if transport == "pull" and _known(ring) is None:
+    if call.transport == "symm_mem" and _known(ring) is None:
         lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
-    if transport != "pull":
-        reasons = [*gather_refusals(plan), *_pull_refusals(ring, device, probe=False)]
+    if call.transport != "symm_mem":
+        reasons = [*gather_refusals(plan), *_symm_mem_refusals(ring, call.device, probe=False)]
         if not reasons and _is_large(plan, *widths):
-            reasons = [f"it takes more than {MOST_MEMORY:g} times the memory of p2p"]
-        lines.append(f"  not pull: {'; '.join(reasons) or 'another one was named'}")
+            reasons = [f"it takes more than {MOST_MEMORY:g} times the memory of a ring"]
+        why = "; ".join(reasons) or "another one was named"
+        lines.append(f"  not gather over symm_mem: {why}")
     return "\n".join(lines)

@@ -9,26 +9,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_core import Layout, Schedule, divisor_of, layout_of
+from ring_core import Layout, LayoutSpec, divisor_of
+from ring_core.layouts.layout import check_layout
 from ring_torch.comm.ranks import Group, Ranks, collective, ranks_of
 
 
 class Sharding:
-    """Sequences split over the ranks of a group, in the layout of a schedule.
+    """Sequences split over the ranks of a group, in a layout.
 
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when it is first used.
-        schedule: It decides the layout.
+        layout: Its name, or a :class:`ring_core.ChunkLayout`.
 
     Raises:
-        ValueError: No such schedule, or it is dealt to another number of ranks.
+        ValueError: No such layout, or it has chunks for another number of ranks.
     """
 
-    def __init__(self, group: Group, schedule: Schedule) -> None:
+    def __init__(self, group: Group, layout: LayoutSpec) -> None:
         self.group = group
-        self.schedule: Schedule = schedule
-        layout_of(schedule)  # refuses what is none
+        self.layout_name = check_layout(layout)
         self._bound: Ranks | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.ring  # noqa: B018 - refuses what these ranks cannot run
@@ -42,7 +42,7 @@ class Sharding:
         """
         ring = ranks_of(self.group)
         if self._bound is None:
-            divisor_of(self.schedule, ring.size)
+            divisor_of(self.layout_name, ring.size)
             self._bound = ring
         if ring != self._bound:
             raise ValueError(
@@ -54,7 +54,7 @@ class Sharding:
 
     def layout(self, seq_len: int) -> Layout:
         """Which rank holds which of ``seq_len`` tokens."""
-        return Layout(layout_of(self.schedule), seq_len, self.ring.size)
+        return Layout(self.layout_name, seq_len, self.ring.size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """This rank's slice, contiguous, of a whole tensor that every rank holds."""

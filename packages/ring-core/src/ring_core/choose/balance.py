@@ -1,7 +1,8 @@
-"""Chunks of the sequence dealt to ranks by what their queries see."""
+"""Chunks of the sequence assigned to ranks by what their queries see."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import cast
@@ -11,25 +12,28 @@ import numpy.typing as npt
 
 from ring_core.base.arguments import check_choice, check_record, check_size
 from ring_core.base.errors import UnsupportedError
-from ring_core.layouts.layout import SCHEDULES, Dealt, Layout, Schedule, ScheduleName
+from ring_core.base.strategy import PLANNED, PlannedStrategy
+from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, LayoutSpec
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry
 
 Ints = npt.NDArray[np.int64]
 
-#: Names of all schedules, those made for a mask among them.
-COMPARED = (*SCHEDULES, "dealt")
+#: Names of all layouts, those made for a mask among them.
+ALL_LAYOUTS = (*LAYOUTS, "chunks")
 
 EVEN = 1.02  # of the busiest rank over the mean: more chunks than this takes cost launches
 _CHUNKS_A_RANK = (1, 2, 4, 8, 16)
 _MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
 
 
-def deal(mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None) -> Dealt:
-    """A schedule whose ranks see equally many pairs under a mask, packed documents above all.
+def balance_chunks(
+    mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
+) -> ChunkLayout:
+    """A layout whose ranks see equally many pairs under a mask, packed documents above all.
 
-    The sequence is cut into equal chunks, and these dealt to the ranks, those that see most first.
-    The same arguments give the same schedule, on every rank. Each chunk that a rank holds is a
+    The sequence is cut into equal chunks, and these are assigned to the ranks, those that see most
+    first. The same arguments give the same layout, on every rank. Each chunk that a rank holds is a
     launch or more, so there are as few of them as bring the busiest rank to 1.02 times the mean,
     of 1, 2, 4, 8 and 16 a rank. Where none do, it is the most even. Chunks are multiples of 128
     tokens, which kernels work in, where a length is a multiple of 128 times the number of chunks.
@@ -41,7 +45,7 @@ def deal(mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = Non
         kv_seq_len: Keys, over all ranks, where they are not as many as queries.
 
     Returns:
-        What ``schedule`` takes, with data of this length on this number of ranks.
+        What ``layout`` takes, with data of this length on this number of ranks.
 
     Raises:
         ValueError: A length that ``cp_size`` does not divide; ``cu_seqlens`` that do not end at
@@ -53,29 +57,39 @@ def deal(mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = Non
     keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
     if mask.predicate is not None:
         raise UnsupportedError(
-            "mask: deal counts what causal, window, chunk_size and cu_seqlens show, and cannot "
-            "count a predicate; deal for the mask without it, or give a ring_core.Dealt your own "
-            "chunks"
+            "mask: balance_chunks counts what causal, window, chunk_size and cu_seqlens show, and "
+            "cannot count a predicate; balance for the mask without it, or give a "
+            "ring_core.ChunkLayout your own chunks"
         )
-    return _deal(mask, seq_len, cp_size, keys)
+    return _balance(mask, seq_len, cp_size, keys)
 
 
-def schedule_for(
+def layout_for(
     name: str, mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
-) -> Schedule:
-    """A schedule by its name; ``dealt`` is dealt for the mask.
+) -> LayoutSpec:
+    """A layout by its name; ``chunks`` are balanced for the mask.
 
     Raises:
-        ValueError: No such name, or it cannot be dealt.
+        ValueError: No such name, or chunks cannot be balanced.
     """
-    check_choice("schedule", name, COMPARED)
-    if name == "dealt":
-        return deal(mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len)
-    return cast("ScheduleName", name)
+    check_choice("layout", name, ALL_LAYOUTS)
+    if name == "chunks":
+        return balance_chunks(mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len)
+    return cast("LayoutName", name)
+
+
+def pairs_of[Name: str](
+    layouts: Sequence[Name],
+) -> Iterator[tuple[Name, PlannedStrategy]]:
+    """The layouts and strategies that go together."""
+    for layout in layouts:
+        for strategy in PLANNED:
+            if strategy == "ring" or layout == "contiguous":
+                yield layout, strategy
 
 
 @lru_cache(maxsize=128)
-def _deal(mask: Mask, seq_len: int, cp_size: int, keys: int) -> Dealt:
+def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
     for length in (seq_len, keys):
         Layout("contiguous", length, cp_size)  # refuses what cannot be divided
     check_documents(mask, seq_len, keys)
@@ -86,16 +100,16 @@ def _deal(mask: Mask, seq_len: int, cp_size: int, keys: int) -> Dealt:
         and (n <= 2 or cp_size * n <= _MOST_CHUNKS)
     ]
     pairs = _pairs(mask, seq_len, keys, cp_size * counts[-1])
-    dealt: list[tuple[float, Dealt]] = []
+    found: list[tuple[float, ChunkLayout]] = []
     for count in counts:
         weights = pairs.reshape(cp_size * count, -1).sum(axis=1)
-        hands = _evened(_hands(weights, cp_size), weights)
-        load = weights[hands].sum(axis=1)
+        chunks = _swap_until_even(_assign(weights, cp_size), weights)
+        load = weights[chunks].sum(axis=1)
         balance = float(load.max() / load.mean())
-        dealt.append((balance, _by_first_chunk(hands)))
+        found.append((balance, _by_first_chunk(chunks)))
         if balance <= EVEN:
             break
-    return min(dealt, key=lambda found: found[0])[1]
+    return min(found, key=lambda one: one[0])[1]
 
 
 def _pairs(mask: Mask, seq_len: int, keys: int, chunks: int) -> Ints:
@@ -105,23 +119,23 @@ def _pairs(mask: Mask, seq_len: int, keys: int, chunks: int) -> Ints:
     return geometry.count(np.arange(chunks), 0)
 
 
-def _hands(weights: Ints, cp_size: int) -> Ints:
+def _assign(weights: Ints, cp_size: int) -> Ints:
     """Chunks ``[cp_size, n]``: the heaviest first, each to the least loaded rank with room."""
-    hands: list[list[int]] = [[] for _ in range(cp_size)]
+    chunks: list[list[int]] = [[] for _ in range(cp_size)]
     ranks = [(0, rank) for rank in range(cp_size)]
     for chunk in np.argsort(-weights, kind="stable").tolist():
         load, rank = heappop(ranks)
-        hands[rank].append(chunk)
-        if len(hands[rank]) < weights.size // cp_size:
+        chunks[rank].append(chunk)
+        if len(chunks[rank]) < weights.size // cp_size:
             heappush(ranks, (load + int(weights[chunk]), rank))
-    return np.array(hands, dtype=np.int64)
+    return np.array(chunks, dtype=np.int64)
 
 
-def _evened(hands: Ints, weights: Ints) -> Ints:
+def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
     """Let the busiest rank swap a chunk with another while the busier of the two gets less."""
-    hands = hands.copy()
+    chunks = chunks.copy()
     for _ in range(weights.size):
-        held = weights[hands]
+        held = weights[chunks]
         load = held.sum(axis=1)
         busiest = int(load.argmax())
         less = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
@@ -130,10 +144,10 @@ def _evened(hands: Ints, weights: Ints) -> Ints:
         if after[mine, rank, theirs] >= load[busiest]:
             break
         given, taken = (busiest, mine), (rank, theirs)
-        hands[given], hands[taken] = hands[taken], hands[given]
-    return hands
+        chunks[given], chunks[taken] = chunks[taken], chunks[given]
+    return chunks
 
 
-def _by_first_chunk(hands: Ints) -> Dealt:
-    """Early chunks on early ranks, as under ``plain`` and ``zigzag``."""
-    return Dealt(tuple(sorted(tuple(sorted(chunks)) for chunks in hands.tolist())))
+def _by_first_chunk(chunks: Ints) -> ChunkLayout:
+    """Early chunks on early ranks, as in ``contiguous`` and ``zigzag``."""
+    return ChunkLayout(tuple(sorted(tuple(sorted(one)) for one in chunks.tolist())))

@@ -26,11 +26,11 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Dealt:
-    """A schedule, and the layout of its tokens: equal chunks of the sequence, dealt to ranks.
+class ChunkLayout:
+    """Equal chunks of the sequence, assigned to ranks.
 
-    The ring is the classic one. :func:`ring_core.deal` makes one that is even for a mask; any other
-    is as exact. Frozen and hashable.
+    :func:`ring_core.balance_chunks` makes one that is even for a mask; any other is as exact.
+    Frozen and hashable.
 
     Args:
         chunks: For each rank the chunks it holds, ascending, as many as every other rank; together
@@ -60,7 +60,7 @@ class Dealt:
         object.__setattr__(self, "chunks", plain)  # the dataclass is frozen
 
     def __repr__(self) -> str:
-        return f"dealt({self.cp_size}x{self.chunks_a_rank})"
+        return f"chunks({self.cp_size}x{self.chunks_per_rank})"
 
     @property
     def cp_size(self) -> int:
@@ -68,41 +68,41 @@ class Dealt:
         return len(self.chunks)
 
     @property
-    def chunks_a_rank(self) -> int:
+    def chunks_per_rank(self) -> int:
         """Chunks that each rank holds."""
         return len(self.chunks[0])
 
     @cached_property
     def table(self) -> Ints:
-        """The chunks as an array ``[cp_size, chunks_a_rank]``."""
+        """The chunks as an array ``[cp_size, chunks_per_rank]``."""
         return np.array(self.chunks, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``seq_len`` tokens are dealt to ``cp_size`` ranks.
+    """How ``seq_len`` tokens are assigned to ``cp_size`` ranks.
 
     ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
     ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
-    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on. A :class:`Dealt`:
-    it holds the chunks that this says.
+    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on. A
+    :class:`ChunkLayout`: it holds the chunks that this says.
     """
 
-    name: LayoutName | Dealt
+    name: LayoutName | ChunkLayout
     seq_len: int
     cp_size: int
 
     def __post_init__(self) -> None:
         is_named = isinstance(self.name, str) and self.name in get_args(LayoutName)
-        if not is_named and not isinstance(self.name, Dealt):
+        if not is_named and not isinstance(self.name, ChunkLayout):
             raise ValueError(
-                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}, or a Dealt"
+                f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}, or a ChunkLayout"
             )
         check_size("cp_size", self.cp_size)
-        if isinstance(self.name, Dealt) and self.name.cp_size != self.cp_size:
+        if isinstance(self.name, ChunkLayout) and self.name.cp_size != self.cp_size:
             raise ValueError(
-                f"schedule {self.name} has chunks for {self.name.cp_size} ranks, and there are "
-                f"{self.cp_size}; deal for cp_size={self.cp_size}"
+                f"layout {self.name} has chunks for {self.name.cp_size} ranks, and there are "
+                f"{self.cp_size}; balance chunks for cp_size={self.cp_size}"
             )
         if not is_integer(self.seq_len) or self.seq_len >= TOO_LARGE:
             raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
@@ -137,8 +137,8 @@ class Layout:
     @property
     def num_runs(self) -> int:
         """Runs a rank."""
-        if isinstance(self.name, Dealt):
-            return self.name.chunks_a_rank
+        if isinstance(self.name, ChunkLayout):
+            return self.name.chunks_per_rank
         return 2 if self.name == "zigzag" else 1
 
     @property
@@ -154,7 +154,7 @@ class Layout:
     def run_positions(self, rank: npt.ArrayLike) -> Ints:
         """Position of the first token of each run: ``[..., runs]`` for ranks ``[...]``."""
         r = np.asarray(rank, dtype=np.int64)
-        if isinstance(self.name, Dealt):
+        if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
         if self.name == "striped":
             return r[..., None]
@@ -182,38 +182,32 @@ def _is_listed(value: object) -> bool:
     return isinstance(value, tuple | list)
 
 
-ScheduleName = Literal["plain", "zigzag", "striped", "balanced"]
-Schedule = ScheduleName | Dealt
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
+LayoutSpec = LayoutName | ChunkLayout
 
 
-def layout_of(schedule: Schedule) -> LayoutName | Dealt:
-    """The layout the tokens of a schedule are in, the first argument of a :class:`Layout`.
+def check_layout(layout: LayoutSpec) -> LayoutSpec:
+    """The first argument of a :class:`Layout`.
 
     Raises:
-        ValueError: No such schedule.
+        ValueError: No such layout.
     """
-    if isinstance(schedule, Dealt):
-        return schedule
+    if isinstance(layout, ChunkLayout):
+        return layout
     try:
-        check_choice("schedule", schedule, SCHEDULES)
+        check_choice("layout", layout, LAYOUTS)
     except ValueError as error:
-        raise ValueError(f"{error}, or what ring_core.deal returns") from None
-    layouts: dict[ScheduleName, LayoutName] = {
-        "plain": "contiguous",
-        "zigzag": "zigzag",
-        "striped": "striped",
-        "balanced": "contiguous",
-    }
-    return layouts[schedule]
+        raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
+    return layout
 
 
-def divisor_of(schedule: Schedule, cp_size: int) -> int:
-    """Sequence lengths must be a multiple of this under a schedule.
+def divisor_of(layout: LayoutSpec, cp_size: int) -> int:
+    """Sequence lengths must be a multiple of this in a layout.
 
     Raises:
-        ValueError: No such schedule, or it is dealt to another number of ranks.
+        ValueError: No such layout, or it has chunks for another number of ranks.
     """
-    layout, ranks = layout_of(schedule), check_size("cp_size", cp_size)
-    runs = layout.chunks_a_rank if isinstance(layout, Dealt) else 2  # at most
+    check_layout(layout)
+    ranks = check_size("cp_size", cp_size)
+    runs = layout.chunks_per_rank if isinstance(layout, ChunkLayout) else 2  # at most
     return Layout(layout, ranks * runs, ranks).divisor

@@ -11,9 +11,11 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_record, check_size
+from ring_core.base.arguments import check_choice, check_index, check_record, check_size
+from ring_core.base.errors import UnsupportedError
+from ring_core.base.strategy import PLANNED, PlannedStrategy
 from ring_core.base.tiles import TILE
-from ring_core.layouts.layout import Dealt, Layout, Run, Schedule, layout_of
+from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry, RectangleTable
@@ -65,7 +67,7 @@ class Plan:
     mask: Mask
     seq_len: int
     cp_size: int
-    schedule: Schedule
+    strategy: PlannedStrategy
     kv_seq_len: int
     q_layout: Layout
     k_layout: Layout
@@ -206,11 +208,18 @@ class Plan:
         """8 bytes that differ between plans that differ: what ranks compare."""
         parts = [
             str(
-                (self.seq_len, self.kv_seq_len, self.cp_size, self.schedule, self.mask.band)
+                (
+                    self.seq_len,
+                    self.kv_seq_len,
+                    self.cp_size,
+                    self.q_layout.name,
+                    self.strategy,
+                    self.mask.band,
+                )
             ).encode()
         ]
-        if isinstance(self.schedule, Dealt):
-            parts.append(self.schedule.table.tobytes())
+        if isinstance(self.q_layout.name, ChunkLayout):
+            parts.append(self.q_layout.name.table.tobytes())
         if self.boundaries is not None:
             parts.append(self.boundaries.tobytes())
         if self.blocks is not None:
@@ -261,7 +270,8 @@ def make_plan(
     *,
     seq_len: int,
     cp_size: int,
-    schedule: Schedule = "plain",
+    layout: LayoutSpec = "contiguous",
+    strategy: PlannedStrategy = "ring",
     kv_seq_len: int | None = None,
 ) -> Plan:
     """Plan a ring: decide for every rank and step what it computes.
@@ -270,7 +280,9 @@ def make_plan(
         mask: Which query sees which key.
         seq_len: Queries, over all ranks.
         cp_size: Ranks.
-        schedule: ``plain``, ``zigzag``, ``striped``, ``balanced`` or a :class:`Dealt`.
+        layout: ``contiguous``, ``zigzag``, ``striped`` or a :class:`ChunkLayout`.
+        strategy: ``ring``, or ``balanced``, where ranks that would be idle compute for others: of
+            contiguous shards alone. A ``gather`` is made of a ring's plan (``gather_program``).
         kv_seq_len: Keys, over all ranks, where they are not as many as queries; every rule then
             uses ``q_pos = i + kv_seq_len - seq_len`` and ``k_pos = j``.
 
@@ -278,30 +290,41 @@ def make_plan(
         The plan; equal arguments return the same object, from a bounded cache.
 
     Raises:
-        ValueError: Unknown schedule, or one dealt to other than ``cp_size`` ranks; a length the
-            schedule cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with other
-            keys than queries; a predicate over more than ``2 ** 34`` pairs, or one that does not
-            return booleans.
+        ValueError: Unknown layout or strategy, or chunks for other than ``cp_size`` ranks; a length
+            the layout cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with
+            other keys than queries; a predicate over more than ``2 ** 34`` pairs, or one that does
+            not return booleans.
+        UnsupportedError: ``balanced`` over another layout.
     """
     check_record("mask", mask, Mask)
-    layout_of(schedule)
+    check_layout(layout)
+    check_choice("strategy", strategy, PLANNED)
+    if strategy == "balanced" and layout != "contiguous":
+        raise UnsupportedError(
+            f"strategy 'balanced' folds a ring over contiguous shards, and the layout is {layout!r}. "
+            f"Instead: use layout='contiguous', or strategy='ring'"
+        )
     seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
     keys = None if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
-    return _make_plan(mask, seq_len, cp_size, schedule, keys)
+    return _make_plan(mask, seq_len, cp_size, layout, strategy, keys)
 
 
 @lru_cache(maxsize=128)
 def _make_plan(
-    mask: Mask, seq_len: int, cp_size: int, schedule: Schedule, kv_seq_len: int | None
+    mask: Mask,
+    seq_len: int,
+    cp_size: int,
+    layout: LayoutSpec,
+    strategy: PlannedStrategy,
+    kv_seq_len: int | None,
 ) -> Plan:
     keys = seq_len if kv_seq_len is None else kv_seq_len
-    layout = layout_of(schedule)
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
     check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
     geometry = kind(mask, q_layout, k_layout, keys - seq_len)
-    steps, work = active_steps(schedule, geometry, cp_size)
-    return Plan(mask, seq_len, cp_size, schedule, keys, q_layout, k_layout, geometry, steps, work)
+    steps, work = active_steps(strategy, geometry, cp_size, q_layout.num_runs)
+    return Plan(mask, seq_len, cp_size, strategy, keys, q_layout, k_layout, geometry, steps, work)
 
 
 def _columns(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> npt.NDArray[np.int32]:

@@ -101,9 +101,9 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
     """Why a plan cannot run over gathered keys; empty if it can."""
     reasons = []
     if plan.q_layout.stride > 1:
-        reasons.append(f"schedule {plan.schedule!r} deals tokens out one by one")
-    if plan.schedule == "balanced":
-        reasons.append("schedule 'balanced' moves queries to where the keys are")
+        reasons.append(f"layout {plan.q_layout.name!r} assigns tokens one by one")
+    if plan.strategy == "balanced":
+        reasons.append("strategy 'balanced' moves queries to where the keys are")
     if plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")
     return tuple(reasons)

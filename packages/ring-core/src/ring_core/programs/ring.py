@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.layouts.layout import Dealt, Schedule
+from ring_core.base.strategy import PlannedStrategy
 from ring_core.plan.geometry import Geometry, RectangleTable
 
 HELP_PIECES = 4
@@ -99,18 +99,17 @@ class Step:
 
 
 def active_steps(
-    schedule: Schedule, geometry: Geometry, cp_size: int
+    strategy: PlannedStrategy, geometry: Geometry, cp_size: int, num_runs: int
 ) -> tuple[tuple[Step, ...], Ints]:
     """The steps some rank needs, and the visible pairs ``[step, rank]`` each rank computes in them.
 
-    Step 0, the rank's own block, is always there.
+    ``num_runs`` are those of a rank. Step 0, the rank's own block, is always there.
     """
     ranks = np.arange(cp_size)
     steps: list[Step] = []
     work: list[Ints] = []
-    if schedule != "balanced":
-        runs = schedule.chunks_a_rank if isinstance(schedule, Dealt) else 1
-        for shifts in _chunks(np.arange(cp_size), cp_size * runs**2):
+    if strategy != "balanced":
+        for shifts in _chunks(np.arange(cp_size), cp_size * num_runs**2):
             pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)
             for shift, row in zip(shifts.tolist(), pairs, strict=True):
                 if shift == 0 or row.any():

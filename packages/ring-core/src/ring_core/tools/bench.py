@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from ring_core.layouts.layout import SCHEDULES, ScheduleName
+from ring_core.base.strategy import STRATEGIES, PlannedStrategy
+from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.tools.sizes import size
@@ -40,7 +41,8 @@ class Setting:
     head_dim: int
     dtype: str
     window: int | None
-    schedule: ScheduleName
+    layout: LayoutName
+    strategy: str
     kernel: str
 
     @property
@@ -53,7 +55,7 @@ class Setting:
         return (
             f"{self.seq_len} tokens, {self.mask.describe()}, {self.heads} query and "
             f"{self.kv_heads} key/value heads of {self.head_dim}, {self.dtype}, "
-            f"{self.schedule} over {self.ranks}"
+            f"{self.layout}, strategy {self.strategy}, over {self.ranks}"
         )
 
 
@@ -91,7 +93,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, metavar="D")
     add("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
     add("--window", type=size, metavar="W", help="keys before its own that a query sees")
-    add("--schedule", choices=SCHEDULES, default="zigzag")
+    add("--layout", choices=LAYOUTS, default="zigzag")
+    add("--strategy", choices=("auto", *STRATEGIES), default="auto")
     add("--kernel", default="auto")
     add("--seconds", type=float, default=20.0, help="for all rounds together; default 20")
     add("--json", action="store_true", help="for programs")
@@ -114,10 +117,14 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
             f"--heads must be a multiple of --kv-heads, got {values['heads']} and "
             f"{values['kv_heads']}"
         )
-    setting = Setting(**values, window=args.window, schedule=args.schedule, kernel=args.kernel)
-    make_plan(  # refuses what cannot be planned
-        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, schedule=setting.schedule
+    setting = Setting(
+        **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
+    strategy: PlannedStrategy = "balanced" if args.strategy == "balanced" else "ring"
+    make_plan(  # refuses what cannot be planned
+        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout,
+        strategy=strategy,
+    )  # fmt: skip
     return setting
 
 

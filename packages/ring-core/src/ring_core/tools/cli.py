@@ -1,4 +1,4 @@
-"""``python -m ring_core``: look at a plan, compare schedules, estimate what they cost.
+"""``python -m ring_core``: look at a plan, compare layouts, estimate what they cost.
 
 ``plan`` shows one plan or compares all; ``doctor`` shows versions and tests what is installed.
 """
@@ -14,7 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ring_core import __version__, viz
-from ring_core.choose.balance import COMPARED, schedule_for
+from ring_core.base.strategy import PLANNED, PlannedStrategy
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import Plan, make_plan
@@ -23,7 +24,7 @@ from ring_core.tools.sizes import size, window
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DEFAULT_HARDWARE = "h200-nvlink"
-DEFAULT_SCHEDULE = "zigzag"  # that of ``ContextParallel``
+DEFAULT_LAYOUT = "zigzag"  # that of ``ContextParallel``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,16 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
     add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
-    add(
-        "--schedule", help=f"{', '.join(COMPARED)} (default {DEFAULT_SCHEDULE}), or all for a table"
-    )
+    add("--layout", help=f"{', '.join(ALL_LAYOUTS)} (default {DEFAULT_LAYOUT}), or all for a table")
+    add("--strategy", choices=PLANNED, default="ring", help="default: ring")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
     add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
     add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
     add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents")
     add("--png", metavar="FILE", help="draw the plan, or the costs, as well (also .svg, .pdf)")
     add("--color", choices=("auto", "always", "never"), default="auto")
-    add("--advise", action="store_true", help="what every schedule would cost")
+    add("--advise", action="store_true", help="what every layout would cost")
     for option, default in MODEL_OPTIONS.items():
         flag, words = f"--{option.replace('_', '-')}", f"to advise on; default {default}"
         add(flag, type=int, metavar="N", help=words)
@@ -80,7 +80,7 @@ def _doctor(*, as_json: bool) -> int:
 
 def _plan(args: argparse.Namespace) -> str:
     """What the ``plan`` command prints."""
-    named = args.schedule not in (None, "all")
+    named = args.layout not in (None, "all")
     ranks = [_integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
     mask = Mask(
@@ -90,13 +90,13 @@ def _plan(args: argparse.Namespace) -> str:
         cu_seqlens=_offsets(args.cu_seqlens),
     )
     parts = []
-    if named or not (args.advise or args.schedule):
-        plan = _one_plan(args, mask, ranks[0], args.schedule or DEFAULT_SCHEDULE)
+    if named or not (args.advise or args.layout):
+        plan = _one_plan(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
         parts.append(viz.describe(plan, color=_colored(args.color)))
         if args.png:
             viz.plot(plan, args.png)
-    if args.schedule == "all":
-        parts += [_schedule_table(args, mask, n) for n in ranks]
+    if args.layout == "all":
+        parts += [_layout_table(args, mask, n) for n in ranks]
     if args.advise:
         parts.append(_advice(args, mask, ranks, draw=not named))
     return "\n\n".join(parts)
@@ -107,37 +107,42 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
     if given and not args.advise:
         raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
-    if args.png and args.schedule == "all" and not args.advise:
-        known = ", ".join(COMPARED)
-        raise ValueError(f"--png draws one plan, or costs; pass --schedule {known}, or --advise")
-    if several and (named or not (args.advise or args.schedule)):
+    if args.strategy != "ring" and (args.layout == "all" or (args.advise and not named)):
+        raise ValueError("--strategy is of one plan; a table of layouts has every strategy")
+    if args.png and args.layout == "all" and not args.advise:
+        known = ", ".join(ALL_LAYOUTS)
+        raise ValueError(f"--png draws one plan, or costs; pass --layout {known}, or --advise")
+    if several and (named or not (args.advise or args.layout)):
         raise ValueError(
             f"one plan is of one number of ranks, got --cp {args.cp}; several are compared with "
-            f"--schedule all or --advise"
+            f"--layout all or --advise"
         )
 
 
-def _one_plan(args: argparse.Namespace, mask: Mask, cp_size: int, schedule: str) -> Plan:
+def _one_plan(
+    args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: PlannedStrategy
+) -> Plan:
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
-    return make_plan(mask, schedule=schedule_for(schedule, mask, **sizes), **sizes)
+    return make_plan(mask, layout=layout_for(layout, mask, **sizes), strategy=strategy, **sizes)
 
 
-def _schedule_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
-    header = ("schedule", "balance", "critical", "live steps", "helped", "K/V messages")
+def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
+    header = ("layout/strategy", "balance", "critical", "live steps", "helped", "K/V messages")
     rows: list[tuple[str, ...]] = []
     refused: list[ValueError] = []
-    for schedule in COMPARED:
+    pairs = tuple(pairs_of(ALL_LAYOUTS))
+    for layout, strategy in pairs:
         try:
-            plan = _one_plan(args, mask, cp_size, schedule)
+            plan = _one_plan(args, mask, cp_size, layout, strategy)
         except ValueError as error:
             refused.append(error)
-            rows.append((schedule, str(error)))
+            rows.append((f"{layout}/{strategy}", str(error)))
             continue
         live = f"{plan.num_steps} of {plan.cp_size}"
         helped = sum(step.helps != "none" for step in plan.steps)
         figures = (f"{plan.balance:.3f}", f"{plan.critical:.3f}", live, str(helped))
-        rows.append((schedule, *figures, str(viz.kv_messages(plan))))
-    if len(refused) == len(COMPARED):
+        rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(plan))))
+    if len(refused) == len(pairs):
         raise refused[0]
     return _table(header, rows)
 
@@ -156,8 +161,8 @@ def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw:
     words = f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}"
     words = f"{words}, bfloat16; forward and backward"
     parts = [
-        f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_schedules)}"
-        for n, of_schedules in costs.items()
+        f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_pairs)}"
+        for n, of_pairs in costs.items()
     ]
     if args.png and draw:
         title = f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled"
@@ -166,13 +171,13 @@ def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw:
 
 
 def _cost_table(costs: Mapping[str, Cost | str]) -> str:
-    times = {schedule: cost.time_s for schedule, cost in costs.items() if isinstance(cost, Cost)}
+    times = {pair: cost.time_s for pair, cost in costs.items() if isinstance(cost, Cost)}
     least = min(times, key=times.__getitem__, default="none of them")
     header = (
-        "schedule", "time ms", "compute ms", "exposed ms", "balance", "live steps", "messages",
+        "layout/strategy", "time ms", "compute ms", "exposed ms", "balance", "live steps", "messages",
         "sent MiB", "memory MiB",
     )  # fmt: skip
-    rows = [(schedule, *_cost_cells(cost)) for schedule, cost in costs.items()]
+    rows = [(pair, *_cost_cells(cost)) for pair, cost in costs.items()]
     return f"{_table(header, rows)}\nleast time: {least}"
 
 

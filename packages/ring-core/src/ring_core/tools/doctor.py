@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 import ring_core
 from ring_core import reference
-from ring_core.layouts.layout import SCHEDULES
+from ring_core.choose.balance import pairs_of
+from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 
@@ -38,7 +39,7 @@ class Check:
     There is no error where a result is not finite, or where ``trace`` shows what was raised.
 
     Attributes:
-        name: What was tested: a kernel, a transport, a schedule.
+        name: What was tested: a kernel, a strategy, a transport, a layout.
         where: The devices, and how many.
         what: Which result, or ``runs``.
         error: The largest absolute error.
@@ -176,7 +177,7 @@ def is_healthy(clashes: Sequence[str] | None, checks: Sequence[Check]) -> bool:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this installation, and run a ring of two ranks in numpy under every schedule."""
+    """Look at this installation, and run a ring of two ranks in numpy in every layout."""
     found = versions(("numpy", "matplotlib"), (ring_core,))
     return Diagnosis(found, clashes(found), tuple(_self_test(2)))
 
@@ -184,11 +185,15 @@ def diagnose() -> Diagnosis:
 def _self_test(ranks: int) -> Iterator[Check]:
     example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
     q, k, v, dout = example.inputs
-    for schedule in SCHEDULES:
-        plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, schedule=schedule)
+    for layout, strategy in pairs_of(LAYOUTS):
+        plan = make_plan(
+            Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, layout=layout, strategy=strategy
+        )
         out, _, *grads = reference.simulate(plan, q, k, v, dout=dout)
         where, eps = f"numpy, {ranks} ranks", float(np.finfo(np.float64).eps)
-        yield from compared(schedule, where, example, (out, *grads), example.expected, eps)
+        yield from compared(
+            f"{layout}/{strategy}", where, example, (out, *grads), example.expected, eps
+        )
 
 
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures: a plan in characters for a terminal or drawn to a file, and what schedules cost.
+"""Pictures: a plan in characters for a terminal or drawn to a file, and what layouts cost.
 
 Those of a plan show what its tables say, at sampled positions, never the mask alone: where the two
 disagree, or two ranks compute the same pair, the cell is marked ``!``.
@@ -39,7 +39,7 @@ def plot(plan: Plan, path: str | Path) -> None:
 
 
 def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: str | Path) -> None:
-    """Draw what schedules cost to a file: their time, and the memory they take beyond the inputs.
+    """Draw what layouts cost to a file: their time, and the memory they take beyond the inputs.
 
     Args:
         costs: For numbers of ranks, what :func:`ring_core.cost.compare` returned.

@@ -1,4 +1,4 @@
-"""What schedules cost, drawn side by side."""
+"""What layouts and strategies cost, drawn side by side."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
-    """A group of bars for each number of ranks; a schedule that cannot divide has none."""
+    """A group of bars for each number of ranks; a layout that cannot divide has none."""
     from matplotlib import colormaps
 
     times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = list(dict.fromkeys(name for of_schedules in costs.values() for name in of_schedules))
+    names = list(dict.fromkeys(name for of_pairs in costs.values() for name in of_pairs))
     colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
     width = 0.8 / len(names)
-    for n, of_schedules in enumerate(costs.values()):
-        for m, schedule in enumerate(names):
-            cost, x = of_schedules.get(schedule), n - 0.4 + (m + 0.5) * width
+    for n, of_pairs in enumerate(costs.values()):
+        for m, pair in enumerate(names):
+            cost, x = of_pairs.get(pair), n - 0.4 + (m + 0.5) * width
             if not isinstance(cost, Cost):
                 continue
-            look = {"width": 0.9 * width, "color": colors[schedule]}
-            label = schedule if n == 0 else None
+            look = {"width": 0.9 * width, "color": colors[pair]}
+            label = pair if n == 0 else None
             times.bar(x, 1e3 * cost.compute_s, label=label, **look)
             times.bar(
                 x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",

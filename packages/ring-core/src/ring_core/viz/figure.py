@@ -32,7 +32,7 @@ def draw_plan(plan: Plan, figure: Figure) -> None:
     _draw_work(plan, figure.add_subplot(halves[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
     figure.suptitle(
-        f"{plan.schedule}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
+        f"{plan.q_layout.name}, {plan.strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
         f"balance {plan.balance:.3f}, critical {plan.critical:.3f}, {plan.num_steps} of "
         f"{plan.cp_size} steps live, {kv_messages(plan)} K/V messages a rank",

@@ -36,7 +36,7 @@ def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
     heading = (
-        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} schedule={plan.schedule} "
+        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name} strategy={plan.strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:

@@ -108,7 +108,7 @@ def ring_attention(
     """
     positions = (
         "positions follow from axis_name; for tokens in another order use "
-        "ring_jax.ContextParallel(mesh, axis_name, schedule='zigzag' or 'striped')"
+        "ring_jax.ContextParallel(mesh, axis_name, layout='zigzag' or 'striped')"
     )
     refuse(
         mask_builder=(

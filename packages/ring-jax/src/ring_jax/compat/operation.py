@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ring_core import KernelConfig, Schedule
+from ring_core import KernelConfig, LayoutSpec, StrategyConfig
 from ring_jax.attention import ring_attention as attend
 from ring_jax.compat.functions import MASK_INFO
 from ring_jax.compat.translate import (
@@ -37,8 +37,9 @@ class OperationMetadata:
         sequence_axis_name: The mesh axis the sequence is split along; ``None`` is one device.
         mesh: With a mesh calls take global arrays; without one, shards inside ``jax.shard_map``.
         batch_axis_name, head_axis_name: The axes of ``mesh`` that batch and heads are split along.
-        schedule: Who computes what; ``plain`` and ``balanced`` leave tokens in natural order, the
-            others take them in the order of ``ring_jax.ContextParallel(...).shard``.
+        layout: Which device holds which tokens; all but ``contiguous`` take them in the order of
+            ``ring_jax.ContextParallel(...).shard``.
+        strategy: As in :func:`ring_jax.ring_attention`.
         softmax_scale: For calls that give none; ``None`` is ``D ** -0.5``.
         blocksize_q, blocksize_k: The kernel's blocks; ``None`` leaves them to the kernel.
         operation_configs: Under ``ring``, an object or mapping with ``fwd_params``,
@@ -51,7 +52,8 @@ class OperationMetadata:
     mesh: Mesh | None = None
     batch_axis_name: str | tuple[str, ...] | None = None
     head_axis_name: str | tuple[str, ...] | None = None
-    schedule: Schedule = "plain"
+    layout: LayoutSpec = "contiguous"
+    strategy: str | StrategyConfig = "auto"
     softmax_scale: float | None = None
     blocksize_q: int | None = None
     blocksize_k: int | None = None
@@ -151,16 +153,16 @@ class RingAttn:
         if meta.runtime_dtype is not None:
             query, key, value = (x.astype(meta.runtime_dtype) for x in (query, key, value))
         if meta.mesh is None:
-            ring: Any = partial(attend, axis_name=meta.sequence_axis_name, schedule=meta.schedule)
+            ring: Any = partial(attend, axis_name=meta.sequence_axis_name, layout=meta.layout)
         else:
             assert meta.sequence_axis_name is not None  # checked when this was made
             ring = ContextParallel(
                 meta.mesh, meta.sequence_axis_name, meta.batch_axis_name, meta.head_axis_name,
-                schedule=meta.schedule,
+                layout=meta.layout,
             ).attention  # fmt: skip
         out = ring(
             query, key, value, causal=causal, window=window_of(sliding_window),
-            chunk_size=chunk_size,
+            chunk_size=chunk_size, strategy=meta.strategy,
             segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
             softmax_scale=meta.softmax_scale if softmax_scale is None else softmax_scale,
             softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,

@@ -24,8 +24,8 @@ def defaults() -> Setting:
     """What is timed where nothing else is asked for: all local devices."""
     ranks = jax.local_device_count()
     if jax.default_backend() == "cpu":
-        return Setting(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
-    return Setting(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto")
+        return Setting(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+    return Setting(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
 
 
 def bench(
@@ -62,11 +62,13 @@ def bench(
 def _ring(context: type[ContextParallel], setting: Setting, ranks: int) -> ContextParallel:
     devices = jax.local_devices()[:ranks]
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices)
-    return context(mesh, axis_name="ring", schedule=setting.schedule)
+    return context(mesh, axis_name="ring", layout=setting.layout)
 
 
 def _attend(cp: ContextParallel, setting: Setting) -> Attend:
-    return partial(cp.attention, mask=setting.mask, kernel=setting.kernel)
+    return partial(
+        cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy
+    )
 
 
 def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tuple[Array, ...]]:

@@ -174,7 +174,7 @@ def stripe_flash_attn_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """:func:`ring_flash_attn_func` of a sequence dealt out token by token.
+    """:func:`ring_flash_attn_func` of a sequence assigned token by token.
 
     Rank ``r`` of ``P`` holds tokens ``r``, ``r + P``, ``r + 2 * P`` and so on, so that causal work
     is even.

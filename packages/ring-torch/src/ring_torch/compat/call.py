@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_core import Schedule, checks
+from ring_core import LayoutName, checks
 from ring_torch.attention import Window
 from ring_torch.autograd import RingAttention
 from ring_torch.call import Call
@@ -15,14 +15,6 @@ from ring_torch.call import Options as CallOptions
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-
-LayoutName = Literal["contiguous", "zigzag", "striped"]
-
-#: What runs on data of a layout. ``balanced`` would take contiguous data, too, but loses to
-#: ``plain`` where there are documents or keys can be pulled.
-SCHEDULES: dict[LayoutName, Schedule] = {
-    "contiguous": "plain", "zigzag": "zigzag", "striped": "striped",
-}  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -64,7 +56,7 @@ def checked(
     checks.check_flag("causal", options.causal)
     checks.check_flag("return_attn_probs", options.return_attn_probs)
     return check_call(
-        ring, ring.next_call(), SCHEDULES[layout], q, k, v,
+        ring, ring.next_call(), layout, q, k, v,
         CallOptions(
             causal=options.causal, window=window_of(options.window_size), chunk_size=None,
             cu_seqlens=cu_seqlens, mask=None, softmax_scale=options.softmax_scale, softcap=None,

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Layout, UnsupportedError
+from ring_core import Layout, LayoutName, UnsupportedError
 from ring_torch.call import Call, header_device
 from ring_torch.comm.handshake import CallSignature, agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Moves, moves_between
-from ring_torch.compat.call import LayoutName, Options, checked, returned, run
+from ring_torch.compat.call import Options, checked, returned, run
 from ring_torch.records import Inputs
 
 #: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8

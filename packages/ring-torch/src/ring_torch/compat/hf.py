@@ -116,7 +116,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
     Args:
         process_group: The ranks that hold a sequence; ``None`` is the default group.
         heads_k_stride: A divisor of the model's K/V heads. It changes no result, and nothing else
-            here: memory is that of ``transport="auto"`` in :func:`ring_torch.ring_attention`.
+            here: memory is that of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
 
     Raises:
         ValueError: An argument is malformed.

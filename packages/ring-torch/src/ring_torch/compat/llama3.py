@@ -113,7 +113,7 @@ def llama3_flash_attn_varlen_func(
         max_seqlen_q: Likewise; it may be larger.
         max_seqlen_k: Likewise; it may be larger.
         heads_k_stride: A divisor of ``K``. It changes no result, and nothing else here: memory is
-            that of ``transport="auto"`` in :func:`ring_torch.ring_attention`.
+            that of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
         local_k_slice: As returned, for it knows all documents.
         dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default
             generator of the CPU, which has to be in the same state on all ranks.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from ring_core import KernelConfig, UnsupportedError, checks
+from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
+from ring_core.base.strategy import strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Options
 from ring_torch.kernels import KERNEL_NAMES
@@ -49,6 +50,7 @@ def register(
     name: str = "ring",
     *,
     kernel: str | KernelConfig = "auto",
+    strategy: str | StrategyConfig = "auto",
     transport: str = "auto",
     deterministic: bool = False,
 ) -> str:
@@ -57,6 +59,7 @@ def register(
     Args:
         name: What it is called there; another for each set of options.
         kernel: As in :func:`ring_torch.ring_attention`.
+        strategy: As there.
         transport: As there.
         deterministic: As there.
 
@@ -73,6 +76,7 @@ def register(
     """
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
+    strategy = strategy_config(strategy)
     checks.check_choice("transport", transport, TRANSPORTS)
     checks.check_flag("deterministic", deterministic)
     if name in ("", "eager") or any(word in name for word in _READ_BY_TRANSFORMERS):
@@ -80,7 +84,7 @@ def register(
             f"name must not be eager nor hold any of {', '.join(_READ_BY_TRANSFORMERS)}, which mean "
             f"something to transformers, got {name!r}"
         )
-    function = _RingAttention(config, transport, deterministic)
+    function = _RingAttention(config, strategy, transport, deterministic)
     if AttentionInterface().get(name, function) != function:
         raise ValueError(
             f"attention of the name {name!r} is registered already, as something else or with other "
@@ -211,6 +215,7 @@ class _RingAttention:
     """An attention function of transformers."""
 
     kernel: KernelConfig
+    strategy: StrategyConfig
     transport: str
     deterministic: bool
 
@@ -251,13 +256,14 @@ class _RingAttention:
         ids = batch.segment_ids
         check_group(batch.sharding)
         out = attend(
-            batch.sharding.group, batch.sharding.schedule, q, k, v,
+            batch.sharding.group, batch.sharding.layout_name, q, k, v,
             Options(
                 causal=mask.causal, window=mask.window,
                 cu_seqlens=None if is_told else batch.cu_seqlens,
                 softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
                 dropout_seed=_layer_seed(module, batch) if dropout else None,
-                deterministic=self.deterministic, kernel=self.kernel, transport=self.transport,
+                deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
+                transport=self.transport,
             ),
             segment_ids=None if is_told or ids is None else ids.to(query.device), sinks=s_aux,
             bias=None, alibi_slopes=None,

@@ -136,7 +136,7 @@ def shard_batch(
     _set_labels(given, segments, report)
     _check_same(sharding.ring, given, segments, dropout_seed)
 
-    more = -length % divisor_of(sharding.schedule, sharding.ring.size)
+    more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
             continue

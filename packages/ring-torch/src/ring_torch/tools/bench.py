@@ -24,8 +24,8 @@ def defaults() -> Setting:
     """What is timed where nothing else is asked for: all GPUs, or two processes on the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
-        return Setting(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto")
-    return Setting(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto")
+        return Setting(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
+    return Setting(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
 
 
 def bench(
@@ -65,7 +65,7 @@ def _slowest(pool: LocalRanks, setting: Setting, transport: str, n: int) -> tupl
 def time_round(rank: int, setting: Setting, transport: str, seed: int) -> tuple[float, float]:
     """Seconds of a forward, and of a forward and backward, on this rank."""
     cuda = torch.cuda.is_available()
-    cp = ContextParallel(schedule=setting.schedule)
+    cp = ContextParallel(layout=setting.layout)
     torch.manual_seed(1000 * seed + rank)
     length, dtype = setting.seq_len // cp.cp_size, getattr(torch, setting.dtype)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
@@ -73,7 +73,10 @@ def time_round(rank: int, setting: Setting, transport: str, seed: int) -> tuple[
         torch.randn(1, length, h, setting.head_dim, dtype=dtype, device="cuda" if cuda else "cpu")
         for h in heads
     )
-    attend = partial(cp.attention, mask=setting.mask, kernel=setting.kernel, transport=transport)
+    attend = partial(
+        cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
+        transport=transport,
+    )  # fmt: skip
 
     def forward() -> None:
         with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -31,7 +31,7 @@ LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
     "transformers",
 )  # fmt: skip
-TRANSPORTS = ("p2p", "gather", "pull")
+WAYS = (("ring", "p2p"), ("gather", "p2p"), ("gather", "symm_mem"))  # strategies, transports
 RANKS = 2  # of the self-test between processes
 
 Arrays = Sequence[npt.NDArray[Any]]
@@ -48,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a kernel or transport can run here; ``why`` is empty if it can."""
+    """Whether a kernel, or a strategy over a transport, can run; ``why`` is empty if it can."""
 
     name: str
     devices: tuple[str, ...]  # types it runs on; empty means any
@@ -65,7 +65,7 @@ class Diagnosis:
     device: str
     gpus: tuple[Gpu, ...]
     kernels: tuple[Report, ...]
-    transports: tuple[Report, ...]
+    strategies: tuple[Report, ...]
     checks: tuple[Check, ...]
 
     @property
@@ -81,8 +81,10 @@ def diagnose() -> Diagnosis:
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
     ways = tuple(
-        Report(name, ("cuda",) if name == "pull" else (), available=not why, why=why)
-        for name, why in ((name, _no_transport(name, device, found)) for name in TRANSPORTS)
+        Report(f"{strategy}/{transport}", on, available=not why, why=why)
+        for strategy, transport in WAYS
+        for on in [("cuda",) if transport == "symm_mem" else ()]
+        for why in [_no_transport(transport, device, found)]
     )
     libraries = versions()
     return Diagnosis(
@@ -91,10 +93,13 @@ def diagnose() -> Diagnosis:
         device=device,
         gpus=found,
         kernels=tuple(reports),
-        transports=ways,
+        strategies=ways,
         checks=(
             *(check for kernel in able for check in self_test(kernel, device)),
-            *ring_test([one.name for one in ways if one.available], cuda=len(found) >= RANKS),
+            *ring_test(
+                [way for way, one in zip(WAYS, ways, strict=True) if one.available],
+                cuda=len(found) >= RANKS,
+            ),
         ),
     )
 
@@ -149,7 +154,7 @@ def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:
     """Why keys cannot travel this way between processes on this machine; empty if they can."""
     if not dist.is_available():
         return "this torch is built without torch.distributed"
-    if name != "pull":
+    if name != "symm_mem":
         return ""
     if device != "cuda":
         return "copies out of other GPUs' memory; torch finds no GPU here"
@@ -176,15 +181,16 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
 
 
-def ring_test(transports: Sequence[str], *, cuda: bool) -> Iterator[Check]:
+def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
     """The same between two processes of this machine, each way that keys can travel."""
-    if not transports:
+    if not ways:
         return
     dtype = "bfloat16" if cuda else "float32"
-    setting = Setting(RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto")
+    setting = Setting(RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto", "auto")
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
-        for transport in transports:
-            yield from ring_checks(ranks, setting, transport, cuda=cuda)
+        for strategy, transport in ways:
+            way = replace(setting, strategy=strategy)
+            yield from ring_checks(ranks, way, transport, cuda=cuda)
 
 
 def ring_checks(
@@ -200,16 +206,19 @@ def ring_checks(
         return results
 
     where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
-    yield from _judged(transport, where, inputs, run, setting.mask)
+    yield from _judged(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: Setting, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
-    cp = ring_torch.ContextParallel(schedule=setting.schedule)
+    cp = ring_torch.ContextParallel(layout=setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     dtype = getattr(torch, setting.dtype)
     shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
-    ours = partial(cp.attention, mask=setting.mask, kernel=setting.kernel, transport=transport)
+    ours = partial(
+        cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
+        transport=transport,
+    )  # fmt: skip
     return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
 
 
@@ -263,7 +272,7 @@ def shown(found: Diagnosis) -> str:
         reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
         major, minor = gpu.capability
         lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
-    for title, reports in (("kernels", found.kernels), ("transports", found.transports)):
+    for title, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
         lines += ["", f"{title}, {_ORDER[title]}"]
         for one in reports:
             devices = ", ".join(one.devices) or "any"
@@ -275,5 +284,5 @@ def shown(found: Diagnosis) -> str:
 
 _ORDER = {
     "kernels": "in the order in which kernel='auto' tries them",
-    "transports": "between processes of this machine",
+    "strategies": "over transports, between processes of this machine",
 }

@@ -1,4 +1,4 @@
-"""What the README says of the kernels is what the kernels say."""
+"""What the page says of the kernels is what the kernels say."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from ring_jax.tools.cli import main
 
 def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix"]) == 0
-    check_jax_matrix(capsys.readouterr().out, "triton")
+    check_jax_matrix(capsys.readouterr().out, "pallas")

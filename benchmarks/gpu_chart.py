@@ -1,0 +1,53 @@
+"""The chart of the README: ``python benchmarks/gpu_chart.py`` prints what stands there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "h200x4.json"
+
+#: Mask, length, and query and key heads, as the file names them, in the order of the chart.
+SETTINGS = (
+    "causal 8k 32/8", "causal 32k 32/8", "causal 32k 32/32", "causal 128k 32/8", "window 512k 32/8",
+)  # fmt: skip
+
+#: Methods, and what the chart calls them.
+METHODS = {
+    "zigzag/fa4/gather/symm_mem": "Ring",
+    "ulysses": "Ulysses",
+    "torch-cp": "torch",
+    "ring-flash-attn": "ring-flash-attn",
+}
+
+WIDTH = 40  # characters of a bar of 1.00
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def chart(rows: Sequence[dict[str, Any]]) -> str:
+    """A bar for each method that was timed in a setting: its scaling efficiency, both passes."""
+    rates = {
+        (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
+    }
+    return "\n".join(line for setting in SETTINGS for line in _bars(setting, rates))
+
+
+def _bars(setting: str, rates: dict[tuple[str, str], float]) -> Iterator[str]:
+    head = setting
+    for method, name in METHODS.items():
+        if (setting, method) in rates:
+            efficiency = rates[setting, method] / rates[setting, "one"]
+            yield f"{head:16}  {name:15}  {bar(efficiency):{WIDTH}}  {efficiency:.2f}"
+            head = ""
+
+
+def bar(efficiency: float) -> str:
+    """As many eighths of characters as come nearest; those that are left of the last one."""
+    whole, eighths = divmod(round(efficiency * WIDTH * 8), 8)
+    return ("█" * whole + EIGHTHS[eighths]).rstrip()
+
+
+if __name__ == "__main__":
+    print(chart(json.loads(RESULTS.read_text())["rows"]))

@@ -1,0 +1,62 @@
+"""How tokens move: the name of a strategy, and what may be said with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from ring_core.base.arguments import check_choice
+
+StrategyName = Literal["ring", "balanced", "gather"]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+PlannedStrategy = Literal["ring", "balanced"]  # a gather is made of a ring's plan
+PLANNED: tuple[PlannedStrategy, ...] = get_args(PlannedStrategy)
+
+_MEANT: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # fields, by strategy
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """A strategy and its parameters, where a name alone does not say enough.
+
+    Args:
+        name: ``auto``, ``ring`` (K/V go round, a step at a time), ``balanced`` (a ring over
+            contiguous shards whose idle ranks compute for busy ones) or ``gather`` (a rank fetches
+            all the K/V shards that its queries see).
+        ulysses_size: Ranks that split heads rather than tokens.
+        outer: The strategy between groups of ranks that split heads.
+        local_size: Ranks of one host.
+
+    Raises:
+        ValueError: No such strategy, or a field that means nothing for it.
+    """
+
+    name: str
+    ulysses_size: int | None = None
+    outer: str = "ring"
+    local_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("strategy name", self.name, ("auto", *STRATEGIES))
+        meant = ("name", *_MEANT.get(self.name, ()))
+        for field in fields(self):
+            given = getattr(self, field.name)
+            is_default = type(given) is type(field.default) and given == field.default
+            if field.name not in meant and not is_default:
+                raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
+
+
+def strategy_config(strategy: str | StrategyConfig) -> StrategyConfig:
+    """What a call's ``strategy`` says.
+
+    Raises:
+        ValueError: No such strategy, or neither a name nor a :class:`StrategyConfig`.
+    """
+    if isinstance(strategy, StrategyConfig):
+        return strategy
+    if not isinstance(strategy, str):
+        raise ValueError(
+            f"strategy must be a name or a StrategyConfig, got {type(strategy).__name__}"
+        )
+    return StrategyConfig(strategy)
