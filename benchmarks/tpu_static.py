@@ -310,9 +310,9 @@ def blocks_of_documents() -> tuple[int, int]:
     import jax.numpy as jnp
     import numpy as np
 
-    from ring_core import Mask, make_plan
+    from ring_core import EMPTY, Mask, make_plan
     from ring_jax.records import ItemTable, KeyBlock, QueryBlock
-    from ring_jax_tpu.block_index import EMPTY, block_kinds
+    from ring_jax_tpu.block_index import block_kinds
     from ring_jax_tpu.block_sizes import Blocks
 
     lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)

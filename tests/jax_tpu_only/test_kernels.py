@@ -19,16 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import KernelConfig, Mask
+from ring_core import EMPTY, FULL, PARTIAL, KernelConfig, Mask
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.records import ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu import operands
 from ring_jax_tpu.block_index import (
-    EMPTY,
-    FULL,
     ODD,
-    PARTIAL,
     block_kinds,
     by_columns,
     by_rows,

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 from cases import RINGS, Case, masks
 
-from ring_core import TABLE_COLUMNS, TILE, Plan
+from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, Plan
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.rank_view import RankView, of_step
 from ring_jax.records import Inputs, KVPayload, Queries, Static
-from ring_jax_tpu.block_index import EMPTY, FULL, block_kinds
+from ring_jax_tpu.block_index import block_kinds
 from ring_jax_tpu.block_sizes import Blocks
 
 CP, LENGTH = 4, 4 * 6 * TILE

@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core import EMPTY, FULL, KernelConfig, Mask, UnsupportedError
 from ring_jax.autodiff import _compiled
 from ring_jax_tpu import ContextParallel, block_index, ring_attention
-from ring_jax_tpu.block_index import EMPTY, FULL, Walk, by_columns, by_rows, unpack
+from ring_jax_tpu.block_index import Walk, by_columns, by_rows, unpack
 
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)
 CAUSAL = Mask(causal=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from ring_core import Capabilities, Stage
+from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Table
 from ring_jax.records import (
     AttentionState,
@@ -50,26 +51,10 @@ class TritonKernel:
     blocks: Table | None = None
     roles: bool = True
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        name="triton",
-        devices=("cuda",),
-        dtypes=("float32", "bfloat16", "float16"),
+    capabilities: ClassVar[Capabilities] = replace(
+        EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
-        mixed_head_dims=True,
-        bands="any",
-        documents=True,
-        segment_ids=True,
-        predicate=True,
-        softcap=True,
-        bias=True,
-        alibi=True,
-        dropout=True,
-        any_scale=True,
-        deterministic=True,
-        lse_grad=True,
-        block_sizes=True,
-        fused_backward=True,
-    )
+    )  # fmt: skip
 
     def refusals(self, *_: object) -> tuple[str, ...]:
         """None: it takes all sizes."""

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, Plan, UnsupportedError
+from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
 from ring_core.triton.tile_sizes import choose_blocks, come_in_eights, heads_together, padded
+from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -23,17 +24,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax_gpu.block_index import (
-    FULL,
-    PARTIAL,
-    Tiles,
-    block_kinds,
-    by_columns,
-    by_rows,
-    in_documents,
-    item_bounds,
-    under_mask,
-)
+from ring_jax_gpu.block_index import Tiles, block_kinds, by_columns, by_rows, in_documents
 from ring_jax_gpu.launch import ONLY_HOPPER, Kernel, Launch
 from ring_jax_gpu.primitive import run
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ring_core import EMPTY, FULL, PARTIAL
 from ring_jax.records import Array, BackwardInputs, Grads
-from ring_jax_tpu.block_index import EMPTY, FULL, ODD, PARTIAL, by_columns, by_rows, for_every_batch
+from ring_jax_tpu.block_index import ODD, by_columns, by_rows, for_every_batch
 from ring_jax_tpu.dq_pipeline import Block, DqPipeline
 from ring_jax_tpu.forward import split
 from ring_jax_tpu.operands import (

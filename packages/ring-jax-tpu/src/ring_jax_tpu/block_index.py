@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, TILE, UnsupportedError
-from ring_jax.dense_mask import shown_in_blocks
+from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
+from ring_jax.kernels.block_index import Flags, classify
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks
 
-EMPTY, PARTIAL, FULL, ODD = 0, 1, 2, 3
-BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
-_FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
+ODD = 3  # beside ``EMPTY``, ``PARTIAL`` and ``FULL``
 
 # A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
 _KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
@@ -63,29 +61,10 @@ def unpack(word: Any) -> Visit:
     )
 
 
-def item_bounds(work: ItemTable) -> Array:
-    """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
-    picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
-    return jnp.clip(picked, -_FAR, _FAR)
-
-
 def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Blocks) -> Array:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
-    live, full = _in_items(item_bounds(work), blocks)
-    for mine, theirs in ((rows.cells, columns.cells), (rows.ids, columns.ids)):
-        if mine is None or theirs is None:
-            continue
-        meets, alike = _alike(_extremes(mine, blocks.q), _extremes(theirs, blocks.k))
-        live, full = live & meets, full & alike
-    if work.kinds is not None:
-        some, every = _in_tiles(work.kinds, blocks)
-        live, full = live & some, full & every
-    return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
-
-
-def under_mask(kinds: Array, bias: Array, blocks: Blocks) -> Array:
-    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
-    return jnp.where(shown_in_blocks(bias, blocks.q, blocks.k), kinds, EMPTY)
+    in_tiles = None if work.kinds is None else _in_tiles(work.kinds, blocks)
+    return classify(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
 
 
 def with_odd(
@@ -215,45 +194,8 @@ def _listed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
     return BlockIndex(words, 1 if outer * inner == 1 else jnp.maximum(count.max(), 1))
 
 
-def _in_items(bounds: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """Whether some item shows something of a block, and whether one shows all; ``[1, I, J]``."""
-    q_start, q_stop, k_start, k_stop, lo, hi = (x[:, None, None] for x in bounds.T)
-    top = (jnp.arange(blocks.grid[0], dtype=jnp.int32) * blocks.q)[None, :, None]
-    left = (jnp.arange(blocks.grid[1], dtype=jnp.int32) * blocks.k)[None, None]
-    bottom, right = top + blocks.q, left + blocks.k
-    first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
-    first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
-    nearest = (first_row - q_start) - (last_col - k_start)
-    furthest = (last_row - q_start) - (first_col - k_start)
-    overlaps = (first_row <= last_row) & (first_col <= last_col)
-    live = overlaps & (furthest >= lo) & (nearest <= hi)
-    inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
-    full = inside & (nearest >= lo) & (furthest <= hi)
-    return live.any(axis=0)[None], full.any(axis=0)[None]
-
-
-def _extremes(x: Array, size: int) -> tuple[Array, Array]:
-    """Smallest and largest number of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
-    x = jnp.atleast_2d(x)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
-    parts = x.reshape(x.shape[0], -1, size)
-    return parts.min(axis=2), parts.max(axis=2)
-
-
-def _alike(mine: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Whether numbers may be equal somewhere, and whether all are; negative ones never are.
-
-    Cells are never negative.
-    """
-    q_min, q_max = (x[:, :, None] for x in mine)
-    k_min, k_max = (x[:, None, :] for x in theirs)
-    meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
-    alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
-    return meets, alike
-
-
-def _in_tiles(kinds: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """Whether some tile of a block is live, and whether all are full; ``[1, I, J]``."""
+def _in_tiles(kinds: Array, blocks: Blocks) -> Flags:
+    """What the tiles of a block show; ``[1, I, J]``."""
     rows, cols = blocks.q // TILE, blocks.k // TILE
     shape = (blocks.grid[0] * rows, blocks.grid[1] * cols)
     edges = [(0, want - have) for want, have in zip(shape, kinds.shape, strict=True)]

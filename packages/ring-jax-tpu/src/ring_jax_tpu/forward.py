@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ring_core import FULL, PARTIAL
 from ring_jax.records import AttentionState
-from ring_jax_tpu.block_index import FULL, ODD, PARTIAL, by_rows
+from ring_jax_tpu.block_index import ODD, by_rows
 from ring_jax_tpu.operands import Launch, Operands, is_odd, pad, query_head_grid
 from ring_jax_tpu.scores import EVERY, LOG2E, SUBLANES, Ref, Scores, Tile, add_seen, dot
 

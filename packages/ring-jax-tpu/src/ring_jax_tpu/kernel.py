@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ring_core import Capabilities, KernelConfig, Plan, UnsupportedError
+from ring_core import KernelConfig, Plan, UnsupportedError
+from ring_core.base.capabilities import EVERYTHING
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,
@@ -31,24 +32,8 @@ class PallasKernel:
     anything is traced.
     """
 
-    capabilities = Capabilities(
-        name="pallas",
-        devices=("tpu",),
-        dtypes=("float32", "bfloat16"),
-        mixed_head_dims=True,
-        bands="any",
-        documents=True,
-        segment_ids=True,
-        predicate=True,
-        softcap=True,
-        bias=True,
-        alibi=True,
-        dropout=True,
-        deterministic=True,
-        any_scale=True,
-        lse_grad=True,
-        block_sizes=True,
-        fused_backward=True,
+    capabilities = replace(
+        EVERYTHING, name="pallas", devices=("tpu",), dtypes=("float32", "bfloat16")
     )
 
     def refusals(

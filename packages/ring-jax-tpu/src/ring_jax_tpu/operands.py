@@ -14,18 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import KernelConfig, Mask
+from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax.varying import axes_of, vary_alike
-from ring_jax_tpu.block_index import (
-    Visit,
-    Walk,
-    block_kinds,
-    check_number,
-    item_bounds,
-    under_mask,
-    unpack,
-    with_odd,
-)
+from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_odd
 from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
 from ring_jax_tpu.generations import Generation, generation_of
 from ring_jax_tpu.scores import Facts, Marks, Scalars, Tile
@@ -102,7 +94,7 @@ class Launch:
         )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
-            kinds = under_mask(kinds, rows.bias, blocks)
+            kinds = under_mask(kinds, rows.bias, blocks.q, blocks.k)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         facts = Facts(

@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep
+from ring_jax.kernels.block_index import BOUNDS
 from ring_jax.records import Static
-from ring_jax_tpu.block_index import BOUNDS, Visit
+from ring_jax_tpu.block_index import Visit
 
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8

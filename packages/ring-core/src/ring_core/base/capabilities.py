@@ -63,6 +63,14 @@ class Capabilities:
     fused_backward: bool = False
 
 
+#: Every mask and option, on any device, in any dtype: what a kernel of our own starts from.
+EVERYTHING = Capabilities(
+    "everything", mixed_head_dims=True, bands="any", documents=True, segment_ids=True,
+    predicate=True, softcap=True, bias=True, alibi=True, dropout=True, deterministic=True,
+    any_scale=True, lse_grad=True, block_sizes=True, fused_backward=True,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """A kernel and its settings; ``None`` leaves a setting to the kernel.

@@ -159,7 +159,7 @@ def clashes(found: Mapping[str, str]) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor of this package found."""
+    """What the doctor of this package found; those of others find more."""
 
     versions: dict[str, str]
     clashes: tuple[str, ...] | None

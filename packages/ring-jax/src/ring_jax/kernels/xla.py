@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, TILE, Capabilities
+from ring_core import TABLE_COLUMNS, TILE
+from ring_core.base.capabilities import EVERYTHING
 from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.dropout import dropout_keep
 from ring_jax.records import (
@@ -40,11 +41,9 @@ _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 b
 class XlaKernel:
     """See the module's text."""
 
-    capabilities = Capabilities(
-        name="xla", dtypes=("float64", "float32", "bfloat16", "float16"), mixed_head_dims=True,
-        bands="any", documents=True, segment_ids=True, predicate=True, softcap=True, bias=True,
-        alibi=True, dropout=True, deterministic=True, any_scale=True, lse_grad=True,
-        block_sizes=True,
+    capabilities = replace(
+        EVERYTHING, name="xla", dtypes=("float64", "float32", "bfloat16", "float16"),
+        fused_backward=False,
     )  # fmt: skip
 
     def refusals(self, *_: object) -> tuple[str, ...]:

@@ -48,20 +48,12 @@ class KernelReport:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(doctor.Diagnosis):
     """All that the doctor found."""
 
-    versions: dict[str, str]
-    clashes: tuple[str, ...] | None
     backend: str
     devices: tuple[str, ...]
     kernels: tuple[KernelReport, ...]
-    checks: tuple[Check, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether there is a kernel that runs, and nothing failed."""
-        return doctor.is_healthy(self.clashes, self.checks)
 
 
 def diagnose() -> Diagnosis:

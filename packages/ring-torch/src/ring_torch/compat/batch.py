@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_torch.comm.ranks import Group
-from ring_torch.compat.call import Options, attend_batch, unpacked
+from ring_torch.compat.call import Options, attend_batch, kvpacked, qkvpacked
 
 
 def ring_flash_attn_func(
@@ -58,43 +58,8 @@ def ring_flash_attn_func(
     return attend_batch("contiguous", q, k, v, options, group)
 
 
-def ring_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [B, T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=2)
-    return ring_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
-
-
-def ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [B, T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=2)
-    return ring_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
+ring_flash_attn_kvpacked_func = kvpacked(ring_flash_attn_func, dim=2)
+ring_flash_attn_qkvpacked_func = qkvpacked(ring_flash_attn_func, dim=2)
 
 
 def zigzag_ring_flash_attn_func(
@@ -122,43 +87,8 @@ def zigzag_ring_flash_attn_func(
     return attend_batch("zigzag", q, k, v, options, group)
 
 
-def zigzag_ring_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [B, T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=2)
-    return zigzag_ring_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [B, T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=2)
-    return zigzag_ring_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
+zigzag_ring_flash_attn_kvpacked_func = kvpacked(zigzag_ring_flash_attn_func, dim=2)
+zigzag_ring_flash_attn_qkvpacked_func = qkvpacked(zigzag_ring_flash_attn_func, dim=2)
 
 
 def stripe_flash_attn_func(
@@ -186,40 +116,5 @@ def stripe_flash_attn_func(
     return attend_batch("striped", q, k, v, options, group)
 
 
-def stripe_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [B, T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=2)
-    return stripe_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
-
-
-def stripe_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [B, T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=2)
-    return stripe_flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
+stripe_flash_attn_kvpacked_func = kvpacked(stripe_flash_attn_func, dim=2)
+stripe_flash_attn_qkvpacked_func = qkvpacked(stripe_flash_attn_func, dim=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Concatenate, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from ring_torch.call import Options as CallOptions
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
+
+_TOKENS = {1: "T_local", 2: "B, T_local"}  # what lies before a dimension along which is stacked
 
 
 class Options(NamedTuple):
@@ -114,8 +118,59 @@ def unpacked(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor
     Raises:
         ValueError: There are others than that many.
     """
-    shape = ["B", "T_local", str(count), "heads", "D"][2 - dim :]
-    if not isinstance(packed, Tensor) or packed.ndim != len(shape) or packed.shape[dim] != count:
+    if not isinstance(packed, Tensor) or packed.ndim != dim + 3 or packed.shape[dim] != count:
         got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
-        raise ValueError(f"{name} must be a tensor [{', '.join(shape)}], got {got}")
+        shape = f"[{_TOKENS[dim]}, {count}, heads, D]"
+        raise ValueError(f"{name} must be a tensor {shape}, got {got}")
     return packed.unbind(dim)
+
+
+class KVPacked[**P](Protocol):
+    """A function of K and V in one tensor."""
+
+    def __call__(self, q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As the function that takes them apart."""
+
+
+class QKVPacked[**P](Protocol):
+    """A function of Q, K and V in one tensor."""
+
+    def __call__(self, qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As the function that takes them apart."""
+
+
+def kvpacked[**P](
+    function: Callable[Concatenate[Tensor, Tensor, Tensor, P], Any], *, dim: int
+) -> KVPacked[P]:
+    """The same function of K and V stacked along a dimension."""
+
+    def packed(q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
+        k, v = unpacked("kv", kv, 2, dim=dim)
+        return function(q, k, v, *args, **kwargs)
+
+    words = f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
+    _present(packed, function, "kvpacked", words)
+    return packed
+
+
+def qkvpacked[**P](
+    function: Callable[Concatenate[Tensor, Tensor, Tensor, P], Any], *, dim: int
+) -> QKVPacked[P]:
+    """The same function of Q, K and V stacked along a dimension."""
+
+    def packed(qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
+        q, k, v = unpacked("qkv", qkv, 3, dim=dim)
+        return function(q, k, v, *args, **kwargs)
+
+    words = f"Q, K and V in one tensor, ``qkv [{_TOKENS[dim]}, 3, H, D]``"
+    _present(packed, function, "qkvpacked", words)
+    return packed
+
+
+def _present(packed: Any, function: Any, kind: str, words: str) -> None:
+    """Let ``help`` and ``inspect`` show the arguments of a function, its first three packed."""
+    own = [x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    whole = signature(function)
+    packed.__signature__ = whole.replace(parameters=[*own, *list(whole.parameters.values())[3:]])
+    packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{kind}_func")
+    packed.__doc__, packed.__module__ = f"The same of {words}.", function.__module__

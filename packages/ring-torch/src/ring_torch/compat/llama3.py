@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_core import UnsupportedError, checks
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.compat.call import Options, checked, returned, run, unpacked
+from ring_torch.compat.call import Options, checked, kvpacked, qkvpacked, returned, run
 from ring_torch.compat.documents import check_longest, check_shards, check_slopes, offsets_of
 
 
@@ -147,57 +147,8 @@ def llama3_flash_attn_varlen_func(
     )  # fmt: skip
 
 
-def llama3_flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
-    heads_k_stride: int,
-    local_k_slice: slice,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=1)
-    return llama3_flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
-        local_k_slice, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
-
-
-def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
-    heads_k_stride: int,
-    local_k_slice: slice,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=1)
-    return llama3_flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
-        local_k_slice, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
+llama3_flash_attn_varlen_kvpacked_func = kvpacked(llama3_flash_attn_varlen_func, dim=1)
+llama3_flash_attn_varlen_qkvpacked_func = qkvpacked(llama3_flash_attn_varlen_func, dim=1)
 
 
 def _prepared(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_torch.comm.ranks import Group
-from ring_torch.compat.call import Options, unpacked
+from ring_torch.compat.call import Options, kvpacked, qkvpacked
 from ring_torch.compat.documents import attend_documents
 
 
@@ -65,47 +65,8 @@ def ring_flash_attn_varlen_func(
     return attend_documents("contiguous", q, k, v, cu_seqlens, max_seqlen, options, group)
 
 
-def ring_flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor | Sequence[int],
-    max_seqlen: int | Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=1)
-    return ring_flash_attn_varlen_func(
-        q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        alibi_slopes, deterministic, return_attn_probs, group,
-    )  # fmt: skip
-
-
-def ring_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor | Sequence[int],
-    max_seqlen: int | Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=1)
-    return ring_flash_attn_varlen_func(
-        q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        alibi_slopes, deterministic, return_attn_probs, group,
-    )  # fmt: skip
+ring_flash_attn_varlen_kvpacked_func = kvpacked(ring_flash_attn_varlen_func, dim=1)
+ring_flash_attn_varlen_qkvpacked_func = qkvpacked(ring_flash_attn_varlen_func, dim=1)
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -135,44 +96,5 @@ def zigzag_ring_flash_attn_varlen_func(
     return attend_documents("zigzag", q, k, v, cu_seqlens, max_seqlen, options, group)
 
 
-def zigzag_ring_flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor | Sequence[int],
-    max_seqlen: int | Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of K and V in one tensor, ``kv [T_local, 2, K, D]``."""
-    k, v = unpacked("kv", kv, 2, dim=1)
-    return zigzag_ring_flash_attn_varlen_func(
-        q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        alibi_slopes, deterministic, return_attn_probs, group,
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor | Sequence[int],
-    max_seqlen: int | Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Any:
-    """The same of Q, K and V in one tensor, ``qkv [T_local, 3, H, D]``."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=1)
-    return zigzag_ring_flash_attn_varlen_func(
-        q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        alibi_slopes, deterministic, return_attn_probs, group,
-    )  # fmt: skip
+zigzag_ring_flash_attn_varlen_kvpacked_func = kvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = qkvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)

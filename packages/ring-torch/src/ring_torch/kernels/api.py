@@ -21,6 +21,7 @@ from ring_torch.records import (
     QueryBlock,
     QueryGrads,
     acc_dtype,
+    empty_state,
 )
 
 
@@ -129,3 +130,33 @@ def added_up(
         dbias = torch.zeros_like(rows.bias, dtype=dtype)
     kernel.backward(rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv))
     return ItemGrads(dq, dk, dv, dbias)
+
+
+class KernelBase(Kernel):
+    """What a kernel has unless it says otherwise: it runs everywhere, and adds items up."""
+
+    needs_delta = True
+    adds_sinks = False
+    parts: SplitBackward | None = None
+
+    def unavailable_reason(self) -> str | None:
+        """None: it comes with torch."""
+        return None
+
+    def attend(
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        place: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
+        """``(out, lse)`` of the item, wide."""
+        del place  # it is narrower
+        into = empty_state(rows.q, columns.v.shape[3])
+        self.forward(rows, columns, item, params, into)
+        return into
+
+    def gradients(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        place: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """The item's gradients, wide."""
+        del place  # ``backward`` adds to what it is given
+        return added_up(self, rows, columns, upstream, item, params)

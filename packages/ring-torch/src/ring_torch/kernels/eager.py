@@ -8,70 +8,38 @@ recomputes probabilities from the global ``lse`` (Dao et al., arXiv 2205.14135).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import EMPTY, FULL, TILE, Capabilities, WorkItem
-from ring_torch.kernels.api import added_up
+from ring_core import EMPTY, FULL, TILE, WorkItem
+from ring_core.base.capabilities import EVERYTHING
+from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
     KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    empty_state,
 )
 
 BLOCK_K = 256
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
 
 
-class EagerKernel:
+class EagerKernel(KernelBase):
     """See the module's text."""
 
-    capabilities = Capabilities(
-        name="eager",
-        dtypes=("float64", "float32", "bfloat16", "float16"),
-        mixed_head_dims=True,
-        bands="any",
-        documents=True,
-        segment_ids=True,
-        predicate=True,
-        softcap=True,
-        bias=True,
-        alibi=True,
-        dropout=True,
-        deterministic=True,
-        any_scale=True,
-        lse_grad=True,
-        block_sizes=True,
-    )
-
-    needs_delta = True
-    adds_sinks = False
-    parts = None
-
-    def unavailable_reason(self) -> str | None:
-        """It runs everywhere."""
-        return None
-
-    def attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
-    ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item, wide."""
-        del place  # it is narrower
-        into = empty_state(rows.q, columns.v.shape[3])
-        self.forward(rows, columns, item, params, into)
-        return into
+    capabilities = replace(
+        EVERYTHING, name="eager", dtypes=("float64", "float32", "bfloat16", "float16"),
+        fused_backward=False,
+    )  # fmt: skip
 
     def forward(
         self,
@@ -162,14 +130,6 @@ class EagerKernel:
                     weights.mT, seen_by, do, clean=clean["do"]
                 ).transpose(1, 2)
             row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
-
-    def gradients(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
-        """The item's gradients, wide."""
-        del place  # ``backward`` adds to what it is given
-        return added_up(self, rows, columns, upstream, item, params)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
-from ring_torch.kernels.api import added_up
+from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
 from ring_torch.kernels.flash_library import Options
@@ -22,46 +22,27 @@ from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
     KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    empty_state,
 )
 
 aten = torch.ops.aten
 
 
-class CpuFlashKernel:
+class CpuFlashKernel(KernelBase):
     """Flash attention on the CPU; takes whole and square causal blocks.
 
     In half precision it uses an approximate exponential that costs ``lse`` 5e-5, more than the
-    inputs' rounding does, so those dtypes are left to ``eager``.
+    inputs' rounding does, so those dtypes are left to ``eager``. It computes delta itself, and is
+    given it to hand it to ``eager``.
     """
 
     capabilities = Capabilities(
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
-
-    needs_delta = True  # to hand it to ``eager``
-    adds_sinks = False
-    parts = None
-
-    def unavailable_reason(self) -> str | None:
-        """It comes with torch."""
-        return None
-
-    def attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
-    ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item."""
-        del place  # it is narrower
-        into = empty_state(rows.q, columns.v.shape[3])
-        self.forward(rows, columns, item, params, into)
-        return into
 
     def forward(
         self,
@@ -109,14 +90,6 @@ class CpuFlashKernel:
             row_grads.dq[:, :, heads] += dq.transpose(1, 2)
             column_grads.dk.add_(dk.transpose(1, 2))
             column_grads.dv.add_(dv.transpose(1, 2))
-
-    def gradients(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
-        """The item's gradients, wide."""
-        del place  # it is narrower
-        return added_up(self, rows, columns, upstream, item, params)
 
 
 class Flash:

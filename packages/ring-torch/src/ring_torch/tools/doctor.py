@@ -57,21 +57,13 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(doctor.Diagnosis):
     """All that the doctor found; kernels stand in the order in which ``auto`` tries them."""
 
-    versions: dict[str, str]
-    clashes: tuple[str, ...] | None
     device: str
     gpus: tuple[Gpu, ...]
     kernels: tuple[Report, ...]
     strategies: tuple[Report, ...]
-    checks: tuple[Check, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether there is a kernel that runs, and nothing failed."""
-        return doctor.is_healthy(self.clashes, self.checks)
 
 
 def diagnose() -> Diagnosis:
@@ -80,12 +72,7 @@ def diagnose() -> Diagnosis:
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
-    ways = tuple(
-        Report(f"{strategy}/{transport}", on, available=not why, why=why)
-        for strategy, transport in WAYS
-        for on in [("cuda",) if transport == "symm_mem" else ()]
-        for why in [_no_transport(transport, device, found)]
-    )
+    ways = tuple(_way_report(*way, _no_transport(way[1], device, found)) for way in WAYS)
     libraries = versions()
     return Diagnosis(
         versions=libraries,
@@ -148,6 +135,12 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
             why = f"looking for it failed: {error!r}"
     return Report(can.name, can.devices, available=why is None, why=why or "")
+
+
+def _way_report(strategy: str, transport: str, why: str) -> Report:
+    """A strategy over a transport."""
+    devices = ("cuda",) if transport == "symm_mem" else ()
+    return Report(f"{strategy}/{transport}", devices, available=not why, why=why)
 
 
 def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:

@@ -5,14 +5,17 @@ Only blocks that are not empty are visited, and full ones skip their mask. Trito
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, WorkItem
+from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
+from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.flash import capability
 from ring_torch.kernels.triton.launch import Launch
 from ring_torch.memory_ops import has_triton
@@ -28,37 +31,17 @@ from ring_torch.records import (
 )
 
 
-class TritonKernel:
+class TritonKernel(KernelBase):
     """See the module's text.
 
     A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
     to run.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        name="triton",
-        devices=("cuda",),
-        dtypes=("float32", "bfloat16", "float16"),
+    capabilities: ClassVar[Capabilities] = replace(
+        EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
-        mixed_head_dims=True,
-        bands="any",
-        documents=True,
-        segment_ids=True,
-        predicate=True,
-        softcap=True,
-        bias=True,
-        alibi=True,
-        dropout=True,
-        deterministic=True,
-        any_scale=True,
-        lse_grad=True,
-        block_sizes=True,
-        fused_backward=True,
-    )
-
-    needs_delta = True
-    adds_sinks = False
-    parts = None
+    )  # fmt: skip
 
     def unavailable_reason(self) -> str | None:
         """No Triton, or no NVIDIA GPU from Ampere on."""
