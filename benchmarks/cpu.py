@@ -25,7 +25,7 @@ import torch
 
 import ring_core
 from ring_core import Mask, make_plan
-from ring_core.choose.balance import pairs_of
+from ring_core.base.strategy import pairs_of
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 

@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, silu
 
-from ring_core import LAYOUTS, STRATEGIES, Layout, LayoutName, Mask, make_plan
+from ring_core import LAYOUTS, STRATEGIES, Layout, LayoutName, Mask, StrategyConfig, make_plan
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -362,7 +362,7 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
         layout, strategy = ways[cell]
         plan = make_plan(
             mask, seq_len=config.seq_len, cp_size=config.cp, layout=layout,
-            strategy="balanced" if strategy == "balanced" else "ring",
+            strategy=StrategyConfig(strategy).planned,
         )  # fmt: skip
         work, share = axes[cell], plan.work().T * (100 / plan.work().mean())  # [rank, step]
         work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")

@@ -20,7 +20,8 @@ from ring_core import (
     make_plan,
     reference,
 )
-from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
+from ring_core.base.strategy import pairs_of
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE
 from ring_core.viz import kv_messages
 

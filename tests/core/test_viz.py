@@ -302,7 +302,7 @@ def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
     text = plotted_text(plan, tmp_path)
-    assert "contiguous, ring, 4 ranks, 4,096 tokens, causal" in text
+    assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
     assert "balance 1.750, critical 1.750, 4 of 4 steps live, 3 K/V messages a rank" in text
     assert "hatched: idle" in text
     assert "disagree" not in text

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core.base.arguments import check_rate, check_record, check_size, check_text
-from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
+from ring_core.base.strategy import pairs_of
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan

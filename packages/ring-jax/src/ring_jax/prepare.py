@@ -102,17 +102,17 @@ def check_call(
     rule = checks.check_mask(
         rule, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
-    named = strategy_config(strategy).name
+    named = strategy_config(strategy)
     checks.check_choice("transport", transport, TRANSPORTS)
     plan = make_plan(
         rule, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout,
-        strategy="balanced" if named == "balanced" else "ring", kv_seq_len=sizes.k_len * shards,
+        strategy=named.planned, kv_seq_len=sizes.k_len * shards,
     )  # fmt: skip
     scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
     checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         checks.check_flag(name, flag)
-    way = choose_strategy(named, plan)
+    way = choose_strategy(named.name, plan)
     q_ids, k_ids = check_others(
         sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
@@ -316,10 +316,8 @@ def choose_strategy(strategy: str, plan: Plan) -> StrategyName:
     Raises:
         UnsupportedError: The one named cannot do this call.
     """
-    if strategy == "balanced":
-        return "balanced"
     if strategy != "gather":
-        return "ring"
+        return plan.strategy
     if reasons := _refusals(plan):
         raise UnsupportedError(
             f"strategy 'gather': {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"

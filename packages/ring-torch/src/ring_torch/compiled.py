@@ -25,6 +25,7 @@ from ring_core import (
     StrategyConfig,
     gather_program,
 )
+from ring_core.base.strategy import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Options
 from ring_torch.capture import owned
@@ -167,7 +168,8 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
         )  # fmt: skip
 
     options = static.options(numbers)
-    if numbers.shape_the_plan and "auto" in (options.strategy, options.transport):
+    named = (strategy_config(options.strategy).name, options.transport)
+    if numbers.shape_the_plan and "auto" in named:
         widest = checked(static.options(_widest(numbers)))[0]
         options = options._replace(strategy=widest.strategy, transport=widest.transport)
     return checked(options)

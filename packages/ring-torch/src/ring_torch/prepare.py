@@ -19,6 +19,7 @@ from ring_core import (
     Mask,
     Plan,
     Request,
+    StrategyConfig,
     StrategyName,
     UnsupportedError,
     checks,
@@ -177,10 +178,10 @@ def _prepare(
     if device.type == "meta":
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
     assert isinstance(options.mask, Mask)
-    named = strategy_config(options.strategy).name
+    named = strategy_config(options.strategy)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
-        strategy="balanced" if named == "balanced" else "ring", kv_seq_len=sizes.k_len * ring.size,
+        strategy=named.planned, kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
@@ -212,7 +213,7 @@ def _prepare(
         facts[0].dtype.itemsize,
     )  # fmt: skip
     strategy, transport = choose_strategy(
-        named, options.transport, ring, plan, device, widths=widths, probe=probe
+        named.name, options.transport, ring, plan, device, widths=widths, probe=probe
     )
     params = KernelParams(
         plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
@@ -322,16 +323,14 @@ def choose_strategy(
     Raises:
         UnsupportedError: What was named cannot do this call.
     """
-    moves_steps: StrategyName = "balanced" if strategy == "balanced" else "ring"
-    if ring.size == 1:
-        return moves_steps, "p2p"
-    if strategy in ("ring", "balanced"):
-        if transport == "symm_mem":
-            raise UnsupportedError(
-                f"strategy {strategy!r} sends messages, and transport 'symm_mem' copies out of the "
-                f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
-            )
-        return moves_steps, "p2p"
+    planned = StrategyConfig(strategy).planned
+    if strategy == planned and transport == "symm_mem":
+        raise UnsupportedError(
+            f"strategy {strategy!r} sends messages, and transport 'symm_mem' copies out of the "
+            f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
+        )
+    if ring.size == 1 or strategy == planned:
+        return planned, "p2p"
     if (strategy, transport) == ("auto", "p2p"):
         return "ring", "p2p"
     reasons = list(gather_refusals(plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -13,7 +14,21 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 PlannedStrategy = Literal["ring", "balanced"]  # a gather is made of a ring's plan
 PLANNED: tuple[PlannedStrategy, ...] = get_args(PlannedStrategy)
 
-_MEANT: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # fields, by strategy
+_FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
+_LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
+
+
+def takes_layout(strategy: str, layout: object) -> bool:
+    """Whether a strategy is for a layout, a name or any other; what else a plan refuses it says."""
+    return strategy not in _LAYOUTS or layout in _LAYOUTS[strategy]
+
+
+def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, PlannedStrategy]]:
+    """The layouts, and strategies of plans, that go together."""
+    for layout in layouts:
+        for strategy in PLANNED:
+            if takes_layout(strategy, layout):
+                yield layout, strategy
 
 
 @dataclass(frozen=True)
@@ -24,7 +39,8 @@ class StrategyConfig:
         name: ``auto``, ``ring`` (K/V go round, a step at a time), ``balanced`` (a ring over
             contiguous shards whose idle ranks compute for busy ones) or ``gather`` (a rank fetches
             all the K/V shards that its queries see).
-        ulysses_size: Ranks that split heads rather than tokens.
+        ulysses_size: Ranks that split heads rather than tokens. No strategy has it yet, nor the
+            next two.
         outer: The strategy between groups of ranks that split heads.
         local_size: Ranks of one host.
 
@@ -39,12 +55,17 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         check_choice("strategy name", self.name, ("auto", *STRATEGIES))
-        meant = ("name", *_MEANT.get(self.name, ()))
+        meant = ("name", *_FIELDS.get(self.name, ()))
         for field in fields(self):
             given = getattr(self, field.name)
             is_default = type(given) is type(field.default) and given == field.default
             if field.name not in meant and not is_default:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
+
+    @property
+    def planned(self) -> PlannedStrategy:
+        """What a plan is made for; ``auto`` and ``gather`` take that of a ring."""
+        return "balanced" if self.name == "balanced" else "ring"
 
 
 def strategy_config(strategy: str | StrategyConfig) -> StrategyConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import cast
@@ -12,7 +11,6 @@ import numpy.typing as npt
 
 from ring_core.base.arguments import check_choice, check_record, check_size
 from ring_core.base.errors import UnsupportedError
-from ring_core.base.strategy import PLANNED, PlannedStrategy
 from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, LayoutSpec
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry
@@ -23,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 ALL_LAYOUTS = (*LAYOUTS, "chunks")
 
 EVEN = 1.02  # of the busiest rank over the mean: more chunks than this takes cost launches
-_CHUNKS_A_RANK = (1, 2, 4, 8, 16)
+_CHUNKS_PER_RANK = (1, 2, 4, 8, 16)
 _MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
 
 
@@ -78,16 +76,6 @@ def layout_for(
     return cast("LayoutName", name)
 
 
-def pairs_of[Name: str](
-    layouts: Sequence[Name],
-) -> Iterator[tuple[Name, PlannedStrategy]]:
-    """The layouts and strategies that go together."""
-    for layout in layouts:
-        for strategy in PLANNED:
-            if strategy == "ring" or layout == "contiguous":
-                yield layout, strategy
-
-
 @lru_cache(maxsize=128)
 def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
     for length in (seq_len, keys):
@@ -95,7 +83,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
     check_documents(mask, seq_len, keys)
     counts = [
         n
-        for n in _CHUNKS_A_RANK
+        for n in _CHUNKS_PER_RANK
         if seq_len % (cp_size * n) == keys % (cp_size * n) == 0
         and (n <= 2 or cp_size * n <= _MOST_CHUNKS)
     ]

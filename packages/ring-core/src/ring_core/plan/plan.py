@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ring_core.base.arguments import check_choice, check_index, check_record, check_size
 from ring_core.base.errors import UnsupportedError
-from ring_core.base.strategy import PLANNED, PlannedStrategy
+from ring_core.base.strategy import PLANNED, PlannedStrategy, takes_layout
 from ring_core.base.tiles import TILE
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
@@ -299,7 +299,7 @@ def make_plan(
     check_record("mask", mask, Mask)
     check_layout(layout)
     check_choice("strategy", strategy, PLANNED)
-    if strategy == "balanced" and layout != "contiguous":
+    if not takes_layout(strategy, layout):
         raise UnsupportedError(
             f"strategy 'balanced' folds a ring over contiguous shards, and the layout is {layout!r}. "
             f"Instead: use layout='contiguous', or strategy='ring'"

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from ring_core.base.strategy import STRATEGIES, PlannedStrategy
+from ring_core.base.strategy import STRATEGIES, StrategyConfig
 from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
@@ -120,10 +120,9 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
     setting = Setting(
         **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
-    strategy: PlannedStrategy = "balanced" if args.strategy == "balanced" else "ring"
     make_plan(  # refuses what cannot be planned
         setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout,
-        strategy=strategy,
+        strategy=StrategyConfig(setting.strategy).planned,
     )  # fmt: skip
     return setting
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ring_core import __version__, viz
-from ring_core.base.strategy import PLANNED, PlannedStrategy
-from ring_core.choose.balance import ALL_LAYOUTS, layout_for, pairs_of
+from ring_core.base.strategy import PLANNED, PlannedStrategy, pairs_of
+from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import Plan, make_plan

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 import ring_core
 from ring_core import reference
-from ring_core.choose.balance import pairs_of
+from ring_core.base.strategy import pairs_of
 from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan

@@ -31,8 +31,9 @@ def draw_plan(plan: Plan, figure: Figure) -> None:
     _draw_mask(plan, figure.add_subplot(left[1]), colors)
     _draw_work(plan, figure.add_subplot(halves[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
+    strategy = "" if plan.strategy == "ring" else f", {plan.strategy}"
     figure.suptitle(
-        f"{plan.q_layout.name}, {plan.strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
+        f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
         f"balance {plan.balance:.3f}, critical {plan.critical:.3f}, {plan.num_steps} of "
         f"{plan.cp_size} steps live, {kv_messages(plan)} K/V messages a rank",

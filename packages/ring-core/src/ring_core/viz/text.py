@@ -35,8 +35,9 @@ def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
+    strategy = "" if plan.strategy == "ring" else f" strategy={plan.strategy}"
     heading = (
-        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name} strategy={plan.strategy} "
+        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:

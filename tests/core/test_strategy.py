@@ -1,0 +1,56 @@
+"""A strategy is a name or a record, for some layouts; what means nothing for it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ring_core import LAYOUTS, STRATEGIES, Mask, StrategyConfig, UnsupportedError, make_plan
+from ring_core.base.strategy import pairs_of, strategy_config, takes_layout
+
+
+def test_a_name_stands_for_its_record() -> None:
+    for name in ("auto", *STRATEGIES):
+        config = strategy_config(name)
+        assert config == StrategyConfig(name) == strategy_config(config)
+        assert hash(config) == hash(StrategyConfig(name))
+        assert config.planned == ("balanced" if name == "balanced" else "ring")
+    for wrong in ("rdma", "", "Ring"):
+        with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather$"):
+            strategy_config(wrong)
+    given: Any = 3
+    with pytest.raises(ValueError, match="a name or a StrategyConfig, got int"):
+        strategy_config(given)
+
+
+@pytest.mark.parametrize(
+    "field", [{"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}, {"outer": None}], ids=str
+)
+@pytest.mark.parametrize("name", ["auto", *STRATEGIES])
+def test_a_field_that_means_nothing_is_refused(name: str, field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^strategy '{name}' has no {next(iter(field))}; leave"):
+        StrategyConfig(name, **field)
+    assert StrategyConfig(name, outer="ring") == StrategyConfig(name)
+
+
+def test_balanced_is_for_contiguous_shards() -> None:
+    expected = [("contiguous", "ring"), ("contiguous", "balanced")]
+    expected += [(name, "ring") for name in LAYOUTS[1:]]
+    assert list(pairs_of(LAYOUTS)) == expected
+    assert all(takes_layout(name, layout) for name in ("ring", "gather") for layout in LAYOUTS)
+    sizes: dict[str, Any] = {"seq_len": 64, "cp_size": 4}
+    for layout in LAYOUTS[1:]:
+        remedies = f"the layout is '{layout}'. Instead: use layout='contiguous', or strategy='ring'"
+        with pytest.raises(UnsupportedError, match=remedies):
+            make_plan(Mask(causal=True), layout=layout, strategy="balanced", **sizes)
+    wrong: Any = "gather"
+    with pytest.raises(ValueError, match="unknown strategy 'gather'; known: ring, balanced"):
+        make_plan(Mask(causal=True), strategy=wrong, **sizes)
+
+
+def test_plans_of_strategies_differ() -> None:
+    mask, sizes = Mask(causal=True), dict[str, Any](seq_len=64, cp_size=4)
+    ring, balanced = (make_plan(mask, strategy=x, **sizes) for x in ("ring", "balanced"))
+    assert ring.digest != balanced.digest
+    assert ring is make_plan(mask, layout="contiguous", **sizes)
