@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import RINGS
 from torch import Tensor
 
 import ring_core.plan.plan
 import ring_torch.comm.ranks
 import ring_torch.prepare
-from ring_core import LAYOUTS, reference
+from ring_core import reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -96,7 +97,8 @@ def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
 def one_call(kind: int, number: int) -> list[Tensor]:
     """A forward and backward of a shape, layout and rule; results and gradients."""
     rng = np.random.default_rng(kind)
-    cp = ContextParallel(layout=LAYOUTS[kind % len(LAYOUTS)])
+    layout, strategy = tuple(RINGS.values())[kind % len(RINGS)]
+    cp = ContextParallel(layout=layout)
     length = 2 * cp.cp_size * int(rng.integers(1, 9))
     heads = int(rng.choice([1, 2]))
     given = options(rng, length)
@@ -105,7 +107,7 @@ def one_call(kind: int, number: int) -> list[Tensor]:
         cp.shard(torch.randn(1, length, h, HEAD_DIM, generator=generator)).requires_grad_()
         for h in (2, heads, heads)
     )
-    out = cp.attention(q, k, v, deterministic=True, **given)
+    out = cp.attention(q, k, v, deterministic=True, strategy=strategy, **given)
     out.square().sum().backward()
     found = [x.grad for x in (q, k, v)]
     return [out.detach(), *(x for x in found if x is not None)]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import RINGS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import LAYOUTS, ChunkLayout, LayoutSpec, Mask, reference
+from ring_core import ChunkLayout, LayoutSpec, Mask, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
@@ -45,7 +46,7 @@ def same(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def _round_trip(rank: int, layout: Any) -> None:
+def _round_trip(rank: int, layout: Any, strategy: str) -> None:
     cp = ContextParallel(layout=layout)
     assert (cp.cp_rank, cp.cp_size) == (rank, 4)
     q, k, v = qkv()
@@ -55,7 +56,8 @@ def _round_trip(rank: int, layout: Any) -> None:
         same(shard, x.index_select(dim, cp.positions(x.shape[dim])))
         same(cp.unshard(shard, dim=dim), x)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = cp.attention(*(cp.shard(x) for x in leaves), causal=True, window=(13, 0))
+    shards = (cp.shard(x) for x in leaves)
+    out = cp.attention(*shards, causal=True, window=(13, 0), strategy=strategy)
     full = cp.unshard(out, dim=1)
     same(full, dense(q, k, v, causal=True, window=(13, 0)))
     weight = whole(*full.shape, seed=3)
@@ -69,10 +71,16 @@ def _round_trip(rank: int, layout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str
+    ("layout", "strategy"),
+    [
+        *RINGS.values(),
+        ("zigzag", "gather"),
+        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
+    ],
+    ids=str,
 )
-def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec) -> None:
-    pool.run(_round_trip, layout)
+def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec, strategy: str) -> None:
+    pool.run(_round_trip, layout, strategy)
 
 
 def _subgroups(rank: int) -> None:

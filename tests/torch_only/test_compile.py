@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import ChunkLayout, Mask
+from ring_core import ChunkLayout, Mask, StrategyConfig
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch import compiled as _compiled
 from ring_torch.call import Options
@@ -26,6 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "documents": {"causal": True, "cu_seqlens": (0, 13, 40, LENGTH), "softcap": 3.0},
     "mask": {"mask": DENSE, "kernel": KernelConfig("eager", block_q=16), "deterministic": True},
     "segments": {"segment_ids": True, "strategy": "gather"},
+    "strategy": {"cu_seqlens": (0, 20, LENGTH), "strategy": StrategyConfig("auto")},
     "lse": {"causal": True, "return_lse": True, "softmax_scale": 0.3},
     "sinks": {"causal": True, "sinks": True, "chunk_size": 24},
     "bias": {"bias": True, "alibi_slopes": True},

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cases import RANDOM
+from cases import RANDOM, RINGS
 from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
 from torch import Tensor
 
-from ring_core import LAYOUTS, KernelConfig, LayoutSpec, RankMismatchError, UnsupportedError
+from ring_core import KernelConfig, LayoutSpec, RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
@@ -61,10 +61,12 @@ def _matches(rank: int, name: str, kind: str) -> None:
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group in (None, pairs[rank // 2]):
         chunks = RANDOM[4 if group is None else 2]
-        layouts: list[LayoutSpec] = [*LAYOUTS, chunks] if name == "Llama" else [*LAYOUTS]
-        for layout in layouts:
+        rings: list[tuple[LayoutSpec, str]] = [*RINGS.values()]
+        rings += [(chunks, "ring")] if name == "Llama" else []
+        for layout, strategy in rings:
             cp = ContextParallel(group, layout=layout)
-            what = f"{name} {kind} {layout} on {cp.cp_size}"
+            what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
+            model.set_attn_implementation(hf.register(f"ring_{strategy}", strategy=strategy))
             mine, part = run(model, cp.shard_batch(batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
