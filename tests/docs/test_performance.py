@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ring_core.choose import rates
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,6 +64,22 @@ def test_the_table_of_options_of_jax_is_that_of_its_file(monkeypatch: pytest.Mon
 
     rows = json.loads((ROOT / JAX_OPTIONS).read_text())["rows"]
     assert _tables_of("docs/performance.md")[JAX_OPTIONS] == table(rows)
+
+
+def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
+    """Medians of four digits; at 192/128 ours, which is cuDNN, as ``jax.nn`` gets zeros there."""
+    report = json.loads((ROOT / JAX_OPTIONS).read_text())
+    cases = [case for case in rates.default().cases if case.framework == "jax"]
+    assert len(cases) == len(report["rows"]) > 0
+    for case, row in zip(cases, report["rows"], strict=True):
+        cudnn = "ring" if row["setting"].startswith("192/128") else "cudnn"
+        took = [row["milliseconds"][way] for way in ("forward", "both")]
+        for name, method in (("triton", "triton"), ("cudnn", cudnn)):
+            medians = [float(f"{of_way[method][1]:.4g}") for of_way in took]
+            times = dict(case.kernels)[name]
+            assert [times.forward, times.both] == medians, row["setting"]
+        assert case.gpu == report["environment"]["gpu"]
+        assert dict(case.versions) == {"jax": report["environment"]["jax"]}
 
 
 def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
