@@ -150,7 +150,7 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 CAN = Capabilities(
-    "contiguous",
+    "plain",
     dtypes=("float32",),
     bands="any",
     documents=True,

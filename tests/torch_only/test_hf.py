@@ -78,7 +78,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
                 same(got[weight], grad, f"gradient of {weight} of {what}")
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "right", "left", "packed", "flattened"])
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama4"])
 def test_logits_loss_and_gradients_are_the_whole_models(
     pool: LocalRanks, name: str, kind: str
@@ -115,7 +115,7 @@ def _bidirectional(rank: int, kind: str) -> None:
     same(outs[1][mask], outs[0][mask], f"hidden states of rank {rank}")
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "left", "right"])
+@pytest.mark.parametrize("kind", ["plain", "left", "right"])
 def test_bidirectional_attention(pool: LocalRanks, kind: str) -> None:
     pool.run(_bidirectional, kind)
 
@@ -162,7 +162,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks(pool: LocalRanks) -> None:
 
 def test_layers_drop_different_elements() -> None:
     model = build("Llama")
-    shard = ContextParallel().shard_batch(whole("contiguous"), model=model, dropout_seed=2**64 - 1)
+    shard = ContextParallel().shard_batch(whole("plain"), model=model, dropout_seed=2**64 - 1)
     mask, layers = shard["attention_mask"], model.model.layers
     seeds = {_layer_seed(layer.self_attn, mask) for layer in layers}
     assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
@@ -206,12 +206,12 @@ def test_the_batch_names_its_ring(pool: LocalRanks) -> None:
 
 
 def _unlike_batches(rank: int) -> None:
-    batch = whole("contiguous")
+    batch = whole("plain")
     batch["input_ids"][0, 7] = rank == 2
     with pytest.raises(RankMismatchError, match="rank"):
         ContextParallel().shard_batch(batch, model=ANY)
     with pytest.raises(RankMismatchError, match="same samples"):
-        ContextParallel().shard_batch(whole("contiguous"), model=ANY, dropout_seed=rank // 2)
+        ContextParallel().shard_batch(whole("plain"), model=ANY, dropout_seed=rank // 2)
 
 
 def test_ranks_must_hold_one_batch(pool: LocalRanks) -> None:
@@ -245,7 +245,7 @@ def refused(words: str, model: Any, shard: dict[str, Any]) -> None:
 
 
 def _positions(_: int) -> None:
-    batch, name = whole("contiguous"), hf.register()
+    batch, name = whole("plain"), hf.register()
     for layout, limit in (("contiguous", 20), ("zigzag", 30), ("zigzag", 12)):
         cp = ContextParallel(None, layout)  # type: ignore[arg-type]
         rope = {

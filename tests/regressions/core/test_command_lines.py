@@ -19,7 +19,7 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("written", "contiguous"),
+    ("written", "plain"),
     [
         (("--seq-len", "64k"), ("--seq-len", "65536")),
         (("--seq-len", "1M"), ("--seq-len", "1048576")),

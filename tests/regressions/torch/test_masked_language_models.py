@@ -78,7 +78,7 @@ def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
                 torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=1e-10 * scale)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "first", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
 @pytest.mark.parametrize(("name", "model_type"), MODELS)
 def test_loss_and_gradients_are_the_whole_models(
     two: LocalRanks, name: str, model_type: str, kind: str
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_the_whole_models(
 def test_labels_of_several_batches_count_together() -> None:
     """``num_items_in_batch`` is that of all batches of a step, in models that never read it too."""
     model = build("BertForMaskedLM", "bert", hf.register())
-    batch = batch_of("contiguous", 40)
+    batch = batch_of("plain", 40)
     count, cp = int((batch["labels"] != -100).sum()), ContextParallel()
     with Wide(), torch.no_grad():
         alone = model(**cp.shard_batch(batch, model=model)).loss
@@ -99,14 +99,14 @@ def test_labels_of_several_batches_count_together() -> None:
 
 def test_compiled_in_one_graph() -> None:
     model = build("BertForMaskedLM", "bert", hf.register())
-    shard = ContextParallel().shard_batch(batch_of("contiguous", 40), model=model)
+    shard = ContextParallel().shard_batch(batch_of("plain", 40), model=model)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**shard).loss, model(**shard).loss, rtol=1e-12, atol=0)
 
 
 def test_other_losses_are_refused() -> None:
     model = build("BertForMaskedLM", "bert", hf.register())
-    batch, cp = batch_of("contiguous", 40), ContextParallel()
+    batch, cp = batch_of("plain", 40), ContextParallel()
     labels = cp.shard_batch(batch, model=model)["labels"]
     logits = torch.randn(ROWS * (LENGTH + 1), 40)
     flat = labels.to("cpu").view(-1)
