@@ -19,7 +19,7 @@ _LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
 
 
 def takes_layout(strategy: str, layout: object) -> bool:
-    """Whether a strategy is for a layout, a name or any other; what else a plan refuses it says."""
+    """Whether a strategy can move the tokens of a layout: a name, or a ``ChunkLayout``."""
     return strategy not in _LAYOUTS or layout in _LAYOUTS[strategy]
 
 
