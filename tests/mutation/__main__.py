@@ -30,13 +30,13 @@ SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
 MODULES = (
-    "base/merge", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/items", "plan/tile_mask", "programs/gather", "programs/own_key_rows", "programs/ring", "reference/item_kernel", "reference/simulator",
+    "base/merge", "base/strategy", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/items", "plan/tile_mask", "programs/gather", "programs/own_key_rows", "programs/ring", "reference/item_kernel", "reference/simulator",
 )  # fmt: skip
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
 TESTS = (
     "core/test_bad_input.py::test_wrong_values_are_refused_by_name", "core/test_layout.py",
-    "core/test_band.py", "core/test_balance.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
+    "core/test_strategy.py", "core/test_band.py", "core/test_balance.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
     "core/test_gather.py", "core/test_geometry.py", "core/test_plan.py", "core/test_reference.py",
     "core/test_simulator.py", "core/test_table_executor.py", "conformance/test_table.py",
 )  # fmt: skip
