@@ -15,15 +15,21 @@ from ring_core import Mask, reference
 NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
-@pytest.mark.parametrize("dtype", TINY)
-def test_denormal_inputs(dtype: str, run: Any) -> None:
+DENORMAL = [
+    Case(f"tiny-{dtype}", Mask(causal=True), "zigzag", 2, 24, dtype=dtype, numbers="tiny")
+    for dtype in TINY
+]
+
+
+@pytest.mark.parametrize("case", DENORMAL, ids=TINY)
+def test_denormal_inputs(case: Case, run: Any) -> None:
     """Logits are zero to rounding; values and gradients are as small as the smallest normal."""
-    case = Case(f"tiny-{dtype}", Mask(causal=True), "zigzag", 2, 24, dtype=dtype, numbers="tiny")
-    assert 0 < np.abs(case.inputs["v"]).max() < 4 * NORMAL[dtype]
+    smallest = NORMAL[case.dtype]
+    assert 0 < np.abs(case.inputs["v"]).max() < 4 * smallest
     results = run(case)
     for one in findings(case, results):
         assert one.bad == 0
-        assert one.error <= one.bound + (NORMAL[dtype] if one.name != "lse" else 0), one
+        assert one.error <= one.bound + (smallest if one.name != "lse" else 0), one
     counts = np.log(np.arange(1, case.seq_len + 1))
     np.testing.assert_allclose(
         results["lse"], np.broadcast_to(counts, results["lse"].shape), rtol=1e-6, atol=1e-6

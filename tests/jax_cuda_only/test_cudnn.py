@@ -32,6 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "128-64": {"dims": (128, 64), "heads": (4, 2)},
     "64-96": {"dims": (64, 96), "heads": (4, 2)},
     "256": {"dims": (256, 256), "heads": (4, 1)},
+    "100": {"dims": (100, 100), "heads": (4, 2)},
+    "250": {"dims": (250, 250), "heads": (4, 2)},
+    "190-121": {"dims": (190, 121), "heads": (4, 2)},
+    "33-130": {"dims": (33, 130), "heads": (2, 1)},
 }
 USUAL: dict[str, Any] = {"dims": (64, 64), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 256}
 OTHERS = [
@@ -123,7 +127,7 @@ def test_parts_that_merge() -> None:
         np.testing.assert_allclose(np.asarray(a, np.float64).swapaxes(1, 2), b, atol=0.03)
 
 
-@pytest.mark.parametrize(("dim", "taken"), [(64, False), (128, False), (192, True), (256, True)])
+@pytest.mark.parametrize(("dim", "taken"), [(64, True), (128, False), (192, True), (250, True)])
 def test_what_auto_runs(dim: int, taken: bool) -> None:
     x = jnp.zeros((1, 256, 2, dim), "bfloat16")
 

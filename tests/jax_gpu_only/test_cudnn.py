@@ -33,6 +33,9 @@ CASES = [
     Case("cudnn-wider-k", CAUSAL, **{**HALF, "dims": (24, 16)}),
     Case("cudnn-wider-v", CAUSAL, **{**HALF, "dims": (8, 40)}, seq_len=47),
     Case("cudnn-mixed", CAUSAL, **{**HALF, "dims": (192, 128)}),
+    Case("cudnn-odd", CAUSAL, **{**HALF, "dims": (13, 13)}),
+    Case("cudnn-odd-mixed", Mask(), **{**HALF, "dims": (189, 121)}),
+    Case("cudnn-odd-wider-v", CAUSAL, "zigzag", 2, **{**HALF, "dims": (7, 18)}),
     Case("cudnn-sinks", CAUSAL, **HALF, sinks=0),
     Case("cudnn-scale", CAUSAL, **HALF, softmax_scale=0.7),
     Case("cudnn-bias", CAUSAL, **HALF, bias="full", batch=2),
@@ -97,7 +100,6 @@ def _refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any)
     ("options", "reason"),
     [
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
-        ({"q_dim": 20}, "multiples of 8"),
         ({"q_dim": 264}, "up to 256, not 264"),
         ({"deterministic": True}, "has no deterministic=True"),
         ({"softcap": 5.0}, "has no softcap"),

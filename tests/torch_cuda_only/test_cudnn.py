@@ -14,8 +14,8 @@ from ring_core import Mask
 from ring_torch.local import LocalRankError
 
 DIMS = [
-    *((dim, dim) for dim in (40, 64, 72, 96, 128, 136, 160, 192, 256)),
-    (192, 128), (160, 128), (128, 64), (64, 128), (256, 128),
+    *((dim, dim) for dim in (40, 64, 72, 96, 100, 128, 136, 160, 192, 250, 256)),
+    (192, 128), (189, 121), (160, 128), (128, 64), (64, 128), (256, 128),
 ]  # fmt: skip
 CASES = [
     Case(

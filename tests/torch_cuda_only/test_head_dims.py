@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ from cases import Case
 from tolerances import assert_close
 
 from ring_core import Mask
+from ring_torch import ring_attention
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.flash_library import Options
 from ring_torch.local import LocalRankError
@@ -81,3 +83,28 @@ def test_the_library_is_still_wrong_there(dim: int) -> None:
             return
     pairs = zip(found, expected, strict=True)
     assert max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs) > 0.1
+
+
+@pytest.mark.parametrize("option", ["none", "sinks", "segment_ids", "alibi_slopes", "fewer keys"])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (40, 100)])
+def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
+    """``lse`` is not written then; the output is the same, in a second call too."""
+    torch.manual_seed(0)
+    shapes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+    q, k, v = (
+        torch.randn(2, LENGTH, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in shapes
+    )
+    options: dict[str, Any] = {
+        "none": {}, "sinks": {"sinks": torch.ones(4, device="cuda")},
+        "segment_ids": {"segment_ids": torch.arange(LENGTH, device="cuda").int().repeat(2, 1) // 90},
+        "alibi_slopes": {"alibi_slopes": torch.ones(4, device="cuda")},
+        "fewer keys": {},
+    }[option]  # fmt: skip
+    if option == "fewer keys":  # the first queries see nothing
+        k, v = k[:, 80:], v[:, 80:]
+    attend = partial(ring_attention, q, k, v, **{"causal": True, "kernel": "fa4", **options})
+    wanted = attend()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(attend(), wanted)

@@ -32,6 +32,7 @@ from ring_jax_gpu import fmha
 from ring_jax_gpu.head_dims import HeadDims, wide
 
 _HOPPER, _AMPERE = 90, 80
+_MULTIPLE = 8  # of head dims
 _MIXED = HeadDims(192, 128)  # the only ones that its backward takes unequal
 _MIXED_FROM = 91000  # of cuDNN
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # -inf in a bias; it may subtract two
@@ -76,16 +77,16 @@ class Tile(NamedTuple):
 class CudnnKernel:
     """Takes calls whose ranks each have at most one rectangle a step, whole or a causal square.
 
-    With a window to the left such a square may have one, without a bias. Where V's head dim is
-    another than that of Q and K, the smaller ones get zeros, but for 192 and 128. A bias
-    has to have the dtype of Q, K and V, and what is below -2**41 in it (float16: -2**15) counts as
-    this; rows of which it hides all are left out. The backward adds to dQ in an order that differs
-    from run to run.
+    With a window to the left such a square may have one, without a bias. Head dims get zeros up to
+    a multiple of 8, and where V's is another than that of Q and K up to the larger of the two, but
+    for 192 and 128. A bias has to have the dtype of Q, K and V, and what is below -2**41 in it
+    (float16: -2**15) counts as this; rows of which it hides all are left out. The backward adds to
+    dQ in an order that differs from run to run.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, mixed_head_dims=True, bands="any", bias=True, exact_nan=False,
+        mixed_head_dims=True, bands="any", bias=True, exact_nan=False,
     )  # fmt: skip
 
     def refusals(
@@ -245,6 +246,7 @@ def _computed_at(dims: HeadDims) -> HeadDims:
     """The head dims that cuDNN is called with."""
     version = fmha.cudnn_version()
     is_able = version is None or version >= _MIXED_FROM
+    dims = HeadDims(*(-(-dim // _MULTIPLE) * _MULTIPLE for dim in dims))
     stay = dims.qk == dims.v or (dims == _MIXED and is_able)
     return dims if stay else HeadDims(max(dims), max(dims))
 

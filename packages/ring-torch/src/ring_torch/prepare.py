@@ -219,6 +219,7 @@ def _prepare(
         plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, bias_grad, options.bias_masks,
+        needs_lse=grad or options.return_lse or sinks is not None,
     )  # fmt: skip
     shapes = zip(
         ("q", "k", "v", "sinks", "bias", "alibi_slopes"),

@@ -36,6 +36,7 @@ class KernelParams:
     bias_grad: bool = False  # the bias wants its gradient
     bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
     sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
+    needs_lse: bool = True  # otherwise a kernel that is given a place may leave its lse as it is
 
 
 class Run(NamedTuple):

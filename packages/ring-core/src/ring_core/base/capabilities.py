@@ -22,7 +22,6 @@ class Capabilities:
         devices: Device types, e.g. ``("cpu", "cuda")``; empty means any.
         dtypes: Names of input dtypes, e.g. ``("float32", "bfloat16")``.
         max_head_dim: Largest head dim of Q, K or V; ``None`` is unlimited.
-        head_dim_multiple: Head dims must be a multiple of this.
         mixed_head_dims: The head dim of V may differ from that of Q and K.
         bands: Bands of a work item: ``full`` only, also square ``causal`` ones, or ``any``.
         documents: One launch may span several documents (``cu_seqlens``, ``chunk_size``).
@@ -43,7 +42,6 @@ class Capabilities:
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     max_head_dim: int | None = None
-    head_dim_multiple: int = 1
     mixed_head_dims: bool = False
     bands: Band = "full"
     documents: bool = False

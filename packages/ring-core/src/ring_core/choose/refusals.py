@@ -20,8 +20,6 @@ def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[
     largest = max(request.head_dim, request.v_head_dim)
     if can.max_head_dim is not None and largest > can.max_head_dim:
         reasons.append(f"takes head dims up to {can.max_head_dim}, not {largest}")
-    if request.head_dim % can.head_dim_multiple or request.v_head_dim % can.head_dim_multiple:
-        reasons.append(f"takes head dims that are multiples of {can.head_dim_multiple}")
     if not can.mixed_head_dims and request.head_dim != request.v_head_dim:
         reasons.append(f"needs V's head dim {request.v_head_dim} to equal Q's {request.head_dim}")
     for option, words in OPTION_WORDS.items():

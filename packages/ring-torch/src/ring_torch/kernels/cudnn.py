@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels.flash import FlashKernel, capability
-from ring_torch.kernels.flash_library import Options
+from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.records import AttentionState
 
 aten = torch.ops.aten
@@ -94,7 +94,8 @@ CUDNN = FlashKernel(
     Cudnn(),
     Capabilities(
         name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, mixed_head_dims=True, bands="causal", exact_nan=False,
+        mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
+    head_dims=in_eights,
     limits=_limits,
 )  # fmt: skip

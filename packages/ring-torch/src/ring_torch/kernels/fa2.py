@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options
+from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.records import AttentionState
 
 
@@ -107,7 +107,8 @@ FA2 = FlashKernel(
     Flash2(),
     Capabilities(
         name="fa2", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, bands="any", documents=True, deterministic=True, exact_nan=False,
+        bands="any", documents=True, deterministic=True, exact_nan=False,
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
+    head_dims=in_eights,
 )  # fmt: skip

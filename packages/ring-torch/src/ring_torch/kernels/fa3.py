@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options
+from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.records import AttentionState
 
 
@@ -100,8 +100,9 @@ FA3 = FlashKernel(
     Flash3(),
     Capabilities(
         name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, bands="any", documents=True, deterministic=True,
+        bands="any", documents=True, deterministic=True,
         deterministic_head_dim=192, exact_nan=False,
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
+    head_dims=in_eights,
 )  # fmt: skip

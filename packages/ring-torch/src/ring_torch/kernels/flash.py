@@ -89,9 +89,12 @@ class FlashKernel:
         pieces = self._pieces(item)
         if pieces:
             return self._attend_each(rows, columns, pieces, params)
-        q, k, v = aligned(rows.q), aligned(columns.k), aligned(columns.v)
+        q, k, v = rows.q, columns.k, columns.v
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
+            if place is not None and not params.needs_lse:
+                options = options._replace(needs_lse=False)
+                return AttentionState(*self._forward(q, k, v, options, place))
             out, lse = self._forward(q, k, v, options, place)
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(out, _numbers_where_seen(out, lse))
@@ -140,8 +143,7 @@ class FlashKernel:
         pieces = self._pieces(item)
         if pieces:
             return self._gradients_each(rows, columns, upstream, pieces, params)
-        given = upstream.dout, rows.q, columns.k, columns.v, upstream.out
-        dout, q, k, v, out = map(aligned, given)
+        dout, q, k, v, out = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
@@ -164,7 +166,7 @@ class FlashKernel:
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
             place = None
-        q, k, v = padded(q, dims.qk), padded(k, dims.qk), padded(v, dims.v)
+        q, k, v = _ready(q, dims.qk), _ready(k, dims.qk), _ready(v, dims.v)
         out, lse = self.flash.forward(q, k, v, options, place)
         return _narrow(out, v_dim), lse
 
@@ -176,8 +178,8 @@ class FlashKernel:
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             place = None
-        q, k = padded(q, dims.qk), padded(k, dims.qk)
-        dout, v, out = (padded(x, dims.v) for x in (dout, v, out))
+        q, k = _ready(q, dims.qk), _ready(k, dims.qk)
+        dout, v, out = (_ready(x, dims.v) for x in (dout, v, out))
         dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
@@ -236,6 +238,11 @@ class FlashKernel:
             dk[:, one.k_slice].add_(grads.dk)
             dv[:, one.k_slice].add_(grads.dv)
         return ItemGrads(dq, dk, dv, None)
+
+
+def _ready(x: Tensor, dim: int) -> Tensor:
+    """As a library takes a tensor: a view may be neither as wide nor as it has to lie."""
+    return aligned(padded(x, dim))
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Options(NamedTuple):
     documents: Documents | None
     deterministic: bool
     mods: Mods | None = None
+    needs_lse: bool = True
 
 
 class HeadDims(NamedTuple):
@@ -68,6 +69,17 @@ def as_given(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The head dims of a call, for libraries that are right at all they take."""
     del direction
     return HeadDims(head_dim, v_head_dim)
+
+
+def in_eights(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+    """The next multiples of 8, for libraries that take no others."""
+    del direction
+    return HeadDims(rounded_up(head_dim, 8), rounded_up(v_head_dim, 8))
+
+
+def rounded_up(dim: int, multiple: int) -> int:
+    """The next multiple of a number."""
+    return -(-dim // multiple) * multiple
 
 
 def no_limits(request: Request, plan: Plan) -> tuple[str, ...]:
@@ -100,7 +112,10 @@ class Flash(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``, in ``place`` if the library can write there."""
+        """``(out, lse)``, in ``place`` if the library can write there.
+
+        What is written there in the place of an ``lse`` that is not needed is anything.
+        """
         ...
 
     def backward(

@@ -17,7 +17,7 @@ from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options
+from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
@@ -137,8 +137,9 @@ CUDA_FLASH = FlashKernel(
     Flash(),
     Capabilities(
         name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        head_dim_multiple=8, bands="any", documents=True, exact_nan=False,
+        bands="any", documents=True, exact_nan=False,
     ),
+    head_dims=in_eights,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ring_core import Capabilities, Plan, Request
 from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
-from ring_torch.kernels.flash_library import HeadDims, Options, Pass
+from ring_torch.kernels.flash_library import HeadDims, Options, Pass, rounded_up
 from ring_torch.records import AttentionState
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
@@ -51,8 +51,9 @@ class Flash4:
         )  # fmt: skip
         if known in self._launches:
             launch, before, after = self._launches[known]
+            lse = place.lse if options.needs_lse else None
             launch(
-                q.detach(), k.detach(), v.detach(), place.out, place.lse, *before, modded.sinks,
+                q.detach(), k.detach(), v.detach(), place.out, lse, *before, modded.sinks,
                 modded.launched_lists(q), modded.launched_numbers(), *after,
             )  # fmt: skip
         else:
@@ -90,14 +91,16 @@ class Flash4:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: AttentionState | None
 ) -> tuple[Tensor, Tensor]:
-    """By the library's own way."""
-    where = {} if place is None else {"out": place.out, "lse": place.lse}
+    """By the library's own way, which writes an ``lse`` unless nothing has a gradient."""
+    needs_lse = place is None or options.needs_lse
+    where = {} if place is None else {"out": place.out, "lse": place.lse if needs_lse else None}
+    q, k, v = q.detach(), k.detach(), v.detach()
     out, lse, *_ = _interface()._flash_attn_fwd(
-        q, k, v, return_lse=True, learnable_sink=modded.sinks, score_mod=modded.score_mod,
+        q, k, v, return_lse=needs_lse, learnable_sink=modded.sinks, score_mod=modded.score_mod,
         mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
         **where, **_common(options),
     )  # fmt: skip
-    return out, lse
+    return out, lse if place is None else place.lse
 
 
 def _common(options: Options) -> dict[str, Any]:
@@ -145,15 +148,11 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
     if widest > _WIDE and capability()[0] != 9:
         return None
     if direction == "forward" and capability()[0] == 9:
-        return HeadDims(_rounded(head_dim, 16), _rounded(v_head_dim, 16))
+        return HeadDims(rounded_up(head_dim, 16), rounded_up(v_head_dim, 16))
     if v_head_dim <= _WIDE < head_dim <= 192:
         return HeadDims(192, _WIDE)
-    dim = _rounded(widest, 32 if widest <= _WIDE else 16)
+    dim = rounded_up(widest, 32 if widest <= _WIDE else 16)
     return HeadDims(dim, dim)
-
-
-def _rounded(dim: int, multiple: int) -> int:
-    return -(-dim // multiple) * multiple
 
 
 @cache
