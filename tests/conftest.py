@@ -213,7 +213,9 @@ def _gpus(backend: str) -> int:
 
 
 def _ranks(item: pytest.Item) -> int:
-    """How many ranks the case of a test needs."""
+    """How many ranks a test needs, or its case."""
+    if (mark := item.get_closest_marker("ranks")) is not None:
+        return int(mark.args[0])
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
     return getattr(case, "cp_size", 1)

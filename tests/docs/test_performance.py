@@ -70,8 +70,9 @@ def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
     """Medians of four digits; at 192/128 ours, which is cuDNN, as ``jax.nn`` gets zeros there."""
     report = json.loads((ROOT / JAX_OPTIONS).read_text())
     cases = [case for case in rates.default().cases if case.framework == "jax"]
-    assert len(cases) == len(report["rows"]) > 0
-    for case, row in zip(cases, report["rows"], strict=True):
+    rows = [row for row in report["rows"] if "triton" in row["milliseconds"]["both"]]
+    assert len(cases) == len(rows) > 0
+    for case, row in zip(cases, rows, strict=True):
         cudnn = "ring" if row["setting"].startswith("192/128") else "cudnn"
         took = [row["milliseconds"][way] for way in ("forward", "both")]
         for name, method in (("triton", "triton"), ("cudnn", cudnn)):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
+pytestmark = pytest.mark.ranks(2)
 LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
