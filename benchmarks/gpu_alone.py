@@ -15,48 +15,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ring_core import Gather
-from ring_torch import autograd, prepare
-from ring_torch.call import Call
-from ring_torch.comm.handshake import CallSignature
+from ring_core import GatherProgram
+from ring_torch import prepare
 from ring_torch.comm.ranks import Ranks
-from ring_torch.payload import KeyGradBuffer, KVPayload
+from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV
+from ring_torch.strategies import sessions
+from ring_torch.transports import TRANSPORTS
+from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A :class:`ring_torch.transports.api.Carrier` that moves nothing: any keys do for a time."""
+    """A :class:`ring_torch.transports.api.GatherSession` that moves nothing: any keys do."""
 
-    call: Call
-    keys: KVPayload
-    groups: int
+    spec: SessionSpec
     made: dict[tuple[object, ...], list[Tensor]]
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Random keys, made once and on no time."""
         del inputs
-        for n in range(self.groups):
-            place = (gather, self.keys, n)
+        keys, device = self.spec.keys, self.spec.device
+        for n in range(self.spec.groups):
+            place = (gather, keys, n)
             if place not in self.made:
-                shape = (self.keys.batch, gather.length, self.keys.width)
-                self.made[place] = [
-                    torch.randn(shape, dtype=self.keys.dtype, device=self.call.device)
-                ]
+                shape = (keys.batch, gather.length, keys.width)
+                self.made[place] = [torch.randn(shape, dtype=keys.dtype, device=device)]
             yield PendingKV(self.made[place], lambda _: None)
 
-    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
+    def accumulators(
+        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
+    ) -> list[Tensor]:
         """New ones."""
-        size, call, make = (
-            sums.numel(gather.length),
-            self.call,
-            torch.zeros if zero else torch.empty,
-        )
-        return [make(size, dtype=call.acc_dtype, device=call.device) for _ in range(self.groups)]
+        spec, make = self.spec, torch.zeros if zero else torch.empty
+        size = sums.numel(gather.length)
+        return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
 
     def return_grads(
-        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Nothing goes, nothing comes."""
@@ -68,14 +64,8 @@ class Alone:
 def alone() -> Iterator[None]:
     """Let gathered passes in here do without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
-
-    def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Alone:
-        del facts
-        if call.strategy != "gather":
-            raise ValueError("only passes that gather their keys run without communication")
-        return Alone(call, KVPayload.of(inputs, groups), groups, made)
-
-    with patch.object(autograd, "_carrier", carrier):
+    opened = dict.fromkeys(TRANSPORTS, lambda spec: Alone(spec, made))
+    with patch.object(sessions, "TRANSPORTS", opened):
         yield
 
 

@@ -12,7 +12,7 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
-from ring_torch.autograd import _add_sinks, _sink_grads
+from ring_torch.autograd import _sink_grads
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import (
     BackwardInputs,
@@ -24,6 +24,7 @@ from ring_torch.records import (
     empty_state,
     runs_of,
 )
+from ring_torch.strategies.finalize import add_sinks
 
 Arrays = dict[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int64]
@@ -56,7 +57,7 @@ class Emulation:
             whole.out[:, at], whole.lse[:, :, at] = result.out, result.lse
         out, lse = whole
         if "sinks" in x:
-            lse = _add_sinks(out, lse, x["sinks"])
+            out, lse = add_sinks(out, lse, x["sinks"])
         out = out.to(x["q"].dtype)
         delta = (x["dout"].float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         dq, dk, dv = (torch.zeros_like(x[name], dtype=torch.float32) for name in "qkv")

@@ -144,11 +144,9 @@ def _sink_per_step() -> Patches:
         return right(*right(out, lse, sinks), sinks)
 
     patches: Patches = [(simulator, "finalize", wrong)]
-    if autograd := _torch("autograd"):
-        add = autograd._add_sinks
-        patches.append(
-            (autograd, "_add_sinks", lambda out, lse, sinks: add(out, add(out, lse, sinks), sinks))
-        )
+    if loop := _torch("strategies.finalize"):
+        add = loop.add_sinks
+        patches.append((loop, "add_sinks", lambda *state: add(*add(*state), state[2])))
     if autodiff := _jax("autodiff"):
         once = autodiff._add_sinks
         patches.append(
@@ -175,14 +173,14 @@ def _grads_not_sent_home() -> Patches:
         return home
 
     patches: Patches = [(simulator, "_backward", wrong)]
-    if loop := _torch("strategies.ring_backward"):
+    if loop := _torch("strategies.ring"):
         hop = loop.RotatingKeyGrads.hop
 
-        def kept(moving: Any, distance: int | None, *, home: bool) -> None:
+        def kept(grads: Any, distance: int | None, *, home: bool) -> None:
             if home:
-                moving._transfer.wait()
-                moving._arriving = None
-            hop(moving, distance, home=home)
+                grads._transfer.wait()
+                grads._arriving = None
+            hop(grads, distance, home=home)
 
         patches.append((loop.RotatingKeyGrads, "hop", kept))
     if steps := _jax("strategies.steps"):
@@ -322,10 +320,10 @@ def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
         return []
     right = gather.Messages.return_grads
 
-    def wrong(carrier: Any, *args: Any, **named: Any) -> Any:
+    def wrong(session: Any, *args: Any, **named: Any) -> Any:
         if beside in (None, named["beside"]):
             return gather.PendingGrads(lambda *_: None)
-        return right(carrier, *args, **named)
+        return right(session, *args, **named)
 
     return [(gather.Messages, "return_grads", wrong)]
 

@@ -297,7 +297,7 @@ SUBJECTS: dict[str, Subject] = {
 FOR_BACKENDS = {
     f"ring_core.{name}"
     for name in (
-        "BlockGeometry", "Capabilities", "Fetch", "Gather", "Plan", "Request", "Run", "Stage", "Step", "WorkItem",
+        "BlockGeometry", "Capabilities", "Fetch", "GatherProgram", "Plan", "Request", "Run", "Stage", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
         "cost.Cost", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",

@@ -16,7 +16,7 @@ from plans import plans, shown
 
 from ring_core import (
     ChunkLayout,
-    Gather,
+    GatherProgram,
     Mask,
     Plan,
     WorkItem,
@@ -29,7 +29,7 @@ from ring_core.programs.gather import Fetch, _subtract
 from ring_core.programs.intervals import Interval
 
 
-def seen(plan: Plan, gather: Gather) -> npt.NDArray[np.int64]:
+def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:
     """How often the items show each pair of a rank's queries and all keys."""
     count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
     for item in gather.items:
@@ -255,7 +255,7 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
     item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
     targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
     fetches = tuple(Fetch(1, target, target) for target in targets)
-    gather = Gather(True, fetches, (item,), (4,), (Interval(0, 9),))
+    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
     assert [gather.is_early(fetch) for fetch in fetches] == [True, False, False, True]
 
 

@@ -31,7 +31,8 @@ from ring_torch.kernels import cudnn, fa2, fa3, fa4
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
-from ring_torch.prepare import _prepare, choose_strategy
+from ring_torch.prepare import _prepare
+from ring_torch.strategies.choose import choose_strategy
 from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

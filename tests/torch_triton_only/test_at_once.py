@@ -23,17 +23,16 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
-from ring_torch import autograd
 from ring_torch.buffers import BufferSpec
-from ring_torch.call import Call
 from ring_torch.comm import ranks as _comm
-from ring_torch.comm.handshake import CallSignature, agree
+from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.payload import KVPayload
-from ring_torch.records import Inputs
+from ring_torch.strategies import sessions
 from ring_torch.transports import exchange_kernel as kernels
 from ring_torch.transports import one_kernel
+from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.peer_copies import _room
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -91,12 +90,12 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
     OnFiles.folder = folder
     ran = []
 
-    def carrier(call: Call, inputs: Inputs, facts: CallSignature, groups: int) -> Any:
-        keys = KVPayload.of(inputs, groups)
-        agree(call.ring, call.number, call.seed, facts, call.device)
-        assert one_kernel.fits_one_kernel(call.plan, keys, groups)
-        digest = facts.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
-        return one_kernel.OneKernel.of(call, keys, _room(call.plan, keys, call.acc_dtype), digest)
+    def opened(spec: SessionSpec) -> GatherSession:
+        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+        assert one_kernel.fits_one_kernel(spec.plan, spec.keys, spec.groups)
+        digest = spec.signature.as_int64(spec.number, spec.seed)
+        digest += rank if wrong == "digest" else 0
+        return one_kernel.OneKernel.of(spec, _room(spec.plan, spec.keys, spec.acc_dtype), digest)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
@@ -111,7 +110,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_follow", lambda _: None)
-        patched.setattr(autograd, "_carrier", carrier)
+        patched.setattr(sessions, "TRANSPORTS", {"p2p": opened})
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)

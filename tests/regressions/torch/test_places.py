@@ -11,7 +11,7 @@ import torch
 from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
-from ring_torch.prepare import describe_strategy
+from ring_torch.strategies.choose import describe_strategy
 from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts

@@ -37,7 +37,7 @@ from ring_core.plan.plan import Plan as Plan
 from ring_core.plan.plan import make_plan as make_plan
 from ring_core.plan.tile_mask import BlockGeometry as BlockGeometry
 from ring_core.programs.gather import Fetch as Fetch
-from ring_core.programs.gather import Gather as Gather
+from ring_core.programs.gather import GatherProgram as GatherProgram
 from ring_core.programs.gather import gather_memory as gather_memory
 from ring_core.programs.gather import gather_program as gather_program
 from ring_core.programs.gather import gather_refusals as gather_refusals

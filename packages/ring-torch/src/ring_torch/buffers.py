@@ -32,6 +32,11 @@ class BufferSpec:
         shapes = tuple(tuple(shape) for shape, _ in parts)
         return cls(shapes, tuple(dtype for _, dtype in parts), tuple(offsets), at)
 
+    @property
+    def as_bytes(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a message."""
+        return (self.size,), torch.uint8
+
     def buffer(self, device: torch.device) -> Tensor:
         """An uninitialised message."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +19,53 @@ from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
     Inputs,
     KernelParams,
     KeyBlock,
     QueryBlock,
     QueryGrads,
 )
+
+Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class Strategy(Protocol):
+    """How tokens move so that each work item finds its operands, forward and backward.
+
+    Both passes begin with :func:`ring_torch.comm.handshake.agree`, before any tensor is used, and
+    hand plain tensors on: autograd stands around them.
+    """
+
+    @property
+    def name(self) -> StrategyName:
+        """What ``strategy=`` calls it."""
+        ...
+
+    @property
+    def depends_on_kernel(self) -> bool:
+        """Whether what travels and what is saved is another with another kernel."""
+        ...
+
+    @property
+    def adds_sinks(self) -> bool:
+        """Whether the state that the forward returns includes the sinks."""
+        ...
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
+        ...
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """Gradients of this rank's shards, wide or in the inputs' dtype."""
+        ...
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """What a compiled forward saves; where the plan is not known, what all plans save."""
+        ...
 
 
 class Call(NamedTuple):
@@ -40,7 +81,7 @@ class Call(NamedTuple):
     device: torch.device
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
-    strategy: StrategyName
+    strategy: Strategy
     transport: str
     groups: HeadGroups  # of heads, over gathered keys
     number: int  # of the calls on this group
@@ -62,7 +103,7 @@ class Call(NamedTuple):
         if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
             return self
         call = self.prepare_lse_grad()
-        if self.strategy != "gather":  # what is sent does not depend on kernels
+        if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
         params = replace(call.params, dropout_seed=self.seed)
         return call._replace(number=self.number, params=params)
@@ -111,12 +152,6 @@ class Options(NamedTuple):
 @lru_cache(maxsize=256)
 def _come_in_eights(plan: Plan, rank: int) -> bool:
     return come_in_eights(plan.k_positions(rank))
-
-
-def header_device(call: Call) -> torch.device:
-    """Where headers lie: gloo sends from the host, others from the inputs' device."""
-    backend = torch.distributed.get_backend(call.ring.group) if call.ring.size > 1 else "gloo"
-    return torch.device("cpu") if backend == "gloo" else call.device
 
 
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:

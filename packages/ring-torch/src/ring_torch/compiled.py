@@ -23,17 +23,15 @@ from ring_core import (
     LayoutSpec,
     Mask,
     StrategyConfig,
-    gather_program,
 )
 from ring_core.base.strategy import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Options
 from ring_torch.capture import owned
 from ring_torch.comm.ranks import Ranks, ranks_of
-from ring_torch.payload import KVPayload, keys_of, packing_of
-from ring_torch.prepare import ask_peers, check_call
+from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies.gather import saves_gathered
+from ring_torch.strategies.choose import ask_peers
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -171,7 +169,7 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
     named = (strategy_config(options.strategy).name, options.transport)
     if numbers.shape_the_plan and "auto" in named:
         widest = checked(static.options(_widest(numbers)))[0]
-        options = options._replace(strategy=widest.strategy, transport=widest.transport)
+        options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
     return checked(options)
 
 
@@ -256,12 +254,11 @@ def attention(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
-    out, lse, kept = forward_pass(call, inputs)
-    if call.strategy != "gather":
-        kept = kept or _kept_like(call, inputs, numbers)
-    elif numbers.shape_the_plan:
-        kept = []
-    return owned(out), owned(lse), [owned(x) for x in kept]  # as operations have to
+    out, lse, saved = forward_pass(call, inputs)
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
+    missing = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    # Operations return as many tensors each time, which share no memory.
+    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *missing]
 
 
 @attention.register_fake
@@ -283,29 +280,15 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    return out, lse, _kept_like(call, inputs, numbers)
-
-
-def _kept_like(call: Call, inputs: Inputs, numbers: Numbers) -> list[Tensor]:
-    """Tensors like those that the forward leaves to the backward."""
-    if call.strategy != "gather":
-        travels = call.ring.size > 1
-        return [packing_of(keys_of(inputs)).buffer(call.device)] if travels else []
-    groups = call.groups.forward
-    keys = KVPayload.of(inputs, groups)
-    if numbers.shape_the_plan or not saves_gathered(call, keys):
-        return []
-    length = gather_program(call.plan, call.ring.rank).length
-    both = [inputs.k.new_empty(keys.batch, length, keys.width) for _ in range(groups)]
-    ids = [] if inputs.k_ids is None else [inputs.k_ids.new_empty(keys.batch, length)]
-    return [*both, *ids]
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
+    return out, lse, [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
 def attention_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
-    slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
+    slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
     left: int | None, right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
     documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
     seed_low: int | None, seed_high: int,
@@ -316,9 +299,7 @@ def attention_backward(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
-    if call.strategy != "gather" and call.plan.num_steps == 1:
-        kept = []  # nothing travelled
-    grads = backward_pass(call, inputs, (out, lse), kept, (dout, dlse))
+    grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [owned(grad) for grad in grads if grad is not None]
 
 
@@ -326,11 +307,11 @@ def attention_backward(
 def _attention_backward_like(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
-    slopes: Tensor | None, out: Tensor, lse: Tensor, kept: list[Tensor], text: str,
+    slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
     *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Tensors like the inputs."""
-    del dout, dlse, q_ids, k_ids, slopes, out, lse, kept, text, numbers
+    del dout, dlse, q_ids, k_ids, slopes, out, lse, saved, text, numbers
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 
 
@@ -340,16 +321,16 @@ _TENSORS = len(Inputs._fields)
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     ctx.text, numbers = inputs[_TENSORS], Numbers(*inputs[_TENSORS + 1 :])
     ctx.numbers = numbers._replace(documents=None)
-    out, lse, kept = output
+    out, lse, saved = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *kept)
+    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *saved)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: checkpointing asks for it
-    inputs, (documents, out, lse, *kept) = Inputs(*saved[:_TENSORS]), saved[_TENSORS:]
+    tensors = ctx.saved_tensors  # read once: checkpointing asks for it
+    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:_TENSORS]), tensors[_TENSORS:]
     numbers = ctx.numbers._replace(documents=documents)
-    found = iter(attention_backward(dout, dlse, *inputs, out, lse, kept, ctx.text, *numbers))
+    found = iter(attention_backward(dout, dlse, *inputs, out, lse, saved, ctx.text, *numbers))
     dq, dk, dv = next(found), next(found), next(found)
     dsinks = None if inputs.sinks is None else next(found)
     dbias = None if inputs.bias is None else next(found)

@@ -17,8 +17,9 @@ from ring_torch.dense_mask import with_dense_mask
 from ring_torch.gradients import reduce_gradients
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
-from ring_torch.prepare import check_call, describe_strategy
+from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, check_group
+from ring_torch.strategies.choose import describe_strategy
 
 
 class ContextParallel:

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,12 +18,8 @@ from ring_core import (
     Mask,
     Plan,
     Request,
-    StrategyConfig,
-    StrategyName,
     UnsupportedError,
     checks,
-    gather_memory,
-    gather_refusals,
     make_plan,
 )
 from ring_core.base.strategy import strategy_config
@@ -36,6 +31,8 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.head_groups import ONE_GROUP, head_groups_of
 from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
+from ring_torch.strategies import strategy_for
+from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -187,7 +184,7 @@ def _prepare(
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    checks.check_choice("transport", options.transport, TRANSPORTS)
+    checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
     checks.check_sinks(sinks, sizes, q.device)
     checks.check_bias(bias, sizes, plan.kv_seq_len, q.device)
     checks.check_alibi_slopes(slopes, sizes, q.device)
@@ -242,6 +239,10 @@ def _prepare(
         bias is not None or slopes is not None or options.dropout_p > 0
         or plan.mask.predicate is not None
     )  # fmt: skip
+    executing = strategy_for(
+        strategy, plan, choice.kernel, batch=sizes.batch, sinks=sinks is not None,
+        segment_ids=q_ids is not None,
+    )  # fmt: skip
     groups = ONE_GROUP
     if (
         strategy == "gather" and choice.kernel.capabilities.bands == "any"
@@ -250,7 +251,7 @@ def _prepare(
         groups = head_groups_of(plan, sizes, facts[0].dtype.itemsize)
     return Call(
         ring, plan, params, choice.kernel, choice, facts[0].dtype, acc_dtype(facts[0].dtype), device,
-        needs_index, grad, strategy, transport, groups, 0, CallSignature.of(fields, "forward"),
+        needs_index, grad, executing, transport, groups, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip
 
@@ -288,110 +289,3 @@ def _fact(x: object, name: str) -> Fact:
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
     return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)
-
-
-#: ``p2p``: messages of ``torch.distributed``. ``symm_mem``: copies out of the peers' memory.
-TRANSPORTS = ("auto", "p2p", "symm_mem")
-
-#: ``auto`` does not gather where that takes more than this many times a ring's memory.
-MOST_MEMORY = 3.0
-
-
-def choose_strategy(
-    strategy: str,
-    transport: str,
-    ring: Ranks,
-    plan: Plan,
-    device: torch.device,
-    *,
-    widths: tuple[int, int, int],
-    probe: bool,
-) -> tuple[StrategyName, str]:
-    """The strategy and the transport of a call, or with ``auto`` the fastest that can do it.
-
-    ``auto`` gathers by copies out of the peers' memory where it can and that takes no more than
-    ``MOST_MEMORY`` times what a ring does.
-
-    Args:
-        strategy: A name.
-        transport: One of ``TRANSPORTS``.
-        ring: The ranks.
-        plan: What they compute.
-        device: Where the tensors are.
-        widths: Numbers a query token and a key token, and bytes of a number.
-        probe: Whether peers may be asked if they reach each other's memory.
-
-    Raises:
-        UnsupportedError: What was named cannot do this call.
-    """
-    planned = StrategyConfig(strategy).planned
-    if strategy == planned and transport == "symm_mem":
-        raise UnsupportedError(
-            f"strategy {strategy!r} sends messages, and transport 'symm_mem' copies out of the "
-            f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
-        )
-    if ring.size == 1 or strategy == planned:
-        return planned, "p2p"
-    if (strategy, transport) == ("auto", "p2p"):
-        return "ring", "p2p"
-    reasons = list(gather_refusals(plan))
-    copies = [] if transport == "p2p" else _symm_mem_refusals(ring, device, probe=probe)
-    if (strategy, transport) == ("auto", "auto"):
-        if reasons or copies or _is_large(plan, *widths):
-            return "ring", "p2p"
-        return "gather", "symm_mem"
-    if transport == "auto":
-        transport, copies = ("p2p", []) if copies else ("symm_mem", copies)
-    if reasons or copies:
-        raise UnsupportedError(
-            f"strategy {strategy!r} over transport {transport!r}: {'; '.join(reasons + copies)}. "
-            f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
-        )
-    return "gather", transport
-
-
-def _is_large(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> bool:
-    memory = gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize)
-    return memory > MOST_MEMORY
-
-
-def _symm_mem_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
-    if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
-        return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
-    return list(ask_peers(ring)) if probe else list(_known(ring) or ())
-
-
-def ask_peers(ring: Ranks) -> tuple[str, ...]:
-    """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
-    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
-        return ()
-    from ring_torch.transports.symm_buffer import window_of
-
-    return window_of(ring).refusals
-
-
-def _known(ring: Ranks) -> tuple[str, ...] | None:
-    """The same, or ``None`` if they have not talked yet."""
-    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
-        return ()
-    from ring_torch.transports.symm_buffer import known_window
-
-    window = known_window(ring)
-    return None if window is None else window.refusals
-
-
-def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:
-    """A few lines for ``explain``: how a call's tokens move, and why not in a faster way."""
-    ring, plan = call.ring, call.plan
-    lines = [f"strategy {call.strategy}, transport {call.transport}"]
-    if ring.size == 1:
-        return f"{lines[0]} (one rank: nothing travels)"
-    if call.transport == "symm_mem" and _known(ring) is None:
-        lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
-    if call.transport != "symm_mem":
-        reasons = [*gather_refusals(plan), *_symm_mem_refusals(ring, call.device, probe=False)]
-        if not reasons and _is_large(plan, *widths):
-            reasons = [f"it takes more than {MOST_MEMORY:g} times the memory of a ring"]
-        why = "; ".join(reasons) or "another one was named"
-        lines.append(f"  not gather over symm_mem: {why}")
-    return "\n".join(lines)

@@ -38,7 +38,7 @@ class Fetch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Gather:
+class GatherProgram:
     """What one rank fetches and computes.
 
     Attributes:
@@ -127,7 +127,7 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
     return (longest + keys) * kv_width * (itemsize + 4) / ring
 
 
-def gather_program(plan: Plan, rank: int, *, own: bool = True) -> Gather:
+def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
     """What a rank does with the keys of all ranks, or (``own=False``) of all others.
 
     The latter is the remote part of its work; step 0 of the plan is the rest. Equal arguments
@@ -140,7 +140,7 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> Gather:
 
 
 @lru_cache(maxsize=_KEPT)
-def _gather_program(plan: Plan, rank: int, own: bool) -> Gather:
+def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _joined([_moved(item, spans) for item in by_position])
@@ -157,7 +157,9 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> Gather:
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
         needs.append(len(fetches))
-    return Gather(own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place))
+    return GatherProgram(
+        own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place)
+    )
 
 
 class Longest(NamedTuple):

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ring_core import RankMismatchError
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import PeerError, QueuedPass, Ranks, naming, others, state_of
+from ring_torch.comm.ranks import (
+    PeerError,
+    QueuedPass,
+    Ranks,
+    header_device,
+    naming,
+    others,
+    state_of,
+)
 from ring_torch.comm.store import (
     StoreAgreement,
     clear_failure,
@@ -149,7 +157,7 @@ def agree(
         number: The call's number.
         seed: Of dropout.
         signature: What else must be equal on all ranks.
-        device: Where headers have to lie for this group.
+        device: Where the call's tensors are.
 
     Raises:
         RankMismatchError: The rank behind is making another call, or another rank has found that
@@ -158,6 +166,7 @@ def agree(
     """
     if ring.size == 1:
         return
+    device = header_device(ring, device)
     if device.type != "cpu" and has_agreed(ring, signature):
         _compare_on_stream(ring, number, seed, signature, device)
         return
@@ -247,7 +256,7 @@ def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> 
     """
     if ring.size == 1 or not is_capturing():
         return
-    if device.type == "cpu" or not has_agreed(ring, signature):
+    if header_device(ring, device).type == "cpu" or not has_agreed(ring, signature):
         raise ValueError(
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -181,6 +182,11 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
             yield
     except PeerError as error:
         raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+
+
+def header_device(ring: Ranks, device: torch.device) -> torch.device:
+    """Where headers lie: gloo sends from the host, others from the device of a call's tensors."""
+    return torch.device("cpu") if dist.get_backend(ring.group) == "gloo" else device
 
 
 def others(ring: Ranks) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutName, UnsupportedError
-from ring_torch.call import Call, header_device
+from ring_torch.call import Call
 from ring_torch.comm.handshake import CallSignature, agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Moves, moves_between
@@ -117,7 +117,7 @@ def _attend(
     signature = _signature(call, layout, options)
     guard = partial(with_peer_errors, ring, call.number, signature)
     with guard():
-        agree(ring, call.number, call.seed, signature, header_device(call))
+        agree(ring, call.number, call.seed, signature, call.device)
     qkv = (inputs.q, inputs.k, inputs.v)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
     moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)

@@ -19,8 +19,8 @@ from ring_torch.kernels import KERNEL_NAMES
 from ring_torch.models.batch import ShardedMask
 from ring_torch.models.check import SERVED_LAYERS
 from ring_torch.models.labels import Sealed
-from ring_torch.prepare import TRANSPORTS
 from ring_torch.sharding import check_group
+from ring_torch.strategies.choose import TRANSPORT_NAMES
 
 __all__ = ["register"]
 
@@ -77,7 +77,7 @@ def register(
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     checks.check_choice("kernel", config.name, KERNEL_NAMES)
     strategy = strategy_config(strategy)
-    checks.check_choice("transport", transport, TRANSPORTS)
+    checks.check_choice("transport", transport, TRANSPORT_NAMES)
     checks.check_flag("deterministic", deterministic)
     if name in ("", "eager") or any(word in name for word in _READ_BY_TRANSFORMERS):
         raise ValueError(

@@ -1,9 +1,8 @@
-"""The loops over gathered keys: fetch all a rank needs, call a kernel for each run of queries.
+"""Keys are gathered: a rank fetches all its queries see, and calls a kernel for each run of them.
 
 Every row sees its keys in one launch, as on one device, and what the first launch needs is fetched
 first; so a result has one device's rounding. Rows that see own keys only, where they are most, need
-none of that: they come first, and in the backward last. Kernels that know no band take two stages:
-the own block, and full rectangles of the others' keys.
+none of that: they come first, and in the backward last.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, Gather, WorkItem, gather_program, longest_gather
-from ring_core.triton.tile_sizes import come_in_eights
-from ring_torch.call import Call, zero_row_grads
+from ring_core import Fetch, GatherProgram, StrategyName, WorkItem, gather_program, longest_gather
+from ring_torch.call import Call, Saved, Shapes
 from ring_torch.head_groups import MAX_SAVED_BYTES, HeadGroups
 from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
-from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -28,62 +25,106 @@ from ring_torch.records import (
     Inputs,
     ItemGrads,
     KeyBlock,
-    KeyGrads,
     QueryBlock,
     QueryGrads,
-    Run,
-    empty_state,
     head_group,
 )
-from ring_torch.transports.api import Carrier, PendingGrads, PendingKV
+from ring_torch.strategies.sessions import gathered_columns, open_session
+from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV
 from ring_torch.transports.p2p import add_landed
 
 
-def gathered_forward(
-    call: Call, inputs: Inputs, carrier: Carrier
-) -> tuple[AttentionState, list[Tensor]]:
-    """``out [B, T_local, H, Dv]``, in the inputs' dtype or wider, and ``lse [B, H, T_local]``.
+class Gather:
+    """For kernels that know bands. Gathered keys are saved where they are few."""
 
-    And the gathered keys, if they are few enough to be kept for the backward, a group's after
-    another's.
-    """
-    in_one = call.kernel.capabilities.bands == "any"
-    gather = gather_program(call.plan, call.ring.rank, own=in_one)
-    if not in_one:
-        (arriving,) = carrier.fetch(gather, inputs)
-        columns = _columns(call, gather, carrier.keys, arriving.tensors)
-        return _in_two_stages(call, inputs, gather, columns, arriving), []
-    rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
-    results, gathered = [], []
-    for n, arriving in enumerate(carrier.fetch(gather, inputs)):
-        gathered += arriving.tensors
-        columns = _columns(call, gather, carrier.keys, arriving.tensors)
-        in_place = _in_place(call, gather, inputs, n, carrier.groups)
-        part = rows.share(n, carrier.groups), columns, in_place
-        results.append(
-            _in_one_launch(call, *part, gather, arriving, whole.share(n, carrier.groups))
+    name: StrategyName = "gather"
+    depends_on_kernel = True
+    adds_sinks = False
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
+        groups = call.groups.forward
+        session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
+        gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
+        rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
+        results: list[AttentionState] = []
+        gathered: list[Tensor] = []
+        for n, arriving in enumerate(session.fetch(gather, inputs)):
+            gathered += arriving.tensors
+            columns = gathered_columns(call, gather, keys, arriving.tensors)
+            in_place = _in_place(call, gather, inputs, n, groups)
+            part = rows.share(n, groups), columns, in_place
+            results.append(_attend(call, *part, gather, arriving, whole.share(n, groups)))
+            arriving.wait(None)
+        if len(results) == 1:
+            whole = results[0]
+        elif results[0].out.dtype != whole.out.dtype:
+            outs, lses = zip(*results, strict=True)
+            whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
+        return whole, tuple(gathered) if _saves(call, keys) else ()
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """The launches of the forward in reverse, the longest first, for each group of heads.
+
+        The gradients of a group's keys travel home beside the next group's launches, and of the
+        last group those that the last launch leaves alone beside that one. Launches over own keys
+        in place come after, and add up gradients of their own.
+        """
+        groups = call.groups.backward
+        session = open_session(call, inputs, call.backward_signature, groups=groups, own=True)
+        gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
+        rows, sums = call.rows(inputs), _sums(call, inputs, keys)
+        items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
+        # A kernel's parts add, where launches by themselves write what comes first.
+        room = session.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
+        row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
+        shape = (keys.batch, keys.length, inputs.k.shape[2])
+        dk, dv = (
+            torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
+            for x in (inputs.k, inputs.v)
         )
-        arriving.wait(None)
-    if len(results) == 1:
-        whole = results[0]
-    elif results[0].out.dtype != whole.out.dtype:
-        outs, lses = zip(*results, strict=True)
-        whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-    return whole, gathered if saves_gathered(call, carrier.keys) else []
+        travelling: list[list[PendingGrads]] = [[] for _ in range(groups)]
+        home: list[Tensor | None] = []
+
+        def finish(n: int) -> None:
+            places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
+            _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
+
+        for n, columns in enumerate(_keys_by_group(call, gather, inputs, session, saved)):
+            part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
+            for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
+                work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
+                _differentiate(call, work, *part, sums, room[n], gather.length)
+                sent = session.return_grads(gather, sums, room[n], n, early=early, beside=beside)
+                travelling[n].append(sent)
+            in_place = _in_place(call, gather, inputs, n, groups)
+            home.append(_back_in_place(call, in_place, *part, sums))
+            if n > 0:
+                finish(n - 1)
+        finish(groups - 1)
+        return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """The gathered keys; none where another plan may need more of them."""
+        groups = call.groups.forward
+        keys = KVPayload.of(inputs, groups)
+        if not plan_known or not _saves(call, keys):
+            return []
+        length = gather_program(call.plan, call.ring.rank).length
+        both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
+        ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
+        return (both + ids) * groups
 
 
-def saves_gathered(call: Call, keys: KVPayload) -> bool:
+def _saves(call: Call, keys: KVPayload) -> bool:
     """Whether the forward leaves the keys it gathered to the backward."""
     longest = longest_gather(call.plan).length
-    in_one = call.kernel.capabilities.bands == "any"
-    return (
-        in_one and call.needs_grad and call.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
-    )
+    return call.needs_grad and call.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
 
-def _in_one_launch(
+def _attend(
     call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
-    gather: Gather, arriving: PendingKV, whole: AttentionState,
+    gather: GatherProgram, arriving: PendingKV, whole: AttentionState,
 ) -> AttentionState:  # fmt: skip
     """Every row sees all its keys in one launch: nothing to merge.
 
@@ -106,79 +147,6 @@ def _in_one_launch(
             place.out.copy_(result.out)
             place.lse.copy_(result.lse)
     return whole
-
-
-def _in_two_stages(
-    call: Call, inputs: Inputs, gather: Gather, columns: KeyBlock, arriving: PendingKV
-) -> AttentionState:
-    """The own keys while the others' arrive, then these: for kernels that know no band."""
-    rows, rank = call.rows(inputs), call.ring.rank
-    into = empty_state(rows.q, inputs.v.shape[3])
-    own = call.columns(rank, keys_of(inputs))
-    work = [(own, item, 0) for item in call.plan.items(rank, 0)]
-    work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
-    for keys, item, needs in work:
-        arriving.wait(needs)
-        if rows.q.shape[0] > 0:
-            part = rows.take(item.q_slice), keys.take(item.k_slice)
-            call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
-    arriving.wait(None)
-    return into
-
-
-def gathered_backward(
-    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier, kept: list[Tensor]
-) -> Grads:
-    """Gradients of this rank's shards; ``kept`` are the keys that the forward gathered, if any."""
-    if call.kernel.capabilities.bands == "any":
-        return _back_in_one_launch(call, inputs, upstream, carrier, kept)
-    return _back_in_two_stages(call, inputs, upstream, carrier)
-
-
-def _back_in_one_launch(
-    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier, kept: list[Tensor]
-) -> Grads:
-    """The launches of the forward in reverse, the longest first, for each group of heads.
-
-    The gradients of a group's keys travel home beside the next group's launches, and of the last
-    group those that the last launch leaves alone beside that one. Launches over own keys in place
-    come after, and add up gradients of their own.
-    """
-    rank, groups = call.ring.rank, carrier.groups
-    gather, rows, sums = (
-        gather_program(call.plan, rank),
-        call.rows(inputs),
-        _sums(call, inputs, carrier),
-    )
-    items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
-    # A kernel's parts add, where launches by themselves write what comes first.
-    room = carrier.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
-    row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
-    shape = (carrier.keys.batch, carrier.keys.length, inputs.k.shape[2])
-    dk, dv = (
-        torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
-        for x in (inputs.k, inputs.v)
-    )
-    travelling: list[list[PendingGrads]] = [[] for _ in range(groups)]
-    home: list[Tensor | None] = []
-
-    def finish(n: int) -> None:
-        places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
-        _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
-
-    for n, columns in enumerate(_keys_by_group(call, gather, inputs, carrier, kept)):
-        part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
-        for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
-            work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
-            _differentiate(call, work, *part, sums, room[n], gather.length)
-            sent = carrier.return_grads(gather, sums, room[n], n, early=early, beside=beside)
-            travelling[n].append(sent)
-        in_place = _in_place(call, gather, inputs, n, groups)
-        home.append(_back_in_place(call, in_place, *part, sums))
-        if n > 0:
-            finish(n - 1)
-    finish(groups - 1)
-    return Grads(row_grads.dq, dk, dv, row_grads.dbias)
 
 
 def _launches(
@@ -225,24 +193,25 @@ def _differentiate(
 
 
 def _keys_by_group(
-    call: Call, gather: Gather, inputs: Inputs, carrier: Carrier, kept: Sequence[Tensor]
+    call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved
 ) -> Iterator[KeyBlock]:
-    """The keys of each group of heads, kept or fetched again."""
-    if not kept:
-        for arriving in carrier.fetch(gather, inputs):
+    """The keys of each group of heads, saved or fetched again."""
+    keys = session.spec.keys
+    if not saved:
+        for arriving in session.fetch(gather, inputs):
             arriving.wait(None)
-            yield _columns(call, gather, carrier.keys, arriving.tensors)
+            yield gathered_columns(call, gather, keys, arriving.tensors)
         return
-    before, each = call.groups.forward, len(kept) // call.groups.forward
-    cuts = carrier.groups // before  # the forward's groups are cut once more
-    keys = replace(carrier.keys, heads=cuts * carrier.keys.heads)
+    before, each = call.groups.forward, len(saved) // call.groups.forward
+    cuts = call.groups.backward // before  # the forward's groups are cut once more
+    keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
-        columns = _columns(call, gather, keys, kept[n * each : (n + 1) * each])
+        columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])
         yield from (columns.share(n, cuts) for n in range(cuts))
 
 
 def _come_home(
-    call: Call, gather: Gather, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
+    call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
     travelling: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Add what comes home to the own sums, and round them into dK and dV.
@@ -283,15 +252,15 @@ def _all(keys: KVPayload) -> Fetch:
     return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
 
 
-def _sums(call: Call, inputs: Inputs, carrier: Carrier) -> KeyGradBuffer:
+def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
     """By head where the kernel has a backward by parts that can run this call."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
     by_head = parts is not None and banded and parts.can_sum(call.plan, q, k, v, call.params)
-    return KeyGradBuffer(carrier.keys, by_head)
+    return KeyGradBuffer(keys, by_head)
 
 
-def _dq(call: Call, gather: Gather, rows: QueryBlock) -> Tensor:
+def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     """Room for dQ; rows that see nothing have none. Every row is in one launch: no sums."""
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
     dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
@@ -326,41 +295,8 @@ def _put_columns(
                 total[:, part].copy_(x[:, part])
 
 
-def _back_in_two_stages(
-    call: Call, inputs: Inputs, upstream: BackwardInputs, carrier: Carrier
-) -> Grads:
-    """The others' keys, and then the own ones while the others' gradients travel home."""
-    plan, rank, keys = call.plan, call.ring.rank, carrier.keys
-    gather, rows, sums = (
-        gather_program(plan, rank, own=False),
-        call.rows(inputs),
-        KeyGradBuffer(keys, by_head=False),
-    )
-    row_grads = zero_row_grads(call, rows)
-    (others,) = carrier.accumulators(gather, sums, zero=True)
-    (arriving,) = carrier.fetch(gather, inputs)
-    home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-    columns = _columns(call, gather, keys, arriving.tensors)
-    arriving.wait(None)
-
-    def differentiate(of: KeyBlock, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
-        if rows.q.shape[0] > 0:
-            part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
-            into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
-            call.kernel.backward(*part, item, call.params, *into)
-
-    for item in gather.items:
-        differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-    returning = carrier.return_grads(gather, sums, others, 0, beside=True)
-    for item in plan.items(rank, 0):
-        own = call.columns(rank, keys_of(inputs))
-        differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-    returning.add_to(home, keys.length, lambda source: source)
-    return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
-
-
 def _in_place(
-    call: Call, gather: Gather, inputs: Inputs, n: int, groups: int
+    call: Call, gather: GatherProgram, inputs: Inputs, n: int, groups: int
 ) -> list[tuple[KeyBlock, WorkItem]]:
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
@@ -369,19 +305,7 @@ def _in_place(
     return [(own, item) for item in gather.in_place]
 
 
-def _columns(call: Call, gather: Gather, keys: KVPayload, tensors: Sequence[Tensor]) -> KeyBlock:
-    """The keys of the buffer and all that belongs to them."""
-    position, eights = None, False
-    runs: tuple[Run, ...] = ()
-    if call.needs_index:
-        which = call.plan, call.ring.rank, gather.own
-        position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
-        eights = come_in_eights(gather.positions)
-    segments = tensors[1] if keys.segments else None
-    return KeyBlock(*keys.split(tensors[0]), position, segments, eights, runs)
-
-
-def _unseen(call: Call, gather: Gather, inputs: Inputs) -> AttentionState:
+def _unseen(call: Call, gather: GatherProgram, inputs: Inputs) -> AttentionState:
     """Room for all rows, of which those that no item covers see nothing."""
     batch, length, heads, _ = inputs.q.shape
     out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])

@@ -1,70 +1,162 @@
-"""The forward loop: move K/V, call a kernel for each work item, merge."""
+"""K/V go round a ring of ranks: a kernel for each work item of a step, its result merged.
+
+Ranks that would be idle may compute for busy ones (:mod:`ring_torch.strategies.balanced`).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from ring_core import WorkItem
-from ring_torch.call import Call, header_device
+from ring_core import StrategyName, WorkItem
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call, Saved, Shapes, zero_row_grads
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import DONE
+from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.kernels.merge import merge_into
 from ring_torch.payload import keys_of, packing_of
-from ring_torch.records import AttentionState, Inputs, KeyBlock, QueryBlock, empty_state
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
+)
 from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tensors
 
 
-def run_forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention of this rank's queries over all keys, sinks not yet included.
+@dataclass(frozen=True)
+class Ring:
+    """A ring whose plan says who computes what: each rank for itself, or for others too.
 
-    K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the
-    other.
-
-    Returns:
-        ``out [B, T_local, H, Dv]`` and ``lse [B, H, T_local]`` in the accumulators' dtype, and the
-        packed K/V that arrived last (``None`` if nothing travelled).
+    What a forward saves is the packed K/V that arrived last, if any travelled.
     """
-    plan, ring = call.plan, call.ring
-    agree(ring, call.number, call.seed, call.forward_signature, header_device(call))
-    rows, keys = call.rows(inputs), keys_of(inputs)
-    own = columns = call.columns(ring.rank, keys)
-    into = empty_state(rows.q, inputs.v.shape[3])
-    packing = packing_of(keys)
-    held: Tensor | None = None
-    spare: Tensor | None = None
-    if plan.num_steps > 1:
-        held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
-    errands = RemoteQueries(
-        call,
-        plan.forward,
-        take=lambda part: rows_tensors(rows.take(part)),
-        like=into.take,
-        add=lambda part, tensors: merge_into(into.take(part), *tensors),
-    )
 
-    def help_with(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
-        return _help(call, item, helped_rows(call, item, rows, tensors), own, inputs)
+    name: StrategyName
+    depends_on_kernel = False
+    adds_sinks = False
 
-    for stage in plan.forward:
-        transfer = DONE
-        if stage.kv_hop is not None:
-            assert held is not None and spare is not None
-            transfer = ring.start(
-                [(held, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
-            )
-        _attend(call, rows, columns, own, stage.step, into)
-        errands.collect()
-        if stage.helps:
-            errands.help(stage.step, help_with)
-        transfer.wait()
-        if stage.kv_hop is not None:
-            assert held is not None and spare is not None
-            held, spare = spare, held
-            columns = call.columns(
-                ring.behind(plan.steps[stage.step + 1].shift), packing.views(held)
-            )
-    errands.collect()
-    return into.out, into.lse, held
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the accumulators' dtype, and the packed K/V that arrived last, if any did.
+
+        K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the
+        other.
+        """
+        plan, ring = call.plan, call.ring
+        agree(ring, call.number, call.seed, call.forward_signature, call.device)
+        rows, keys = call.rows(inputs), keys_of(inputs)
+        own = columns = call.columns(ring.rank, keys)
+        into = empty_state(rows.q, inputs.v.shape[3])
+        packing = packing_of(keys)
+        kv: Tensor | None = None
+        spare: Tensor | None = None
+        if plan.num_steps > 1:
+            kv, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+        remote = RemoteQueries(
+            call,
+            plan.forward,
+            take=lambda part: rows_tensors(rows.take(part)),
+            like=into.take,
+            add=lambda part, tensors: merge_into(into.take(part), *tensors),
+        )
+
+        def attend_remote(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
+            return _attend_for(call, item, helped_rows(call, item, rows, tensors), own, inputs)
+
+        for stage in plan.forward:
+            transfer = DONE
+            if stage.kv_hop is not None:
+                assert kv is not None and spare is not None
+                transfer = ring.start(
+                    [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
+                )
+            _attend(call, rows, columns, own, stage.step, into)
+            remote.collect()
+            if stage.helps:
+                remote.help(stage.step, attend_remote)
+            transfer.wait()
+            if stage.kv_hop is not None:
+                assert kv is not None and spare is not None
+                kv, spare = spare, kv
+                columns = call.columns(
+                    ring.behind(plan.steps[stage.step + 1].shift), packing.views(kv)
+                )
+        remote.collect()
+        return into, () if kv is None else (kv,)
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """The gradients in the accumulators' dtype.
+
+        The stages of the forward in reverse, from the K/V that arrived last. dK/dV travel with the
+        K/V they belong to, one stage late: while a stage computes its own, those of the ranks
+        before are still arriving. The own block, run last, hides the last hop.
+        """
+        plan, ring = call.plan, call.ring
+        agree(ring, call.number, call.seed, call.backward_signature, call.device)
+        rows, keys = call.rows(inputs), keys_of(inputs)
+        own = columns = call.columns(ring.rank, keys)
+        packing, kv = packing_of(keys), saved[0] if plan.num_steps > 1 else None
+        if kv is not None:
+            columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(kv))
+        row_grads = zero_row_grads(call, rows)
+        key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
+
+        def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
+            theirs = helped_rows(call, item, rows, tensors)
+            grads = zero_row_grads(call, theirs)
+            sent = tensors[len(rows_tensors(rows)) :]
+            delta = sent[3] if len(sent) > 3 else None
+            given = BackwardInputs(sent[0], sent[1], sent[2], delta)
+            _differentiate_for(call, item, theirs, own, given, grads, key_grads)
+            return _row_grad_tensors(grads)
+
+        def add(part: slice, tensors: list[Tensor]) -> None:
+            for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
+                total.add_(x)
+
+        remote = RemoteQueries(
+            call,
+            plan.backward,
+            take=lambda part: [
+                *rows_tensors(rows.take(part)),
+                *(x for x in upstream.take(part) if x is not None),
+            ],
+            like=lambda part: _row_grad_tensors(row_grads.take(part)),
+            add=add,
+        )
+        for stage in plan.backward:
+            transfer, arriving = DONE, kv
+            if stage.kv_hop is not None:
+                assert kv is not None
+                arriving = packing.buffer(call.device)
+                transfer = ring.start(
+                    [(kv, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
+                )
+            _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, key_grads)
+            remote.collect()
+            if stage.helps:
+                remote.help(stage.step, differentiate_remote)
+            key_grads.hop(stage.grad_hop, home=plan.steps[stage.step].shift == 0)
+            transfer.wait()
+            kv = arriving
+            if stage.kv_hop is not None:
+                assert kv is not None
+                columns = call.columns(
+                    ring.behind(plan.steps[stage.step - 1].shift), packing.views(kv)
+                )
+        remote.collect()
+        home = key_grads.grads(home=True)
+        return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """A message of K/V, also where this plan moves none: another may."""
+        del plan_known
+        return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
 
 
 def _attend(
@@ -78,7 +170,7 @@ def _attend(
             call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
 
 
-def _help(
+def _attend_for(
     call: Call, item: WorkItem, rows: QueryBlock, own: KeyBlock, inputs: Inputs
 ) -> AttentionState:
     """Run an item for another rank's queries, over this rank's own keys."""
@@ -86,3 +178,90 @@ def _help(
     if rows.q.shape[0] > 0:
         call.kernel.forward(rows, own.take(item.k_slice), item, call.params, result)
     return result
+
+
+class RotatingKeyGrads:
+    """dK/dV: those of this rank's own keys, and those of the keys it holds for now.
+
+    At most three buffers live: one computing, one arriving, one leaving.
+    """
+
+    def __init__(self, call: Call, packing: BufferSpec) -> None:
+        self._call = call
+        self._packing = packing
+        self._home: Tensor | None = None
+        self._computing: Tensor | None = None
+        self._arriving: Tensor | None = None
+        self._transfer: Transfer = DONE
+
+    def grads(self, *, home: bool) -> KeyGrads:
+        """Accumulators of the own keys, or of the kv ones; zero when first asked for."""
+        buffer = self._home if home else self._computing
+        if buffer is None:
+            buffer = self._packing.buffer(self._call.device).zero_()
+            if home:
+                self._home = buffer
+            else:
+                self._computing = buffer
+        dk, dv = self._packing.views(buffer)
+        return KeyGrads(dk, dv)
+
+    def hop(self, hop: int | None, *, home: bool) -> None:
+        """Add what arrived to what was computed, and start key_grads the sum on."""
+        self._transfer.wait()
+        computed, arrived = self._home if home else self._computing, self._arriving
+        if computed is None or arrived is None:
+            total = computed if arrived is None else arrived
+        else:
+            acc_dtype = self._call.acc_dtype
+            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
+            total = computed
+        self._computing, self._arriving, self._transfer = None, None, DONE
+        if home:
+            self._home = total
+        if hop is None:
+            return
+        leaving = self._packing.buffer(self._call.device).zero_() if total is None else total
+        ring = self._call.ring
+        self._arriving = self._packing.buffer(self._call.device)
+        self._transfer = ring.start(
+            [(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))]
+        )
+
+
+def _differentiate(
+    call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, upstream: BackwardInputs, step: int,
+    row_grads: QueryGrads,
+    key_grads: RotatingKeyGrads,
+) -> None:  # fmt: skip
+    """Run a step's items for this rank's own queries."""
+    for item in call.plan.items(call.ring.rank, step):
+        if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
+            is_own = item.kv_rank == call.ring.rank
+            keys = own if is_own else columns
+            part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
+            column_grads = key_grads.grads(home=is_own).take(item.k_slice)
+            call.kernel.backward(
+                *part, item, call.params, row_grads.take(item.q_slice), column_grads
+            )
+
+
+def _differentiate_for(
+    call: Call,
+    item: WorkItem,
+    rows: QueryBlock,
+    own: KeyBlock,
+    upstream: BackwardInputs,
+    row_grads: QueryGrads,
+    key_grads: RotatingKeyGrads,
+) -> None:
+    """Run an item for another rank's queries, over this rank's own keys."""
+    if rows.q.shape[0] > 0:
+        column_grads = key_grads.grads(home=True).take(item.k_slice)
+        call.kernel.backward(
+            rows, own.take(item.k_slice), upstream, item, call.params, row_grads, column_grads
+        )
+
+
+def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
+    return [x for x in grads if x is not None]

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Fetch, Gather, Plan, gather_program, longest_gather
+from ring_core import Fetch, GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
-from ring_torch.call import Call
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
@@ -29,7 +28,7 @@ from ring_torch.comm.symmetric_memory import SymmetricMemory
 from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV, Where
+from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where
 from ring_torch.transports.p2p import requests_to
 
 if TYPE_CHECKING:
@@ -142,49 +141,49 @@ def meeting_of(ring: Ranks) -> ExchangeState:
 
 @dataclass(frozen=True)
 class OneKernel:
-    """A :class:`ring_torch.transports.api.Carrier` for short passes, whose heads are one group.
+    """A :class:`ring_torch.transports.api.GatherSession` for short passes, heads in one group.
 
     A rank's memory holds its keys, and behind them the gradients of what it fetched.
     """
 
-    call: Call
+    spec: SessionSpec
     meeting: ExchangeState
-    keys: KVPayload
     place: Place  # in the meeting
     digest: int  # what tells this pass of this call from any other
-    groups: int = 1
 
     @classmethod
-    def of(cls, call: Call, keys: KVPayload, room: int, digest: int) -> OneKernel:
+    def of(cls, spec: SessionSpec, room: int, digest: int) -> OneKernel:
         """With so much room for the sums of gradients."""
-        meeting = meeting_of(call.ring)
-        return cls(call, meeting, keys, meeting.reserve(keys.message.size + room), digest)
+        meeting = meeting_of(spec.ranks)
+        return cls(spec, meeting, meeting.reserve(spec.keys.message.size + room), digest)
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Put the own keys where peers read them, and fetch all that this rank's queries see."""
         from ring_torch.transports.exchange_kernel import exchange_keys
 
-        keys = self.keys
+        keys = self.spec.keys
         k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
-        own = self._keys_of(self.call.ring.rank)
+        own = self._keys_of(self.spec.ranks.rank)
         target = own.new_empty(keys.batch, gather.length, keys.width)
         table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
         exchange_keys(self.place, self.digest, k, v, own, table, target)
         yield PendingKV([target], _arrived)
 
-    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
+    def accumulators(
+        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
+    ) -> list[Tensor]:
         """Room where the keys' owners will read."""
         from ring_torch.transports.exchange_kernel import clear
 
         if gather.length == 0:  # nobody reads any
-            room = torch.empty(0, dtype=self.call.acc_dtype, device=self.call.device)
+            room = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
         else:
-            room = self._grads_of(self.call.ring.rank, sums, gather.length)
+            room = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         clear(self.place, room, zero=zero)
         return [room]
 
     def return_grads(
-        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """All gradients go at the end."""
@@ -194,14 +193,14 @@ class OneKernel:
         return PendingGrads(lambda *total: self._add(gather, sums, *total))
 
     def _add(
-        self, gather: Gather, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
+        self, gather: GatherProgram, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
     ) -> None:
         from ring_torch.transports.exchange_kernel import add_peers
 
-        asked = requests_to(self.call, own=gather.own)
+        asked = requests_to(self.spec, own=gather.own)
         spans = _apart([one for _, one in asked])
         starts = [where(span).start for span in spans]
-        parts = max(self.call.ring.size - 1, 1)
+        parts = max(self.spec.ranks.size - 1, 1)
         pairs = list(zip(spans, starts, strict=True))
         table = self.meeting.table(
             (gather, sums, length, tuple(starts)), 2 + parts,
@@ -209,11 +208,11 @@ class OneKernel:
         )  # fmt: skip
         add_peers(self.place, self.digest, table, total)
 
-    def _pieces(self, gather: Gather) -> Sequence[Sequence[int]]:
+    def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """What :func:`exchange_keys` fetches."""
         from ring_torch.transports.exchange_kernel import CHUNK
 
-        token = self.keys.width * self.keys.dtype.itemsize
+        token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
         for one in gather.fetches:
             for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
@@ -231,14 +230,14 @@ class OneKernel:
         """What :func:`add_peers` adds, with as many addresses a row."""
         from ring_torch.transports.exchange_kernel import NUMBERS
 
-        like = torch.empty(sums.numel(length), dtype=self.call.acc_dtype, device="meta")
+        like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
             theirs = []
             for peer, one in asked:
                 if one.source.start <= span.start and span.stop <= one.source.stop:
-                    theirs_length = gather_program(self.call.plan, peer).length
+                    theirs_length = gather_program(self.spec.plan, peer).length
                     first = one.target.start + span.start - one.source.start
                     flat = self._grads_of(peer, sums, theirs_length)
                     theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))
@@ -256,11 +255,11 @@ class OneKernel:
         return _mixed(rows)
 
     def _keys_of(self, rank: int) -> Tensor:
-        return self.meeting.memory.views(rank, 0, self.keys.message)[0]
+        return self.meeting.memory.views(rank, 0, self.spec.keys.message)[0]
 
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> Tensor:
-        packing = flat(sums.numel(length), self.call.acc_dtype)
-        return self.meeting.memory.views(rank, self.keys.message.size, packing)[0]
+        packing = flat(sums.numel(length), self.spec.acc_dtype)
+        return self.meeting.memory.views(rank, self.spec.keys.message.size, packing)[0]
 
 
 def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:

@@ -12,36 +12,44 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, Gather, Plan, gather_program
-from ring_torch.call import Call
+from ring_core import Fetch, GatherProgram, Plan, gather_program
+from ring_torch.comm.handshake import agree
 from ring_torch.memory_ops import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
+from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV, Where
+from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where
 
 
 @dataclass(frozen=True)
 class Messages:
     """Point-to-point messages: everybody sends everybody what they fetch, all at once."""
 
-    call: Call
-    keys: KVPayload
-    groups: int
+    spec: SessionSpec
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
+    @classmethod
+    def open(cls, spec: SessionSpec) -> Messages:
+        """A session of ranks that agree on what they are about to do.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+        return cls(spec)
+
+    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Start all messages; any of a group means waiting for all of it."""
-        groups = [self._fetch(gather, inputs.share(n, self.groups)) for n in range(self.groups)]
-        return iter(groups)
+        groups = self.spec.groups
+        return iter([self._fetch(gather, inputs.share(n, groups)) for n in range(groups)])
 
-    def _fetch(self, gather: Gather, inputs: Inputs) -> PendingKV:
-        ring, device = self.call.ring, self.call.device
-        own = self.keys.message.views(self.keys.message.buffer(device))
-        self.keys.write(own, inputs)
+    def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
+        ring, keys = self.spec.ranks, self.spec.keys
+        own = keys.message.views(keys.message.buffer(self.spec.device))
+        keys.write(own, inputs)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
-        asked = requests_to(self.call, own=gather.own)
+        asked = requests_to(self.spec, own=gather.own)
         sends = [(x[:, one.source].contiguous(), peer) for peer, one in asked for x in own]
         places = [
             (x[:, one.target], one.rank)
@@ -65,29 +73,28 @@ class Messages:
 
         return PendingKV(tensors, wait)
 
-    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
+    def accumulators(
+        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
+    ) -> list[Tensor]:
         """New ones."""
-        size, call, make = (
-            sums.numel(gather.length),
-            self.call,
-            torch.zeros if zero else torch.empty,
-        )
-        return [make(size, dtype=call.acc_dtype, device=call.device) for _ in range(self.groups)]
+        spec, make = self.spec, torch.zeros if zero else torch.empty
+        size = sums.numel(gather.length)
+        return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
 
     def return_grads(
-        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """The messages of :meth:`fetch`, turned round."""
         del group, beside  # messages are told apart by their order, and never hold up kernels
-        ring = self.call.ring
+        ring = self.spec.ranks
         sends = [
             (part.contiguous(), one.rank)
             for one in some_fetches(gather, early)
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        asked = requests_to(self.call, own=gather.own, early=early)
+        asked = requests_to(self.spec, own=gather.own, early=early)
         landed = [landing(sums, grads, one) for _, one in asked]
         receives = [
             (part, peer) for (peer, _), parts in zip(asked, landed, strict=True) for part in parts
@@ -103,10 +110,10 @@ class Messages:
 
 
 def requests_to(
-    call: Call, *, own: bool, early: bool | None = None
+    spec: SessionSpec, *, own: bool, early: bool | None = None
 ) -> tuple[tuple[int, Fetch], ...]:
     """What other ranks fetch from this one, by rank, in their order."""
-    return _requests_to(call.plan, call.ring.rank, own=own, early=early)
+    return _requests_to(spec.plan, spec.ranks.rank, own=own, early=early)
 
 
 @lru_cache(maxsize=256)
@@ -133,7 +140,7 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     return spans
 
 
-def some_fetches(gather: Gather, early: bool | None) -> list[Fetch]:
+def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     """All fetches, or those whose gradients are done early in the backward, or the others."""
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
 

@@ -13,14 +13,19 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ring_core import Gather, Plan, gather_program, longest_gather
+from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
-from ring_torch.call import Call
-from ring_torch.comm.handshake import CallSignature, agree, has_agreed
+from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
-from ring_torch.transports.api import Carrier, PendingGrads, PendingKV, Where
+from ring_torch.transports.api import (
+    GatherSession,
+    PendingGrads,
+    PendingKV,
+    SessionSpec,
+    Where,
+)
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
 from ring_torch.transports.p2p import add_landed, landing, requests_to, spans_of
 from ring_torch.transports.symm_buffer import Window, restored, window_of
@@ -32,28 +37,27 @@ Done = tuple[Stream, Event]  # a copy, by the stream it was made on
 
 @dataclass(frozen=True)
 class PeerCopies:
-    """A :class:`ring_torch.transports.api.Carrier` that copies out of the peers' windows.
+    """A :class:`ring_torch.transports.api.GatherSession` that copies out of the peers' windows.
 
     A window holds a rank's keys, a group of heads after the other, and behind them the gradients of
     what it fetched.
     """
 
-    call: Call
+    spec: SessionSpec
     window: Window
-    keys: KVPayload
-    groups: int
     room: int  # bytes for the sums of a group's gradients
     digest: int  # what tells this pass of this call from any other
 
-    def fetch(self, gather: Gather, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
 
         Only those go into the window that are fetched from it. The own ones are not, unless there
         are kernels of other groups, which a copy does not hold up.
         """
-        window, message, rank = self.window, self.keys.message, self.call.ring.rank
-        every, in_window = range(self.groups), self.groups > 1
-        asked = [one for _, one in requests_to(self.call, own=gather.own)]
+        window, keys, groups = self.window, self.spec.keys, self.spec.groups
+        message, rank = keys.message, self.spec.ranks.rank
+        every, in_window = range(groups), groups > 1
+        asked = [one for _, one in requests_to(self.spec, own=gather.own)]
         spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
@@ -67,7 +71,7 @@ class PeerCopies:
             window.wait_free()
             for n, span in product(every, spans):
                 places = [x[:, span] for x in own[n]]
-                self.keys.write(places, inputs.share(n, self.groups), span)
+                keys.write(places, inputs.share(n, groups), span)
             met = window.meet_as(self.digest)
             same = window.stream.record_event()
         begun: list[PendingKV] = []
@@ -77,7 +81,7 @@ class PeerCopies:
                 here = None if in_window else (inputs, ready)
                 done = self._pull(gather, n, tensors[n], met, here)
                 copied += done
-                if n + 1 == self.groups:
+                if n + 1 == groups:
                     window.leave(_last(copied))
             begun.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
@@ -86,47 +90,47 @@ class PeerCopies:
         window.join(main)
 
     def _pull(
-        self, gather: Gather, group: int, tensors: list[Tensor], met: Event,
+        self, gather: GatherProgram, group: int, tensors: list[Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
         """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
-        window, message = self.window, self.keys.message
+        window, keys = self.window, self.spec.keys
         done = []
         for one in gather.fetches:
             places = [x[:, one.target] for x in tensors]
-            if here is not None and one.rank == self.call.ring.rank:
+            if here is not None and one.rank == self.spec.ranks.rank:
                 inputs, ready = here
                 stream = window.copying(one.rank, after=ready)
-                self.keys.write(places, inputs, one.source)
+                keys.write(places, inputs, one.source)
             else:
                 stream = window.copying(one.rank, after=met)
-                theirs = window.memory.views(one.rank, group * message.size, message)
+                theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
                 for place, source in zip(places, theirs, strict=True):
                     copy(place, source[:, one.source])
             done.append((stream, stream.record_event()))
         return done
 
-    def accumulators(self, gather: Gather, sums: KeyGradBuffer, *, zero: bool) -> list[Tensor]:
+    def accumulators(
+        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
+    ) -> list[Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_free()
-        rank, every = self.call.ring.rank, range(self.groups)
+        spec, every = self.spec, range(self.spec.groups)
         if gather.length == 0:  # nobody fetches any
-            return [
-                torch.empty(0, dtype=self.call.acc_dtype, device=self.call.device) for _ in every
-            ]
-        room = [self._grads_of(rank, n, sums, gather.length) for n in every]
+            return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in every]
+        room = [self._grads_of(spec.ranks.rank, n, sums, gather.length) for n in every]
         return [x.zero_() for x in room] if zero else room
 
     def return_grads(
-        self, gather: Gather, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Let the owners fetch, and fetch what is this rank's.
 
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
         """
-        window, plan = self.window, self.call.plan
-        asked = requests_to(self.call, own=gather.own, early=early)
+        window, plan = self.window, self.spec.plan
+        asked = requests_to(self.spec, own=gather.own, early=early)
         theirs = []
         for peer, one in asked:
             length = gather_program(plan, peer, own=gather.own).length
@@ -136,7 +140,7 @@ class PeerCopies:
         landed = [landing(sums, grads, one) for _, one in asked] if copied else theirs
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
-        first, last = group == 0 and early is not False, group + 1 == self.groups and not early
+        first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
         with restored(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
@@ -169,12 +173,12 @@ class PeerCopies:
         return PendingGrads(add_to)
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
-        packing = flat(sums.numel(length), self.call.acc_dtype)
-        start = self.groups * self.keys.message.size + group * self.room
+        packing = flat(sums.numel(length), self.spec.acc_dtype)
+        start = self.spec.groups * self.spec.keys.message.size + group * self.room
         return self.window.memory.views(rank, start, packing)[0]
 
 
-def pulls(call: Call, keys: KVPayload, groups: int, signature: CallSignature) -> Carrier:
+def open_session(spec: SessionSpec) -> GatherSession:
     """What moves keys in a pass, with room for it in the memory of all ranks.
 
     The first time that a group makes such a call, its signature is compared in words and the host
@@ -183,15 +187,16 @@ def pulls(call: Call, keys: KVPayload, groups: int, signature: CallSignature) ->
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    if not has_agreed(call.ring, signature):
-        agree(call.ring, call.number, call.seed, signature, call.device)
-    room = _room(call.plan, keys, call.acc_dtype) if call.needs_grad else 0
-    digest = signature.as_int64(call.number, call.seed)
-    if call.kernel.capabilities.bands == "any" and fits_one_kernel(call.plan, keys, groups):
-        return OneKernel.of(call, keys, room, digest)
-    window = window_of(call.ring)
-    window.reserve(groups * (keys.message.size + room))
-    return PeerCopies(call, window, keys, groups, room, digest)
+    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
+    if not has_agreed(ranks, signature):
+        agree(ranks, spec.number, spec.seed, signature, spec.device)
+    room = _room(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
+    digest = signature.as_int64(spec.number, spec.seed)
+    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+        return OneKernel.of(spec, room, digest)
+    window = window_of(ranks)
+    window.reserve(spec.groups * (keys.message.size + room))
+    return PeerCopies(spec, window, room, digest)
 
 
 @lru_cache(maxsize=256)

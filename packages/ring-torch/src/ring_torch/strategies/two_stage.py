@@ -1,0 +1,85 @@
+"""Gathered keys in two stages, for kernels that know no band.
+
+The own keys while the others' arrive, and then full rectangles of these; in the backward the
+others', and then the own ones while the others' gradients travel home.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ring_core import StrategyName, WorkItem, gather_program
+from ring_torch.call import Call, Saved, Shapes, zero_row_grads
+from ring_torch.payload import KeyGradBuffer, keys_of
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KeyBlock,
+    KeyGrads,
+    empty_state,
+)
+from ring_torch.strategies.sessions import gathered_columns, open_session
+
+
+class TwoStageGather:
+    """Nothing is saved: the backward fetches the keys again."""
+
+    name: StrategyName = "gather"
+    depends_on_kernel = True
+    adds_sinks = False
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the accumulators' dtype."""
+        session = open_session(call, inputs, call.forward_signature, groups=1, own=False)
+        gather = gather_program(call.plan, call.ring.rank, own=False)
+        (arriving,) = session.fetch(gather, inputs)
+        columns = gathered_columns(call, gather, session.spec.keys, arriving.tensors)
+        rows, rank = call.rows(inputs), call.ring.rank
+        into = empty_state(rows.q, inputs.v.shape[3])
+        own = call.columns(rank, keys_of(inputs))
+        work = [(own, item, 0) for item in call.plan.items(rank, 0)]
+        work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
+        for keys, item, needs in work:
+            arriving.wait(needs)
+            if rows.q.shape[0] > 0:
+                part = rows.take(item.q_slice), keys.take(item.k_slice)
+                call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
+        arriving.wait(None)
+        return into, ()
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """The gradients in the accumulators' dtype."""
+        del saved
+        session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
+        plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
+        gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
+        sums = KeyGradBuffer(keys, by_head=False)
+        row_grads = zero_row_grads(call, rows)
+        (others,) = session.accumulators(gather, sums, zero=True)
+        (arriving,) = session.fetch(gather, inputs)
+        home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+        columns = gathered_columns(call, gather, keys, arriving.tensors)
+        arriving.wait(None)
+
+        def differentiate(of: KeyBlock, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
+            if rows.q.shape[0] > 0:
+                part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
+                into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
+                call.kernel.backward(*part, item, call.params, *into)
+
+        for item in gather.items:
+            differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
+        returning = session.return_grads(gather, sums, others, 0, beside=True)
+        for item in plan.items(rank, 0):
+            own = call.columns(rank, keys_of(inputs))
+            differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
+        returning.add_to(home, keys.length, lambda source: source)
+        return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Nothing."""
+        del call, inputs, plan_known
+        return []
