@@ -36,7 +36,7 @@ from gpu_table import ALONE, table
 import ring_core
 from ring_core import make_plan
 from ring_core.checks import Sizes
-from ring_torch import head_groups, prepare
+from ring_torch import head_groups, prepare, strategies
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.transports import one_kernel, peer_copies
 
@@ -124,7 +124,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
     fits_one_kernel = one_kernel.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
     with (
-        patch.object(prepare, "head_groups_of", lambda *_: groups),
+        patch.object(strategies, "head_groups_of", lambda *_: groups),
         patch.object(
             peer_copies,
             "fits_one_kernel",

@@ -105,6 +105,8 @@ AT_ONCE = (
     "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
     "keys80-causal-zigzag", "causal-random-cp4",
 )  # fmt: skip
+#: Where cases of the table run again, in another way, in torch.
+AGAIN = ("test_gather.py", "test_flash.py", "test_ulysses.py")
 HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
@@ -257,7 +259,7 @@ def _is_slow_case(case: Any, backend: str, file: str) -> bool:
     if case.cp_size == 1 and case.ring != "contiguous":
         return True
     if backend == "torch":
-        return _is_slow_in_torch(case, again=file in ("test_gather.py", "test_flash.py"))
+        return _is_slow_in_torch(case, again=file in AGAIN)
     if file == "test_gather.py":
         return case.name not in GATHERED_IN_JAX
     return _is_slow_in_jax(case) or (backend == "jax" and _is_slow_on_hosts(case))

@@ -365,8 +365,8 @@ def _groups_swapped() -> Patches:
 
 def _in_groups() -> Patches:
     """Heads go in groups, however little work they are: nothing may change."""
-    call = _torch("prepare")
-    if call is None:
+    strategies = _torch("strategies")
+    if strategies is None:
         return []
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
@@ -375,7 +375,7 @@ def _in_groups() -> Patches:
             *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True
         )
 
-    return [(call, "head_groups_of", groups_of)]
+    return [(strategies, "head_groups_of", groups_of)]
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {

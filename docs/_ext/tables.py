@@ -14,6 +14,7 @@ from ring_core import (
     LAYOUTS,
     STRATEGIES,
     Mask,
+    StrategyConfig,
     StrategyName,
     UnsupportedError,
     gather_refusals,
@@ -69,7 +70,7 @@ def _goes(name: str, strategy: StrategyName) -> bool:
     if strategy == "gather":
         return not gather_refusals(make_plan(mask, layout=layout, **sizes))
     try:
-        make_plan(mask, layout=layout, strategy=strategy, **sizes)
+        make_plan(mask, layout=layout, strategy=StrategyConfig(strategy).planned, **sizes)
     except UnsupportedError:
         return False
     return True

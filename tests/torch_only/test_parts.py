@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem
 from ring_core.programs import own_key_rows
-from ring_torch import ContextParallel, prepare
+from ring_torch import ContextParallel, prepare, strategies
 from ring_torch.head_groups import ONE_GROUP, HeadGroups
 from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel, SplitBackward
@@ -84,7 +84,7 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
-        patch.object(prepare, "head_groups_of", lambda *_: groups),
+        patch.object(strategies, "head_groups_of", lambda *_: groups),
         patch.object(hopper, "KEYS", KEYS),
         patch.object(own_key_rows, "TILE", KEYS),
     ):

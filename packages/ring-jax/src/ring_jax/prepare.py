@@ -316,6 +316,10 @@ def choose_strategy(strategy: str, plan: Plan) -> StrategyName:
     Raises:
         UnsupportedError: The one named cannot do this call.
     """
+    if strategy == "ulysses":
+        raise UnsupportedError(
+            "strategy 'ulysses' is one of ring-torch. Instead: use strategy='ring' or 'gather'"
+        )
     if strategy != "gather":
         return plan.strategy
     if reasons := _refusals(plan):

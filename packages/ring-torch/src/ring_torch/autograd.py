@@ -73,7 +73,7 @@ def backward_pass(
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
     if dlse is not None:
-        call, saved = call.with_lse_grad(), () if call.strategy.depends_on_kernel else saved
+        call = call.with_lse_grad()
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     check_graph(call.ring, call.backward_signature, call.device)
     with (

@@ -14,7 +14,6 @@ from ring_core import KernelConfig, Mask, Plan, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.head_groups import HeadGroups
 from ring_torch.kernels import Selection
 from ring_torch.kernels.api import Kernel
 from ring_torch.positions import key_runs, positions_of, query_runs
@@ -47,7 +46,7 @@ class Strategy(Protocol):
 
     @property
     def depends_on_kernel(self) -> bool:
-        """Whether what travels and what is saved is another with another kernel."""
+        """Whether what travels is another with another kernel."""
         ...
 
     @property
@@ -83,7 +82,6 @@ class Call(NamedTuple):
     needs_grad: bool
     strategy: Strategy
     transport: str
-    groups: HeadGroups  # of heads, over gathered keys
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature

@@ -27,12 +27,12 @@ from ring_core.choose.rates import default as rates_in_use
 from ring_torch.call import Call, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import CallSignature
-from ring_torch.comm.ranks import Ranks
-from ring_torch.head_groups import ONE_GROUP, head_groups_of
+from ring_torch.comm.ranks import ALONE, Ranks
 from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
-from ring_torch.strategies import strategy_for
+from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
+from ring_torch.strategies.ulysses import check_heads
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -166,94 +166,149 @@ def _prepare(
     lse_grad: bool = False,
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
-    del types  # it only tells calls apart: equal options of unlike types are not the same
-    grad, bias_grad = grads  # of anything, and of the bias
-    q, *rest = (None if fact is None else fact.described() for fact in facts)
-    k, v, q_ids, k_ids, sinks, bias, slopes = rest
-    assert q is not None and k is not None and v is not None and facts[0] is not None
-    sizes, device = checks.check_qkv(q, k, v), facts[0].device
-    if device.type == "meta":
-        raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
-    assert isinstance(options.mask, Mask)
+    sizes, tensors = _check_tensors(facts)
+    request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     named = strategy_config(options.strategy)
+    assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
         strategy=named.planned, kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
+    checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
+    assert facts[0] is not None
+    dtype, device = facts[0].dtype, facts[0].device
+    widths = (
+        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
+        dtype.itemsize,
+    )  # fmt: skip
+    strategy, transport = choose_strategy(
+        named.name, options.transport, ring, plan, device, widths=widths, probe=probe
+    )
+    inner = None
+    if strategy in HEAD_STRATEGIES:
+        check_heads(ring.size, request)
+        inner = _prepare(
+            ALONE, "contiguous", _facts_of_heads(facts, ring.size),
+            options._replace(strategy="auto", transport="auto"), types, grads, False,
+            lse_grad=lse_grad,
+        )  # fmt: skip
+    choice = choose(config, request, plan) if inner is None else inner.choice
+    needs_index = (
+        request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
+    )
+    executing = strategy_for(
+        strategy, plan, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
+        sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
+    )  # fmt: skip
+    params = _params(plan, request, config, options, grads, device)
+    params = replace(params, needs_lse=grads[0] or options.return_lse or tensors.sinks is not None)
+    fields = _fields(layout, plan, tensors, options, params, grads) | {
+        "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
+    }  # fmt: skip
+    return Call(
+        ring, plan, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        grads[0], executing, transport, 0, CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"),
+    )  # fmt: skip
+
+
+def _facts_of_heads(facts: tuple[Fact | None, ...], parts: int) -> tuple[Fact | None, ...]:
+    """All tokens of one of so many parts of the heads."""
+    *qkv, _, _, sinks, _, slopes = facts
+    found: list[Fact | None] = []
+    for fact in qkv:
+        assert fact is not None
+        batch, length, heads, dim = fact.shape
+        found.append(fact._replace(shape=(batch, parts * length, heads // parts, dim)))
+    if sinks is not None:
+        sinks = sinks._replace(shape=(sinks.shape[0] // parts, *sinks.shape[1:]))
+    if slopes is not None:
+        slopes = slopes._replace(shape=(*slopes.shape[:-1], slopes.shape[-1] // parts))
+    return (*found, None, None, sinks, None, slopes)
+
+
+class Described(NamedTuple):
+    """A call's tensors as the checks take them."""
+
+    q: checks.Tensor
+    k: checks.Tensor
+    v: checks.Tensor
+    q_ids: checks.Tensor | None
+    k_ids: checks.Tensor | None
+    sinks: checks.Tensor | None
+    bias: checks.Tensor | None
+    alibi_slopes: checks.Tensor | None
+
+
+def _check_tensors(facts: tuple[Fact | None, ...]) -> tuple[checks.Sizes, Described]:
+    """What tensors are, but for the bias, which is as wide as all keys."""
+    every: Any = [None if fact is None else fact.described() for fact in facts]
+    tensors = Described(*every)
+    sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
+    device = tensors.q.device
+    if device == "meta":
+        raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
+    checks.check_sinks(tensors.sinks, sizes, device)
+    checks.check_alibi_slopes(tensors.alibi_slopes, sizes, device)
+    if facts[-1] is not None and facts[-1].requires_grad:
+        raise ValueError(
+            "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
+        )
+    for side, ids in (("queries", tensors.q_ids), ("keys", tensors.k_ids)):
+        if ids is not None:
+            checks.check_segment_ids(ids, sizes, side, device)
+    return sizes, tensors
+
+
+def _check_options(
+    sizes: checks.Sizes, tensors: Described, options: Options, grads: tuple[bool, bool], *,
+    lse_grad: bool,
+) -> tuple[Request, KernelConfig]:  # fmt: skip
+    """What a call asks of a kernel."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
-    checks.check_sinks(sinks, sizes, q.device)
-    checks.check_bias(bias, sizes, plan.kv_seq_len, q.device)
-    checks.check_alibi_slopes(slopes, sizes, q.device)
-    if facts[-1] is not None and facts[-1].requires_grad:
-        raise ValueError(
-            "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
-        )
-    for side, ids in (("queries", q_ids), ("keys", k_ids)):
-        if ids is not None:
-            checks.check_segment_ids(ids, sizes, side, q.device)
-    config = _config(options.kernel)
     request = Request(
-        device=device.type, dtype=q.dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
-        segment_ids=q_ids is not None, softcap=cap is not None, bias=bias is not None,
-        alibi=slopes is not None, dropout=options.dropout_p > 0,
-        deterministic=options.deterministic, any_scale=scale <= 0,
-        grad=grad, lse_grad=lse_grad,
-        batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
+        device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
+        v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
+        softcap=cap is not None, bias=tensors.bias is not None,
+        alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
+        deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
+        lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
     )  # fmt: skip
-    choice = choose(config, request, plan)
-    widths = (
-        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
-        facts[0].dtype.itemsize,
-    )  # fmt: skip
-    strategy, transport = choose_strategy(
-        named.name, options.transport, ring, plan, device, widths=widths, probe=probe
-    )
-    params = KernelParams(
-        plan.mask, scale, cap, float(options.dropout_p), 0, config.block_q,
+    return request, _config(options.kernel)
+
+
+def _params(
+    plan: Plan, request: Request, config: KernelConfig, options: Options, grads: tuple[bool, bool],
+    device: torch.device,
+) -> KernelParams:  # fmt: skip
+    return KernelParams(
+        plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
+        checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
-        options.deterministic, bias_grad, options.bias_masks,
-        needs_lse=grad or options.return_lse or sinks is not None,
+        options.deterministic, grads[1], options.bias_masks,
     )  # fmt: skip
-    shapes = zip(
-        ("q", "k", "v", "sinks", "bias", "alibi_slopes"),
-        (q, k, v, sinks, bias, slopes),
-        strict=True,
-    )
-    fields = {
+
+
+def _fields(
+    layout: LayoutSpec, plan: Plan, tensors: Described, options: Options, params: KernelParams,
+    grads: tuple[bool, bool],
+) -> dict[str, Any]:  # fmt: skip
+    """What has to be equal on all ranks, beside what is chosen."""
+    shapes = {name: x for name, x in tensors._asdict().items() if not name.endswith("_ids")}
+    return {
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _in_words(plan.mask.cu_seqlens),
         "chunks": _in_words(layout.chunks) if isinstance(layout, ChunkLayout) else None,
-        "softmax_scale": scale, "softcap": cap,
-        "dropout_p": float(options.dropout_p),
+        "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
-        "segment_ids": q_ids is not None, "needs_grad": grad, "bias_grad": bias_grad,
-        "kernel": choice.kernel.capabilities.name, "rates": rates_in_use().digest,
-        "strategy": strategy, "transport": transport,
-        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes},
+        "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
+        "rates": rates_in_use().digest,
+        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes.items()},
     }  # fmt: skip
-    needs_index = (
-        bias is not None or slopes is not None or options.dropout_p > 0
-        or plan.mask.predicate is not None
-    )  # fmt: skip
-    executing = strategy_for(
-        strategy, plan, choice.kernel, batch=sizes.batch, sinks=sinks is not None,
-        segment_ids=q_ids is not None,
-    )  # fmt: skip
-    groups = ONE_GROUP
-    if (
-        strategy == "gather" and choice.kernel.capabilities.bands == "any"
-        and not needs_index and q_ids is None
-    ):  # fmt: skip
-        groups = head_groups_of(plan, sizes, facts[0].dtype.itemsize)
-    return Call(
-        ring, plan, params, choice.kernel, choice, facts[0].dtype, acc_dtype(facts[0].dtype), device,
-        needs_index, grad, executing, transport, groups, 0, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"),
-    )  # fmt: skip
 
 
 def _in_words(numbers: tuple[object, ...] | None) -> str | None:

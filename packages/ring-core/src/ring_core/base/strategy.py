@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 from ring_core.base.arguments import check_choice
 
-StrategyName = Literal["ring", "balanced", "gather"]
+StrategyName = Literal["ring", "balanced", "gather", "ulysses"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
-PlannedStrategy = Literal["ring", "balanced"]  # a gather is made of a ring's plan
+PlannedStrategy = Literal["ring", "balanced"]  # others are made of a ring's plan
 PLANNED: tuple[PlannedStrategy, ...] = get_args(PlannedStrategy)
 
 _FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
@@ -37,8 +37,9 @@ class StrategyConfig:
 
     Args:
         name: ``auto``, ``ring`` (K/V go round, a step at a time), ``balanced`` (a ring over
-            contiguous shards whose idle ranks compute for busy ones) or ``gather`` (a rank fetches
-            all the K/V shards that its queries see).
+            contiguous shards whose idle ranks compute for busy ones), ``gather`` (a rank fetches
+            all the K/V shards that its queries see) or ``ulysses`` (ranks exchange tokens for
+            heads; PyTorch only).
         ulysses_size: Ranks that split heads rather than tokens. No strategy has it yet, nor the
             next two.
         outer: The strategy between groups of ranks that split heads.
@@ -64,7 +65,7 @@ class StrategyConfig:
 
     @property
     def planned(self) -> PlannedStrategy:
-        """What a plan is made for; ``auto`` and ``gather`` take that of a ring."""
+        """What a plan is made for; all but ``balanced`` take that of a ring."""
         return "balanced" if self.name == "balanced" else "ring"
 
 

@@ -134,6 +134,9 @@ class Ranks:
         return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
 
 
+ALONE = Ranks(None, 0, 1)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Transfers under way, with the tensors they read kept alive."""
@@ -213,7 +216,7 @@ def ranks_of(group: Any) -> Ranks:
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return Ranks(None, 0, 1)
+            return ALONE
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way

@@ -7,19 +7,31 @@ May import ``call``, ``transports`` and what is below. A new strategy is one fil
 from __future__ import annotations
 
 from ring_core import Plan, StrategyName
-from ring_torch.call import Strategy
+from ring_core.checks import Sizes
+from ring_torch.call import Call, Strategy
+from ring_torch.head_groups import ONE_GROUP, head_groups_of
 from ring_torch.kernels.api import Kernel
 from ring_torch.strategies.gather import Gather
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.single import Single, only_item
 from ring_torch.strategies.two_stage import TwoStageGather
+from ring_torch.strategies.ulysses import Ulysses
+
+#: Those whose kernels run in an inner call, of one rank: for all tokens and some of the heads.
+HEAD_STRATEGIES: frozenset[StrategyName] = frozenset({"ulysses"})
 
 
 def strategy_for(
-    name: StrategyName, plan: Plan, kernel: Kernel, *, batch: int, sinks: bool, segment_ids: bool
-) -> Strategy:
+    name: StrategyName, plan: Plan, kernel: Kernel, sizes: Sizes, *, itemsize: int,
+    needs_index: bool, sinks: bool, segment_ids: bool, inner: Call | None,
+) -> Strategy:  # fmt: skip
     """What runs calls of a strategy's name: by what its kernel can do, and on one rank."""
+    if inner is not None:
+        return Ulysses(inner)
     if name == "gather":
-        return Gather() if kernel.capabilities.bands == "any" else TwoStageGather()
-    item = only_item(plan, kernel, batch=batch, sinks=sinks, segment_ids=segment_ids)
+        if kernel.capabilities.bands != "any":
+            return TwoStageGather()
+        whole = needs_index or segment_ids
+        return Gather(ONE_GROUP if whole else head_groups_of(plan, sizes, itemsize))
+    item = only_item(plan, kernel, batch=sizes.batch, sinks=sinks, segment_ids=segment_ids)
     return Ring(name) if item is None else Single(item, name)

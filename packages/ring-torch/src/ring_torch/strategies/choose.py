@@ -23,6 +23,7 @@ MOST_MEMORY = 3.0
 #: The transports of each strategy, the fastest first.
 _TRANSPORTS_OF: dict[StrategyName, tuple[str, ...]] = {
     "ring": ("p2p",), "balanced": ("p2p",), "gather": ("symm_mem", "p2p"),
+    "ulysses": ("p2p",),
 }  # fmt: skip
 
 #: What ``auto`` takes the first of that can do a call.

@@ -8,7 +8,7 @@ none of that: they come first, and in the backward last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -34,16 +34,18 @@ from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV
 from ring_torch.transports.p2p import add_landed
 
 
+@dataclass(frozen=True)
 class Gather:
     """For kernels that know bands. Gathered keys are saved where they are few."""
 
+    groups: HeadGroups
     name: StrategyName = "gather"
     depends_on_kernel = True
     adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
-        groups = call.groups.forward
+        groups = self.groups.forward
         session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
         rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
@@ -61,7 +63,7 @@ class Gather:
         elif results[0].out.dtype != whole.out.dtype:
             outs, lses = zip(*results, strict=True)
             whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-        return whole, tuple(gathered) if _saves(call, keys) else ()
+        return whole, tuple(gathered) if self._saves(call, keys) else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The launches of the forward in reverse, the longest first, for each group of heads.
@@ -70,7 +72,7 @@ class Gather:
         last group those that the last launch leaves alone beside that one. Launches over own keys
         in place come after, and add up gradients of their own.
         """
-        groups = call.groups.backward
+        groups = self.groups.backward
         session = open_session(call, inputs, call.backward_signature, groups=groups, own=True)
         gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
@@ -90,9 +92,11 @@ class Gather:
             places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
             _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
 
-        for n, columns in enumerate(_keys_by_group(call, gather, inputs, session, saved)):
+        for n, columns in enumerate(
+            _keys_by_group(call, gather, inputs, session, saved, self.groups)
+        ):
             part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
-            for some, early, beside in _launches(items, call.groups, last=n + 1 == groups):
+            for some, early, beside in _launches(items, self.groups, last=n + 1 == groups):
                 work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
                 _differentiate(call, work, *part, sums, room[n], gather.length)
                 sent = session.return_grads(gather, sums, room[n], n, early=early, beside=beside)
@@ -106,20 +110,19 @@ class Gather:
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """The gathered keys; none where another plan may need more of them."""
-        groups = call.groups.forward
+        groups = self.groups.forward
         keys = KVPayload.of(inputs, groups)
-        if not plan_known or not _saves(call, keys):
+        if not plan_known or not self._saves(call, keys):
             return []
         length = gather_program(call.plan, call.ring.rank).length
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
         return (both + ids) * groups
 
-
-def _saves(call: Call, keys: KVPayload) -> bool:
-    """Whether the forward leaves the keys it gathered to the backward."""
-    longest = longest_gather(call.plan).length
-    return call.needs_grad and call.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
+    def _saves(self, call: Call, keys: KVPayload) -> bool:
+        """Whether the forward leaves the keys it gathered to the backward."""
+        longest = longest_gather(call.plan).length
+        return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
 
 def _attend(
@@ -193,8 +196,9 @@ def _differentiate(
 
 
 def _keys_by_group(
-    call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved
-) -> Iterator[KeyBlock]:
+    call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved,
+    groups: HeadGroups,
+) -> Iterator[KeyBlock]:  # fmt: skip
     """The keys of each group of heads, saved or fetched again."""
     keys = session.spec.keys
     if not saved:
@@ -202,8 +206,8 @@ def _keys_by_group(
             arriving.wait(None)
             yield gathered_columns(call, gather, keys, arriving.tensors)
         return
-    before, each = call.groups.forward, len(saved) // call.groups.forward
-    cuts = call.groups.backward // before  # the forward's groups are cut once more
+    before, each = groups.forward, len(saved) // groups.forward
+    cuts = groups.backward // before  # the forward's groups are cut once more
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
         columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])

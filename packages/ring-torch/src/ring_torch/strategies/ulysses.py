@@ -1,0 +1,168 @@
+"""Ulysses: ranks exchange tokens for heads, and each attends to the whole sequence with its own.
+
+Four all-to-all exchanges, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): of Q, K
+and V from tokens to heads and of the output back, and the same of the gradients. In between a call
+of one rank runs, for ``H / P`` query and ``K / P`` key heads, over all tokens in natural order; so
+every layout will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_core import Plan, Request, StrategyName, UnsupportedError
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call, Saved, Shapes
+from ring_torch.capture import cached_tensors
+from ring_torch.comm.handshake import agree
+from ring_torch.comm.ranks import Ranks, others
+from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.strategies.finalize import attend
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """All tokens of some heads, by a call of one rank.
+
+    What a forward saves is what that call computed with, and its results.
+    """
+
+    inner: Call
+    name: StrategyName = "ulysses"
+    depends_on_kernel = True
+    adds_sinks = True
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the inputs' dtype, rounded before it travels."""
+        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        q, k, v = self._to_heads(call, [inputs.q, inputs.k, inputs.v], [False, True, True])
+        sinks, slopes = _own(call.ring, inputs)
+        (out, lse), _ = attend(self.inner, Inputs(q, k, v, None, None, sinks, None, slopes))
+        out = out.to(call.dtype)
+        state = self._to_tokens(call, [out, lse.transpose(1, 2)], [False, False])
+        saved = (q, k, v, out, lse) if call.needs_grad else ()
+        return AttentionState(state[0], state[1].transpose(1, 2).contiguous()), saved
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """The gradients in the inputs' dtype: each is whole before it travels."""
+        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        q, k, v, out, lse = saved
+        travels = [upstream.dout]
+        if upstream.delta is not None:
+            travels.append(upstream.delta.transpose(1, 2))
+        dout, *rest = self._to_heads(call, travels, [False] * len(travels))
+        delta = rest[0].transpose(1, 2).contiguous() if rest else None
+        sinks, slopes = _own(call.ring, inputs)
+        found = self.inner.strategy.backward(
+            self.inner, Inputs(q, k, v, None, None, sinks, None, slopes),
+            BackwardInputs(dout, out, lse, delta), (),
+        )  # fmt: skip
+        grads = [x.to(call.dtype) for x in (found.dq, found.dk, found.dv)]
+        dq, dk, dv = self._to_tokens(call, grads, [False, True, True])
+        return Grads(dq, dk, dv, None)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """All tokens of this rank's heads, whatever the plan."""
+        del plan_known
+        if not call.needs_grad:
+            return []
+        size = call.ring.size
+        shapes = [
+            (x.shape[0], size * x.shape[1], x.shape[2] // size, x.shape[3])
+            for x in (inputs.q, inputs.k, inputs.v)
+        ]
+        out = (*shapes[0][:3], shapes[2][3])
+        lse = (out[0], out[2], out[1])
+        return [*((x, call.dtype) for x in (*shapes, out)), (lse, call.acc_dtype)]
+
+    def _to_heads(
+        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
+    ) -> list[Tensor]:
+        """``[B, T_local, H, ...]`` of all heads as ``[B, T, H / P, ...]`` of all tokens.
+
+        ``keys`` says which lie as keys do; tokens come in natural order.
+        """
+        parts = [list(x.chunk(call.ring.size, dim=2)) for x in tensors]
+        found = [torch.cat(came, dim=1) for came in _exchanged(call.ring, parts, call.device)]
+        orders = [_orders(call.plan, which, call.device).natural for which in keys]
+        return [x if at is None else x[:, at] for x, at in zip(found, orders, strict=True)]
+
+    def _to_tokens(
+        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
+    ) -> list[Tensor]:
+        """The inverse of :meth:`_to_heads`."""
+        orders = [_orders(call.plan, which, call.device).by_rank for which in keys]
+        moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
+        parts = [list(x.chunk(call.ring.size, dim=1)) for x in moved]
+        return [torch.cat(came, dim=2) for came in _exchanged(call.ring, parts, call.device)]
+
+
+def check_heads(ranks: int, request: Request) -> None:
+    """Refuse what this strategy does not do.
+
+    Raises:
+        UnsupportedError: Heads that ranks do not divide, or an option it has not got yet.
+    """
+    reasons = [
+        f"{name} {count} heads, which {ranks} ranks do not divide"
+        for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
+        if count % ranks
+    ]
+    asked = {"bias": request.bias, "segment_ids": request.segment_ids, "dropout_p": request.dropout}
+    reasons += [f"it has no {name} yet" for name, is_asked in asked.items() if is_asked]
+    if reasons:
+        raise UnsupportedError(
+            f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"
+        )
+
+
+def _exchanged(
+    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
+) -> list[list[Tensor]]:
+    """Part ``n`` of each tensor goes to rank ``n``; what came, by tensor and rank."""
+    spec = BufferSpec.of(*((some[0].shape, some[0].dtype) for some in parts))
+    peers = others(ring)
+    sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
+    receives = [(spec.buffer(device), peer) for peer in peers]
+    ring.start(sends, receives).wait()
+    came = {peer: spec.views(buffer) for buffer, peer in receives}
+    came[ring.rank] = [some[ring.rank] for some in parts]
+    return [[came[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
+
+
+def _own(ring: Ranks, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """Sinks and slopes of this rank's heads."""
+    sinks, slopes = inputs.sinks, inputs.slopes
+    return (
+        None if sinks is None else sinks.chunk(ring.size, dim=0)[ring.rank],
+        None if slopes is None else slopes.chunk(ring.size, dim=-1)[ring.rank],
+    )
+
+
+class Orders(NamedTuple):
+    """Indices of tokens; ``None`` leaves them where they are.
+
+    Attributes:
+        by_rank: Of tokens in natural order: those of rank 0, then those of rank 1, ...
+        natural: The inverse.
+    """
+
+    by_rank: Tensor | None
+    natural: Tensor | None
+
+
+@cached_tensors(maxsize=64)
+def _orders(plan: Plan, keys: bool, device: torch.device) -> Orders:
+    """Of a plan's queries, or keys."""
+    positions = plan.k_positions if keys else plan.positions
+    found = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
+    if (np.diff(found) == 1).all():
+        return Orders(None, None)
+    by_rank, natural = (torch.as_tensor(x, device=device) for x in (found, np.argsort(found)))
+    return Orders(by_rank, natural)

@@ -1,0 +1,53 @@
+"""Ranks that exchange tokens for heads: the whole table is right, or refused with its sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case
+from tolerances import assert_close
+
+import ring_torch
+from ring_torch.local import LocalRankError
+
+SEVERAL = [case for case in CASES.values() if case.cp_size > 1 and case.strategy == "ring"]
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=[case.name for case in SEVERAL])
+def test_case(case: Case, backend: Any) -> None:
+    divides = not any(heads % case.cp_size for heads in case.heads)
+    missing = "bias" in case.inputs or bool(case.segments) or case.dropout_p > 0
+    if divides and not missing:
+        assert_close(case, backend.run(case, strategy="ulysses"))
+        return
+    with pytest.raises(LocalRankError, match="UnsupportedError: strategy 'ulysses'") as refused:
+        backend.run(case, strategy="ulysses")
+    for heads in case.heads:
+        if heads % case.cp_size:
+            assert f"{heads} heads, which {case.cp_size} ranks do not divide" in str(refused.value)
+
+
+def compiled_and_not(rank: int, grad: bool) -> list[float]:
+    """Differences of results and gradients."""
+    torch.manual_seed(rank)
+    shapes = ((4, 16), (2, 16), (2, 24), (4, 24))
+    *qkv, dout = (torch.randn(1, 12, *shape) for shape in shapes)
+    leaves = [x.requires_grad_(grad) for x in qkv]
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return ring_torch.ring_attention(*x, causal=True, layout="zigzag", strategy="ulysses")
+
+    found = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = function(*leaves)
+        found.append([out.detach(), *(torch.autograd.grad(out, leaves, dout) if grad else ())])
+    return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled(grad: bool, backend: Any) -> None:
+    for differences in backend.pool(2).run(compiled_and_not, grad):
+        assert len(differences) == (4 if grad else 1)
+        assert max(differences) == 0
