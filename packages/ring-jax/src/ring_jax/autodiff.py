@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
-from ring_jax.strategies.gather import gathered_backward, gathered_forward
-from ring_jax.strategies.ring import run_backward, run_forward
+from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import heads_first
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
@@ -52,9 +51,8 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
-    """Run the ring and add the sinks."""
-    forward = gathered_forward if static.strategy == "gather" else run_forward
-    result, last = forward(static, inputs)
+    """Run the strategy's forward and add the sinks."""
+    result, last = STRATEGIES[static.strategy].forward(static, inputs)
     if inputs.sinks is not None:
         result = _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
@@ -64,7 +62,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
 
 
 def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:
-    """Run the ring in reverse.
+    """Run the strategy's backward.
 
     Gradients of replicated arrays are this device's part: whoever made them vary over the mesh
     sums them, once.
@@ -73,8 +71,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(heads_first(dout), saved.lse, delta, heads_first(saved.out))
-    backward = gathered_backward if static.strategy == "gather" else run_backward
-    grads = backward(static, x, upstream, saved.last)
+    grads = STRATEGIES[static.strategy].backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from ring_core import (
 from ring_core.base.strategy import strategy_config
 from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
-from ring_jax.rank_view import of_others
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Static
+from ring_jax.strategies import STRATEGIES
 from ring_jax.varying import axes_of, vary_alike
 
 
@@ -163,17 +163,10 @@ def _local_shape(
     parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
     return LocalShape(
         x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
-        _keys_at_once(plan, strategy), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
+        STRATEGIES[strategy].key_lengths(plan), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
         x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
         str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
     )  # fmt: skip
-
-
-def _keys_at_once(plan: Plan, strategy: StrategyName) -> tuple[int, ...]:
-    """How many keys a kernel is given: a rank's, or also those of all ranks together."""
-    own = plan.k_layout.local_len
-    gathers = strategy == "gather" and any(step.shift for step in plan.steps)
-    return (own, own * plan.cp_size) if gathers else (own,)
 
 
 def prepared(
@@ -316,31 +309,11 @@ def choose_strategy(strategy: str, plan: Plan) -> StrategyName:
     Raises:
         UnsupportedError: The one named cannot do this call.
     """
-    if strategy == "ulysses":
+    name = plan.strategy if strategy == "auto" else strategy
+    found = STRATEGIES.get(name)
+    reasons = ["only ring-torch has it"] if found is None else found.refusals(plan)
+    if reasons:
         raise UnsupportedError(
-            "strategy 'ulysses' is one of ring-torch. Instead: use strategy='ring' or 'gather'"
+            f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
         )
-    if strategy != "gather":
-        return plan.strategy
-    if reasons := _refusals(plan):
-        raise UnsupportedError(
-            f"strategy 'gather': {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
-        )
-    return "gather"
-
-
-def _refusals(plan: Plan) -> list[str]:
-    """Why keys cannot be gathered."""
-    reasons = []
-    if any(step.helps != "none" for step in plan.steps):
-        reasons.append("strategy 'balanced' moves queries to where the keys are")
-    if plan.blocks is not None:
-        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
-        return reasons
-    others = of_others(plan)
-    if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
-        reasons.append(
-            f"packed documents and chunks have to lie in natural order, and in layout "
-            f"{plan.k_layout.name!r} they do not (in 'contiguous' they do)"
-        )
-    return reasons
+    return cast("StrategyName", name)

@@ -7,15 +7,16 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 
 from __future__ import annotations
 
+from ring_core import Plan
 from ring_jax.overlap import after, read_after, together
 from ring_jax.rank_view import StepTable, of_others, of_step
 from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
-from ring_jax.strategies.steps import QueryGrads, StepRunner, heads_first, own_message
+from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, heads_first, own_message
 
 _TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
 
 
-def gathered_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
+def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Attention of this device's queries over all keys, sinks not yet included.
 
     Returns:
@@ -34,7 +35,7 @@ def gathered_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPaylo
     return into, arrived
 
 
-def gathered_backward(
+def _backward(
     static: Static, x: Inputs, upstream: BackwardInputs, everyone: KVPayload | None
 ) -> Grads:
     """Gradients of this device's shards, wide, heads first.
@@ -69,3 +70,30 @@ def _own_part(static: Static) -> StepTable | None:
     """The step of the own keys, unless no rank sees any of its own."""
     found = (n for n, step in enumerate(static.plan.steps) if step.shift == 0)
     return next((of_step(static.plan, n) for n in found), None)
+
+
+def _refusals(plan: Plan) -> list[str]:
+    """Why keys cannot be gathered."""
+    reasons = []
+    if any(step.helps != "none" for step in plan.steps):
+        reasons.append("strategy 'balanced' moves queries to where the keys are")
+    if plan.blocks is not None:
+        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
+        return reasons
+    others = of_others(plan)
+    if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
+        reasons.append(
+            f"packed documents and chunks have to lie in natural order, and in layout "
+            f"{plan.k_layout.name!r} they do not (in 'contiguous' they do)"
+        )
+    return reasons
+
+
+def _key_lengths(plan: Plan) -> tuple[int, ...]:
+    """A rank's own, and those of all ranks together if others' are seen."""
+    own = plan.k_layout.local_len
+    gathers = any(step.shift for step in plan.steps)
+    return (own, own * plan.cp_size) if gathers else (own,)
+
+
+GATHER = Strategy(_forward, _backward, _refusals, _key_lengths)

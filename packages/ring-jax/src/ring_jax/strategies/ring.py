@@ -13,10 +13,17 @@ from ring_jax.records import (
     KVPayload,
     Static,
 )
-from ring_jax.strategies.steps import QueryGrads, StepRunner, heads_first, merge, own_message
+from ring_jax.strategies.steps import (
+    QueryGrads,
+    StepRunner,
+    Strategy,
+    heads_first,
+    merge,
+    own_message,
+)
 
 
-def run_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
+def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Attention of this device's queries over all keys, sinks not yet included.
 
     Returns:
@@ -44,9 +51,7 @@ def run_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | 
     return into, held if len(stages) > 1 else None
 
 
-def run_backward(
-    static: Static, x: Inputs, upstream: BackwardInputs, last: KVPayload | None
-) -> Grads:
+def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPayload | None) -> Grads:
     """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
     loop, stages = StepRunner.of(static, x), static.plan.backward
     q, own = heads_first(x.q), own_message(x)
@@ -84,3 +89,8 @@ def run_backward(
         held, helping = arriving, next_helping
     rows = rows if returning is None else loop.add(rows, *returning)
     return Grads(rows.dq, at_home, rows.dbias)
+
+
+RING = Strategy(
+    _forward, _backward, refusals=lambda _: [], key_lengths=lambda plan: (plan.k_layout.local_len,)
+)

@@ -8,6 +8,7 @@ while a step's kernel runs, the sum of the steps before is on its way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Stage
+from ring_core import Plan, Stage
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import RankView, StepTable, of_step
 from ring_jax.records import (
@@ -33,6 +34,23 @@ from ring_jax.records import (
     Static,
 )
 from ring_jax.varying import axes_of, vary_alike
+
+
+class Strategy(NamedTuple):
+    """How tokens move so that each work item finds its operands.
+
+    Attributes:
+        forward: Attention of this device's queries, wide, heads first, sinks not yet included; and
+            what the backward starts from.
+        backward: Gradients of this device's shards, wide, heads first.
+        refusals: Why it cannot do a plan.
+        key_lengths: How many keys a kernel is given at once, each number that occurs.
+    """
+
+    forward: Callable[[Static, Inputs], tuple[AttentionState, KVPayload | None]]
+    backward: Callable[[Static, Inputs, BackwardInputs, KVPayload | None], Grads]
+    refusals: Callable[[Plan], list[str]]
+    key_lengths: Callable[[Plan], tuple[int, ...]]
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
