@@ -1,7 +1,7 @@
 """What plans and the ring cost on CPUs: ``nox -s bench_cpu`` (``-- --quick`` for a short run).
 
-Prints, and writes as JSON where ``--json`` says: seconds a plan takes, the CPU time of a ring of
-four processes over that of one process with the same kernel, and the peak memory of a rank beyond
+Prints, and writes as JSON where ``--json`` says: seconds per plan, the CPU time of a ring of
+four processes over that of one process with the same kernel, and the peak memory per rank beyond
 its own tensors over what two K/V slots and the accumulators take. The ring's result is compared
 with the single process's first; if they differ, no times are printed.
 """
@@ -142,7 +142,7 @@ def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
 
 
 def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
-    """Run a shape on its ranks: CPU seconds of a call, best of several, and sums of its results."""
+    """Run a shape on its ranks: CPU seconds per call, best of several, and sums of its results."""
     with LocalRanks(shape.cp_size) as ranks:
         ranks.run(rank_time, Shape(256, shape.cp_size, shape.layout, shape.strategy, shape.kernel))
         runs = [ranks.run(rank_time, shape) for _ in range(repeats)]
@@ -175,9 +175,9 @@ def rank_time(_: int, shape: Shape) -> tuple[float, list[float]]:
 
 
 def bench_memory(local_len: int) -> list[dict[str, Any]]:
-    """Peak memory of a rank beyond its own tensors, over what the ring may need."""
+    """Peak memory per rank beyond its own tensors, over what the ring may need."""
     print(
-        f"\npeak memory of a rank beyond its own tensors, {local_len} tokens a rank, MiB of allowed MiB (ratio)"
+        f"\npeak memory per rank beyond its own tensors, {local_len} tokens per rank, MiB of allowed MiB (ratio)"
     )
     rows = []
     for kernel, dtype in (("sdpa", "float32"), ("eager", "float32"), ("eager", "bfloat16")):

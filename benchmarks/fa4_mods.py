@@ -18,7 +18,7 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 @cache
 def alibi(step: float, packed: int = 1) -> Any:
-    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes a score at a time.
+    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes one score at a time.
 
     The backward of grouped heads says row ``i // packed`` and head ``h * packed + i % packed``.
     """

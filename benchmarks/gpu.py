@@ -1,12 +1,12 @@
 """How fast the ring is on GPUs, beside others: ``nox -s bench_gpu`` (``-- --help`` for settings).
 
 Every method first has to agree with float32 attention on a short sequence; one that does not prints
-no speed. Times are CUDA events, the median of up to 20 runs, of the slowest rank. TFLOP/s are a
-GPU's: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. ``eta`` is a
-method's rate over that of one GPU on the same sequence. ``alone`` is a method's launches over keys
-that are there already; ``exposed`` is the share of the time that the rest takes: communication.
-With ``--ranks 4 8`` one GPU plays all ranks of such rings, one after the other, ``alone``: what so
-many would reach if nothing had to travel. The slowest rank counts.
+no speed. Times are CUDA events, the median of up to 20 runs, of the slowest rank. TFLOP/s are per
+GPU: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency
+is a method's rate over that of one GPU on the same sequence. ``alone`` is a method's launches over
+keys that are there already: kernels only. Exposed communication is the share of the time that the
+rest takes. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one after the other,
+``alone``: what so many would reach if nothing had to travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> tor
 
 
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds of the forward and of both passes, spread, host time and peak memory."""
+    """Milliseconds forward and forward + backward, spread, host time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
     way = method(name.removesuffix(GRAPH), mask, setting.seq_len)
     world = dist.get_world_size()
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     how = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="played by one GPU")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="emulated by one GPU")
     parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
@@ -284,12 +284,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _played(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """One line of the table for so many ranks that one GPU plays, without communication.
+    """One line of the table for so many ranks that one GPU emulates, without communication.
 
     Their results mean nothing, so it is the same calls on one rank that have to be right.
     """
     if name != "one" and ALONE not in name:
-        raise SystemExit(f"one GPU plays ranks without communication only, not {name}")
+        raise SystemExit(f"one GPU emulates ranks without communication only, not {name}")
     errors = as_rank(0, 1, gate, 0, setting, name)
     if wrong := _wrong(errors):
         return {"wrong": wrong}

@@ -1,6 +1,6 @@
 """A pass without its communication: the same launches, over keys that are there already.
 
-So one GPU can play the ranks of a ring of many, one after the other.
+So one GPU can emulate the ranks of a ring of many, one after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chart of the README: ``python benchmarks/gpu_chart.py`` prints what stands there."""
+"""The chart of scaling efficiency, forward + backward, that README and docs show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:
-    """A bar for each method that was timed in a setting: its scaling efficiency, both passes."""
+    """A bar for each method that was timed in a setting: its scaling efficiency."""
     rates = {
         (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
     }

@@ -82,7 +82,7 @@ def passing(wrong: Errors) -> list[str]:
 
 
 def rounds(runs: Mapping[str, Callable[[], Any]], count: int) -> Times:
-    """Milliseconds of a call, a list of all rounds each."""
+    """Milliseconds per call, a list of all rounds each."""
     names = list(runs)
     calls = {name: _calls(run) for name, run in runs.items()}
     took: Times = {name: [] for name in names}
@@ -111,7 +111,7 @@ def _milliseconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times]:
-    """Milliseconds of the forward and of both passes, by method that passes.
+    """Milliseconds forward and forward + backward, by method that passes.
 
     What raises at this length has its reason in ``wrong``, and no time.
     """

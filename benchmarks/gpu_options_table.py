@@ -11,7 +11,7 @@ WAYS = ("forward", "both")
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Milliseconds of ours and of the others, and the ratio to the best of these."""
     lines = [
-        "| | ours | forward, ms | others | ours to the best | both passes, ms | others | ours to the best | goal | met |",
+        "| | ours | forward, ms | others | ours to the best | forward + backward, ms | others | ours to the best | goal | met |",
         "|---" * 10 + "|",
     ]
     for row in rows:

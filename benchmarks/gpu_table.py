@@ -9,14 +9,16 @@ ALONE = "/alone"  # in a method's name: without its communication
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """TFLOP/s a GPU, and that over one GPU's on the same sequence, forward and both passes.
+    """TFLOP/s per GPU, and scaling efficiency: that over one GPU's on the same sequence.
 
-    What one GPU was not asked to do alone is compared with its rate at 128k tokens. Where a method
-    was timed without its communication, too, the share of that follows, of either.
+    Forward, then forward + backward. What one GPU was not asked to do alone is compared with its
+    rate at 128k tokens. Where a method was timed without its communication, too, the share of
+    exposed communication follows, of either.
     """
-    head = "| GPUs | mask, length, heads | method | forward | eta | both passes | eta | GiB |"
+    head = "| GPUs | mask, length, heads | method |"
+    head += " forward | scaling efficiency | forward + backward | scaling efficiency | GiB |"
     exposed = _exposed(rows)
-    lines = [head + " exposed |" * bool(exposed)]
+    lines = [head + " exposed communication |" * bool(exposed)]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     alone = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
     for row in rows:
@@ -44,7 +46,7 @@ def _key(row: dict[str, Any]) -> tuple[int, str, str]:
 
 
 def _exposed(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], str]:
-    """Shares of the forward's and of both passes' time, of rows that were timed ``alone``, too."""
+    """Shares of the time, forward and forward + backward, of rows timed ``alone``, too."""
     timed = {_key(row): row for row in rows if "forward" in row}
     found = {}
     for (gpus, setting, name), without in timed.items():
@@ -56,7 +58,7 @@ def _exposed(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], str]:
 
 
 def summary(rows: list[dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> str:
-    """TFLOP/s a GPU, forward / both passes, a line a setting."""
+    """TFLOP/s per GPU, forward / forward + backward, a line per setting."""
     by_name = {(row["setting"], row["method"]): row for row in rows}
     lines = [f"| mask, length, heads | {' | '.join(f'`{name}`' for name in methods)} |"]
     lines.append("|---" * (1 + len(methods)) + "|")

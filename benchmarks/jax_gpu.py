@@ -8,13 +8,13 @@ forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; wha
 do, or failed in, is among the refused, with the reason.
 
 ``--gpus 2`` splits sequences over GPUs, causal: the ring and ``strategy="gather"``, beside ways
-written in plain JAX with cuDNN's kernels and with ours. ``eta`` is the rate of a GPU over that of
-one GPU with the whole sequence. With ``--layers`` a call, of one GPU too, is a program of so many
-layers, which pays once for its start; rates are those of its layers. ``--profile`` traces a few
-calls of each: how long transfers run beside no attention kernel, and which operations take longest.
+written in plain JAX with cuDNN's kernels and with ours. Scaling efficiency is the rate per GPU over
+that of one GPU with the whole sequence. With ``--layers`` a call, of one GPU too, is a program of
+so many layers, which pays once for its start; rates are those of its layers. ``--profile`` traces a
+few calls of each: exposed communication, and which operations take longest.
 
-``--ranks 4 8`` lets one GPU play ranks of such rings without communication, the first, the middle
-one and the last: what so many GPUs would reach if nothing had to travel. The slowest counts.
+``--ranks 4 8`` lets one GPU emulate ranks of such rings without communication: the first, the
+middle one and the last: what so many GPUs would reach if nothing had to travel. The slowest counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 GATE_LENGTH = 2048
 GATE = 1.1  # times cuDNN's error
 WINDOW = 1024
-SLOW = 0.2  # seconds a call, from which on a round is one call
+SLOW = 0.2  # seconds per call, from which on a round is one call
 REST = 0.05  # seconds
 CAUSAL, FULL, WINDOWED = Seen(causal=True), Seen(causal=False), Seen(causal=True, window=WINDOW)
 MASKS = {"causal": CAUSAL, "full": FULL, "window": WINDOWED}
@@ -189,7 +189,7 @@ def that_run[Key](
 def measure(
     allowed: dict[str, set[str]], length: int, seen: Seen, report: Report, layers: int = 1
 ) -> dict[str, dict[str, float]]:
-    """TFLOP/s of the forward and of both passes."""
+    """TFLOP/s forward and forward + backward."""
     *qkv, dout = inputs(length, seed=1)
     flops = 4 * seen.pairs(length) * HEADS * DIM * layers / 1e12
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -215,7 +215,10 @@ def one_gpu(names: list[str], seen: Seen, lengths: list[int], report: Report) ->
     allowed = {name: kinds for name, kinds in check(names, seen, report).items() if name in names}
     if "triton" in names and allowed["triton"] != {"forward", "both"}:
         raise SystemExit("wrong: no times")
-    print(f"{seen}: errors {report.errors[str(seen)]}; forward, both passes: TFLOP/s", flush=True)
+    print(
+        f"{seen}: errors {report.errors[str(seen)]}; forward, forward + backward: TFLOP/s",
+        flush=True,
+    )
     for length in lengths:
         rates = measure(allowed, length, seen, report)
         window = {} if seen.window is None else {"window": seen.window}
@@ -260,7 +263,7 @@ def over(
     mesh: Mesh, methods: dict[str, tuple[Attend, float]], length: int, alone: dict[str, float],
     report: Report, *, layers: int, profile: bool,
 ) -> None:  # fmt: skip
-    """TFLOP/s a GPU of ours and others over several GPUs, causal; of others the forward."""
+    """TFLOP/s per GPU of ours and others over several GPUs, causal; of others the forward."""
     *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
     flops = 4 * CAUSAL.pairs(length) * HEADS * DIM * layers / 1e12 / mesh.size
     what = {"gpus": mesh.size, "length": length, "layers": layers}
@@ -314,7 +317,7 @@ def several(
 
 
 def played(size: int, lengths: list[int], report: Report) -> None:
-    """Rows of rings whose ranks one GPU plays, and of one GPU that has all to itself."""
+    """Rows of rings whose ranks one GPU emulates, and of one GPU that has all to itself."""
     allowed = check(["triton"], CAUSAL, report)["triton"]
     if allowed != {"forward", "both"}:
         raise SystemExit("wrong: no times")
@@ -354,7 +357,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
     found.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     found.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
-    found.add_argument("--ranks", type=int, nargs="*", default=[], help="played by one GPU")
+    found.add_argument("--ranks", type=int, nargs="*", default=[], help="emulated by one GPU")
     found.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
     found.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     found.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")

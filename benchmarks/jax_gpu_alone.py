@@ -1,4 +1,4 @@
-"""A ring without its communication: one GPU plays its ranks, one after the other."""
+"""A ring without its communication: one GPU emulates its ranks, one after the other."""
 
 from __future__ import annotations
 

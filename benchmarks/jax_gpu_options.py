@@ -168,7 +168,7 @@ def passing(wrong: dict[str, float | str]) -> list[str]:
 
 
 def rounds(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Milliseconds of a call, a list of all rounds each."""
+    """Milliseconds per call, a list of all rounds each."""
     names = list(runs)
     took: dict[str, list[float]] = {name: [] for name in names}
     calls = {name: max(1, round(TURN / _seconds(run, 1))) for name, run in runs.items()}
@@ -189,7 +189,7 @@ def _seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def measure(setting: Setting, length: int, names: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Milliseconds of the forward and of both passes, by method; and the kernel that ours took."""
+    """Milliseconds forward and forward + backward, by method; and the kernel that ours took."""
     x = inputs(setting, length)
     took, kernel = {}, ""
     for way, passes in (("forward", forward), ("both", both)):

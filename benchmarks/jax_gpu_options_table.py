@@ -11,7 +11,7 @@ METHODS = ("ring", "triton", "cudnn")
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Milliseconds of ours and of the others, and the ratio to cuDNN."""
     lines = [
-        "| | ours | forward, ms | `triton` | cuDNN | ours to cuDNN | both passes, ms | `triton` | cuDNN | ours to cuDNN |",
+        "| | ours | forward, ms | `triton` | cuDNN | ours to cuDNN | forward + backward, ms | `triton` | cuDNN | ours to cuDNN |",
         "|---" * 10 + "|",
     ]
     for row in rows:

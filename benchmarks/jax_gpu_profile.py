@@ -1,7 +1,8 @@
 """What GPUs do during a call, from a trace of JAX's profiler: kernels, transfers, waiting.
 
-A GPU's time is that from its first operation in the trace to its last. ``exposed`` is the share in
-which a transfer runs and no attention kernel does, ``idle`` that in which nothing runs at all.
+A GPU's time is that from its first operation in the trace to its last. ``exposed`` is exposed
+communication: the share in which a transfer runs and no attention kernel does. ``idle`` is the
+share in which nothing runs at all.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
 
 
 def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
-    """What one GPU did in so many calls: shares of its time, and times a call in microseconds."""
+    """What one GPU did in so many calls: shares of its time, and times per call in microseconds."""
     operations = list(operations)
     spans = {
         "all": [x.span for x in operations],

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HEAD = """| tokens | forward | cuDNN | | forward and backward | cuDNN | |
+HEAD = """| tokens | forward | cuDNN | | forward + backward | cuDNN | |
 |---|---|---|---|---|---|---|"""
-PLAYED = """| ranks | tokens | strategy | forward, ms | eta | both passes, ms | eta |
+PLAYED = """| ranks | tokens | strategy | forward, ms | scaling efficiency | forward + backward, ms | scaling efficiency |
 |---|---|---|---|---|---|---|"""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Ours beside cuDNN's, TFLOP/s and their ratio; of ranks that one GPU played the slowest."""
+    """Ours beside cuDNN's, TFLOP/s and their ratio; of ranks that one GPU emulated the slowest."""
     if "ranks" in rows[0]:
         return "\n".join([PLAYED, *map(_of_ranks, rows)])
     return "\n".join([HEAD, *map(_row, rows)])

@@ -1,8 +1,8 @@
 """What TPU kernels cost, told from their machine code: ``nox -s tpu_static``.
 
-Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions a
-cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
-key) pairs, are the cycles a pair takes when no fetch is waited for. Printed, and written as JSON
+Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions
+per cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
+key) pairs, are the cycles per pair when no fetch is waited for. Printed, and written as JSON
 where ``--json`` says, for this project's kernels, at the block sizes they choose themselves, and
 for jax's own splash attention, at those that are best for it, with the ratio. Forward is what
 training runs: ``lse`` is kept.
@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.child:
         compile_all(**json.loads(options.child))
         return 0
-    shape = f"T = {LENGTH} a device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
-    print(f"bundles a thousand visible pairs and heads, {shape}\n")
+    shape = f"T = {LENGTH} per device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
+    print(f"bundles per thousand visible pairs and heads, {shape}\n")
     print(f"{'':12} {'':20} {'forward':>25} {'backward':>25}")
     print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
     rows = [row for topology in options.topology for row in measure(topology)]
@@ -163,7 +163,7 @@ def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
 
 
 def visible(mask: str, offset: int) -> int:
-    """Visible pairs of a step, a head."""
+    """Visible pairs of a step, per head."""
     if mask == "full":
         return LENGTH * LENGTH
     if mask == "causal":

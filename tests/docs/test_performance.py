@@ -105,13 +105,14 @@ def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rest.partition(end)[0].strip() == summary
 
 
-def test_the_chart_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, paste what ``python benchmarks/gpu_chart.py`` prints into the README."""
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_chart_is_that_of_its_file(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, paste what ``python benchmarks/gpu_chart.py`` prints into the page."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import gpu_chart
 
     begin, end = "<!-- chart of benchmarks/results/h200x4.json -->", "<!-- end of chart -->"
-    _, found, rest = (ROOT / "README.md").read_text().partition(begin)
+    _, found, rest = (ROOT / page).read_text().partition(begin)
     assert found
     rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
     assert rest.partition(end)[0].strip() == f"```text\n{gpu_chart.chart(rows)}\n```"

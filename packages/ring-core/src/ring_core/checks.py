@@ -20,7 +20,7 @@ from ring_core.masks.options import mask_of
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-MOST_DENSE = 64 << 20  # bytes of a mask that is an array, on a rank
+MOST_DENSE = 64 << 20  # bytes of a mask that is an array, per rank
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def check_seed(dropout_seed: int | None) -> None:
 
 
 def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
-    """Sinks are one logit a head, or several."""
+    """Sinks are one logit per head, or several."""
     if sinks is None:
         return
     _check_float("sinks", sinks, device)
@@ -230,7 +230,7 @@ def check_dense_mask(
 
 
 def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None:
-    """ALiBi has a slope a query head."""
+    """ALiBi has one slope per query head."""
     if slopes is None:
         return
     _check_float("alibi_slopes", slopes, device)

@@ -6,7 +6,7 @@ merges or small blocks, on which kernels run slower, so it is a bound to compare
 forecast of a benchmark.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``D`` head dim of Q and K, ``Dv`` of
-V, ``Tq`` and ``Tk`` queries and keys a rank, ``e`` bytes an element.
+V, ``Tq`` and ``Tk`` queries and keys per rank, ``e`` bytes per element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Hardware:
 
     Attributes:
         name: A word to find it by.
-        matmul_tflops: Achievable bf16 attention TFLOP/s a device, forward.
+        matmul_tflops: Achievable bf16 attention TFLOP/s per device, forward.
         backward_tflops: The same, backward.
         link_gb_s: What a device sends in one direction, GB/s (1e9 bytes).
         hop_us: Latency of a message, microseconds; the same for a hop of any distance, as on a
@@ -138,7 +138,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call costs; with a backward, both passes together.
+    """What one call costs; with a backward, forward + backward together.
 
     Attributes:
         flops: FLOPs of the busiest rank: its visible pairs times ``2 * B * H * (D + Dv)``, which is
@@ -149,7 +149,7 @@ class Cost:
         balance: Visible pairs of the busiest rank over the mean of all.
         memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
         compute_s: Seconds: the slowest rank of every stage, summed.
-        exposed_s: Seconds of communication that no computation hides: ``time_s - compute_s``.
+        exposed_s: Seconds of exposed communication: ``time_s - compute_s``.
         time_s: Seconds: the longer of computation and transfer of every stage, summed.
     """
 

@@ -1,7 +1,7 @@
 """The backward kernels: probabilities are computed again from the global ``lse``.
 
 Dao et al., arXiv 2205.14135. Two kernels visit the blocks row by row for dQ and column by column
-for dK and dV, seven products of matrices a block; or one kernel visits them column by column for
+for dK and dV, seven products of matrices per block; or one kernel visits them column by column for
 all three, five products, and adds to dQ in main memory. The gradient of a bias, where there is one,
 takes a kernel of its own.
 """
@@ -110,7 +110,7 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
     """The fused kernel's cost if all pairs were seen, in one of its pieces.
 
     XLA seems to take a kernel that names none to be over at once: told to drop barriers, it sends
-    the next K/V beside the kernel's dK/dV, after it, where nothing hides them.
+    the next K/V beside the kernel's dK/dV, after it, where they are exposed.
     """
     batch, heads, q_len, head_dim = launch.operands.q.shape
     pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces

@@ -1,8 +1,8 @@
 """Blocks of dQ on their way from main memory and back, beside the products of three visits.
 
-A kernel that walks over the blocks column by column meets a block of dQ once a column: each time it
-is read, added to and written back. One block is added to while the next is read and the one before
-is written.
+A kernel that walks over the blocks column by column meets a block of dQ once per column: each time
+it is read, added to and written back. One block is added to while the next is read and the one
+before is written.
 """
 
 from __future__ import annotations

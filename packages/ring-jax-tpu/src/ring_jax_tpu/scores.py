@@ -195,7 +195,7 @@ class Tile:
         """What an item shows of the block: for each row the columns from one to another.
 
         The first and the number of them are worked out on a single row of registers; one difference
-        and one comparison a score remain, of numbers shifted so that those below the first wrap.
+        and one comparison per score remain, of numbers shifted so that those below the first wrap.
         """
         at = [self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))]
         q_start, q_stop, k_start, k_stop, lo, hi = at

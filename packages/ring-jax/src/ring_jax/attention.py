@@ -106,8 +106,8 @@ class RingAttention:
                 predicate, which is defined once: a new function is planned and compiled anew.
                 Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
                 query may see a key: rows in layout order, columns for all keys in natural order, at
-                most 64 MiB a device; beside the other options, and without a gradient. Blocks that
-                all heads hide are skipped.
+                most 64 MiB per device; beside the other options, and without a gradient. Blocks
+                that all heads hide are skipped.
             softmax_scale: Default ``D ** -0.5``.
             softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
             sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value.
@@ -137,7 +137,7 @@ class RingAttention:
         Returns:
             ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
             T_local]``, natural log, float32 (float64 for float64 inputs), differentiable, ``-inf``
-            where a row sees nothing (its ``out`` is 0).
+            where a row is fully masked (its ``out`` is 0).
 
         Raises:
             ValueError: An argument is malformed, or traced where it must be static.

@@ -101,7 +101,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             value: ``[T_kv, value_size]``.
             mask: A :class:`ring_jax.Segments` of ids ``[T]``, a :class:`ring_core.Mask`, or an
                 array ``[T, T_kv]`` or ``[H, T, T_kv]``: rows in layout order, columns for all keys
-                in natural order, at most 64 MiB a device.
+                in natural order, at most 64 MiB per device.
             key: A random key for dropout, typed or raw; inside ``shard_map`` the same on all
                 devices. Its bits are the seed.
             inference: Whether nothing drops; ``None`` is ``self.dropout.inference``.

@@ -48,7 +48,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
       columns for all keys in natural order.
     * ``mask``: A :class:`ring_jax.Segments`, a :class:`ring_core.Mask`, an array ``[batch..., 1, 1,
       T_kv]`` that says which keys are no padding, or one with rows, ``[batch... or 1, H or 1, T,
-      T_kv]``: in layout order, columns for all keys in natural order, at most 64 MiB a device.
+      T_kv]``: in layout order, columns for all keys in natural order, at most 64 MiB per device.
     * ``is_causal``: ``causal``; refused with other numbers of keys than queries, whose first ones
       Flax aligns.
     * ``dropout_rate``, ``dropout_rng``: Dropout, unless ``deterministic``. The seed is made of the

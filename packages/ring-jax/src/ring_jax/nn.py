@@ -37,9 +37,9 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
     * ``bias``: ``[B or 1, N or 1, T, S]``, or without leading dimensions: rows in layout order,
       columns for all keys in natural order.
     * ``mask``: Boolean ``[B or 1, N or 1, T or 1, S or 1]``, or without leading dimensions: rows in
-      layout order, columns for all keys in natural order, at most 64 MiB a device; with ``[B or 1,
-      1, 1, S]``, padding, columns are as the keys lie. Or a :class:`ring_jax.Segments` or
-      :class:`ring_core.Mask`.
+      layout order, columns for all keys in natural order, at most 64 MiB per device; with
+      ``[B or 1, 1, 1, S]``, padding, columns are as the keys lie. Or a :class:`ring_jax.Segments`
+      or :class:`ring_core.Mask`.
     * ``scale``: ``softmax_scale``.
     * ``is_causal``: ``causal``.
     * ``query_seq_lengths``, ``key_value_seq_lengths``: Integers ``[B]``, of the whole sequences;
@@ -52,7 +52,7 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
       without a gradient; ``return_lse`` of the attention itself has float32 and a gradient.
 
     ``is_causal`` and ``local_window_size`` are refused with other numbers of keys than queries,
-    whose first ones JAX aligns, and this package the last. A query that sees nothing gets zeros and
+    whose first ones JAX aligns, and this package the last. A fully masked query gets zeros and
     a residual of ``-inf``, where JAX's XLA implementation averages all values.
 
     Args:

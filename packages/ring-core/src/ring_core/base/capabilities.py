@@ -75,7 +75,7 @@ class KernelConfig:
 
     Attributes:
         name: As in ``kernel=``; ``auto`` lets the call choose among kernels that take the settings.
-        block_q, block_k: Query rows and key columns a block.
+        block_q, block_k: Query rows and key columns per block.
         fused_backward: One backward kernel for dQ, dK and dV rather than two.
     """
 

@@ -69,14 +69,14 @@ def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[F
 def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Floats, Floats]:
     """Add the sinks, once, after the last merge.
 
-    A sink is one more logit a head that takes softmax mass and yields no value::
+    A sink is one more logit per head that takes softmax mass and yields no value::
 
         lse' = log(exp(lse) + exp(sink)),   out' = exp(lse - lse') * out
 
     Args:
         out: ``[B, T, H, D]``.
         lse: ``[B, H, T]``.
-        sinks: ``[H]``, or ``[H, n]`` for several a head; ``None`` changes nothing.
+        sinks: ``[H]``, or ``[H, n]`` for several per head; ``None`` changes nothing.
 
     Raises:
         ValueError: Not arrays of floats, or of shapes that do not fit.

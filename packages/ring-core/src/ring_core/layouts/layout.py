@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def local_len(self) -> int:
-        """Tokens a rank."""
+        """Tokens per rank."""
         return self.seq_len // self.cp_size
 
     @property
@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def num_runs(self) -> int:
-        """Runs a rank."""
+        """Runs per rank."""
         if isinstance(self.name, ChunkLayout):
             return self.name.chunks_per_rank
         return 2 if self.name == "zigzag" else 1

@@ -54,7 +54,7 @@ def local_band(
 
 
 def trim(rect: Rectangles) -> Rectangles:
-    """Cut rows and columns that see nothing; drop band sides that cannot bind.
+    """Cut fully masked rows and columns; drop band sides that cannot bind.
 
     The result is canonical: empty rectangles are all zeros, and two rectangles over the same
     indices show the same cells exactly when they are equal.

@@ -98,7 +98,7 @@ class WorkItem:
     def seen(self) -> tuple[Ints, Ints]:
         """From which column, and up to which, each row sees: of its rectangle, not for tiles.
 
-        Neither falls from row to row; a row sees nothing where the second is not above the first.
+        Neither falls from row to row; a row is fully masked where the second is not the larger one.
         """
         assert self.tiles is None
         row, columns = np.arange(self.q_stop - self.q_start), self.k_stop - self.k_start

@@ -62,7 +62,7 @@ class BlockGeometry:
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
-        """The bounding box of the tiles that hold anything, one a pair of ranks."""
+        """The bounding box of the tiles that hold anything, one per pair of ranks."""
         pairs = self._tiles(q_rank, kv_rank, half)
         rows, columns = pairs.any(axis=-1), pairs.any(axis=-2)
         live = rows.any(axis=-1, keepdims=True)

@@ -113,11 +113,11 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
     """What gathering takes in forward and backward, over what a ring does.
 
     A ring holds two slots of K/V, dQ and three dK/dV; gathering holds the keys of all ranks and the
-    sums of their gradients, and twice the own ones. Sums take 4 bytes a number.
+    sums of their gradients, and twice the own ones. Sums take 4 bytes per number.
 
     Args:
         plan: The plan; it must be one that can gather.
-        q_width: Numbers a query token, ``H * D``.
+        q_width: Numbers per query token, ``H * D``.
         kv_width: Numbers a key token, ``K * (D + Dv)``.
         itemsize: Bytes of a number of the inputs.
     """

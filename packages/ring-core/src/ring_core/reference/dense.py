@@ -55,7 +55,7 @@ def attention(
 
     Returns:
         ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]`` (natural log, sinks included; ``-inf`` where
-        a row sees nothing, whose ``out`` is 0).
+        a row is fully masked, whose ``out`` is 0).
 
     Raises:
         ValueError: An argument is malformed, as in the backends.

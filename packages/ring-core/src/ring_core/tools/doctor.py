@@ -70,7 +70,7 @@ class Example:
 
 
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
-    """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens a rank."""
+    """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens per rank."""
     random = np.random.default_rng(0)
     shapes = [(1, TOKENS * ranks, heads, head_dim) for heads in _HEADS]
     return tuple(random.standard_normal(shape) for shape in shapes)

@@ -1,8 +1,8 @@
 """The backward kernels: probabilities are computed again from the global ``lse``.
 
 Dao, arXiv 2307.08691. One kernel goes along the keys for dQ, another along the queries for dK and
-dV, seven products of matrices a block; or the second adds to dQ as well, five products, in an order
-that differs from run to run. The gradient of a bias takes a kernel of its own.
+dV, seven products of matrices per block; or the second adds to dQ as well, five products, in an
+order that differs from run to run. The gradient of a bias takes a kernel of its own.
 """
 
 # What a kernel works on has no type in Python.
@@ -323,8 +323,8 @@ def add_block_to_keys(
             x, facts, batch, start, col_start, row, col, col, row, first[:, None], stop[:, None],
             shift, ROWS=False,
         )  # fmt: skip
-    # Of each query there are two numbers a column here, many registers: where that can be, they go
-    # where the products are summed.
+    # Of each query there are two numbers per column here, many registers: where that can be, they
+    # go where the products are summed.
     block: tl.constexpr = [facts.BLOCK_K, facts.BLOCK_Q]
     if facts.SOFTCAP is None and facts.SCALE != 0:
         above = tl.broadcast_to((mass * (-1.0 / (facts.SCALE * LOG2E)))[None, :], block)

@@ -3,7 +3,7 @@
 A kernel keeps a block of one side in registers, its outer
 side, and walks along the other, its inner side: queries and keys in the forward and for dQ, keys
 and queries for dK and dV. Rows and columns come as index tensors that broadcast against each other,
-``[q, 1]`` and ``[1, k]`` or ``[1, q]`` and ``[k, 1]``, so that the same functions serve both ways.
+``[q, 1]`` and ``[1, k]`` or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
 """
 
 # What a kernel works on has no type in Python.
@@ -39,7 +39,7 @@ class Facts(NamedTuple):
         ALL_PARTIAL: Every block needs its mask.
         SCALE, SOFTCAP: Of the logits; ``None`` is no soft cap.
         DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
-        BLOCK_Q, BLOCK_K: Queries and keys a block.
+        BLOCK_Q, BLOCK_K: Queries and keys per block.
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
         EVEN_Q, EVEN_K: Lengths are multiples of the blocks.
         FUSED: The kernel for dK and dV adds to dQ as well.
@@ -242,7 +242,7 @@ def load_gradient(dout, flat, start, length, facts):
 def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
     """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``.
 
-    ``ROWS`` says that the outer side is the queries. A token that sees nothing has an interval that
+    ``ROWS`` says that the outer side is the queries. A fully masked token has an interval that
     ends before it begins.
     """
     at = x.items + n * BOUNDS

@@ -24,7 +24,7 @@ _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 
 @dataclass(frozen=True)
 class Blocks:
-    """Queries and keys a block, warps a block, stages of the pipeline that fetches blocks."""
+    """Queries and keys per block, warps per block, stages of the pipeline that fetches blocks."""
 
     q: int
     k: int

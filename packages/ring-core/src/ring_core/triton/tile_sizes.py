@@ -19,7 +19,7 @@ from ring_core.triton.tile_configs import LARGEST, SMALLEST, Blocks, Pass, Table
 Flags = npt.NDArray[np.bool_]
 
 FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
-CAREFUL = 32  # queries and keys a block where numbers are not finite
+CAREFUL = 32  # queries and keys per block where numbers are not finite
 
 # Heads take turns as long as what they read is no more than this: keys and values of blocks of
 # queries, queries of blocks of keys. Measured on an H200.

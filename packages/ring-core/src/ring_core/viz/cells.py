@@ -90,7 +90,7 @@ def located(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
 
 
 def count_pieces(layout: Layout) -> int:
-    """Contiguous pieces the layout deals out; for ``striped``, ranks."""
+    """Contiguous pieces the layout assigns; for ``striped``, ranks."""
     return layout.cp_size * len(layout.run_starts)
 
 

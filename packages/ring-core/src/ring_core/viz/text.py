@@ -103,7 +103,7 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
 
 
 def _work_lines(plan: Plan, color: bool, most: int) -> list[str]:
-    """One row a rank, one column a live step."""
+    """One row per rank, one column per live step."""
     work = plan.work()
     share = 100 / (work.mean() or 1)
     steps, ranks = min(plan.num_steps, most), min(plan.cp_size, SHOWN_RANKS)

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ring_jax_gpu.hopper.common import LOG2E, columns_of, place_of, seen_by, visited
 from ring_jax_gpu.hopper.stream_k import Helped
 
-KEYS = gl.constexpr(128)  # keys a block, of two groups of warps
+KEYS = gl.constexpr(128)  # keys per block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
 # Where ``shares`` has what.
 FIRST = gl.constexpr(Helped._fields.index("first"))
@@ -372,7 +372,7 @@ def one_block(
     block: gl.constexpr = [KEYS, facts.BLOCK]
     mbarrier.wait(q_full.index(slot), phase)
     mbarrier.wait(g_full.index(slot), phase)
-    # Of each query there are two numbers a column here; where products are summed there is room.
+    # Of each query there are two numbers per column here; where products are summed there is room.
     above = gl.expand_dims(m_tiles.index(slot).load(numbers), 0).broadcast_to(block)
     below = gl.expand_dims(d_tiles.index(slot).load(numbers), 0).broadcast_to(block)
     products = warpgroup_mma(k_tile, queries.permute((1, 0)), above, is_async=True)

@@ -24,7 +24,7 @@ class Hot(NamedTuple):
         D: Head dim of queries, keys and values.
         ITEMS: How many items there are.
         SCALE: Of the logits, positive.
-        BLOCK: Keys a block in the forward, queries a block in the backward.
+        BLOCK: Keys per block in the forward, queries per block in the backward.
         STAGES: Blocks on their way at once.
         FRESH: Results are new, nothing is merged into.
         BESIDE: Values lie behind their keys, in the same rows, and so do their gradients.

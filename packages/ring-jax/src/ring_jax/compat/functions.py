@@ -73,8 +73,8 @@ def ring_attention(
         q_segment_ids: Integers ``[B, T_local]``; equal ids see each other, negative ones are
             padding. Without ``kv_segment_ids`` they are the keys' too.
         kv_segment_ids: Integers ``[B, T_kv_local]``.
-        softmax_aux: Sinks, ``[H, n]``, a row a head, or ``[1, n]``, which all heads share; the same
-            on every device. ``[H]`` could be either and is refused.
+        softmax_aux: Sinks, ``[H, n]``, a row per head, or ``[1, n]``, which all heads share; the
+            same on every device. ``[H]`` could be either and is refused.
         bias: ``[B or 1, H or 1, T_local, T_kv]``: columns for all keys, not for this device's.
         mask_builder: Refused; a rule of one's own is a :class:`ring_core.Mask`.
         sliding_window: ``(left, right)``, the keys a query sees on each side besides its own

@@ -44,8 +44,8 @@ def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
     """Sinks as ``[H, n]``; ``[1, n]`` are shared by all heads.
 
     Raises:
-        ValueError: ``[H]`` of several heads, which may be one sink a head or ``H`` of them all.
-        UnsupportedError: They are not one row a query head.
+        ValueError: ``[H]`` of several heads, which may be one sink per head or ``H`` of them all.
+        UnsupportedError: They are not one row per query head.
     """
     if softmax_aux is None:
         return None
@@ -100,7 +100,7 @@ def documents_of(
     keys, which is only meant where both have the same lengths.
 
     Raises:
-        ValueError: One of the two is missing, or there is not one document a row.
+        ValueError: One of the two is missing, or there is not one document per row.
         UnsupportedError: ``aligned``, and the two differ or are not known to be equal.
     """
     if cum_seqlens_q is None and cum_seqlens_k is None:

@@ -146,12 +146,12 @@ class ScoreBlocks:
 
     @property
     def block_q(self) -> int:
-        """Rows a block."""
+        """Rows per block."""
         return self._size(self.static.config.block_q, self.rows.q.shape[2])
 
     @property
     def block_k(self) -> int:
-        """Columns a block."""
+        """Columns per block."""
         return self._size(self.static.config.block_k, self.columns.kv.shape[2])
 
     def _size(self, wanted: int | None, length: int) -> int:

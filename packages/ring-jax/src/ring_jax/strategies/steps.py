@@ -90,7 +90,7 @@ class RemoteBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRunner:
-    """What both passes need: the ring, this device's side of the plan, accumulators."""
+    """What forward and backward need: the ring, this device's side of the plan, accumulators."""
 
     static: Static
     inputs: Inputs

@@ -34,7 +34,7 @@ def bench(
     """Check a ring against float64 on a short sequence, then time it, and one device alone.
 
     Host devices share the host's cores, which one device also has for itself: there the times
-    themselves are compared, elsewhere the rates a device.
+    themselves are compared, elsewhere the rates per device.
 
     Args:
         context: The class with the kernels to use.
