@@ -17,7 +17,7 @@ def test_a_name_stands_for_its_record() -> None:
         assert hash(config) == hash(StrategyConfig(name))
         assert config.planned == ("balanced" if name == "balanced" else "ring")
     for wrong in ("rdma", "", "Ring"):
-        with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather$"):
+        with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather, ulysses$"):
             strategy_config(wrong)
     given: Any = 3
     with pytest.raises(ValueError, match="a name or a StrategyConfig, got int"):
@@ -38,7 +38,7 @@ def test_balanced_is_for_contiguous_shards() -> None:
     expected = [("contiguous", "ring"), ("contiguous", "balanced")]
     expected += [(name, "ring") for name in LAYOUTS[1:]]
     assert list(pairs_of(LAYOUTS)) == expected
-    assert all(takes_layout(name, layout) for name in ("ring", "gather") for layout in LAYOUTS)
+    assert all(takes_layout(name, layout) for name in ("ring", "gather", "ulysses") for layout in LAYOUTS)
     sizes: dict[str, Any] = {"seq_len": 64, "cp_size": 4}
     for layout in LAYOUTS[1:]:
         remedies = f"the layout is '{layout}'. Instead: use layout='contiguous', or strategy='ring'"

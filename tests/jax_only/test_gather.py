@@ -52,6 +52,8 @@ def test_what_is_refused() -> None:
         }
         said = {reason for reason in reasons if reason in text}
         assert said and said <= {reason for reason, holds in reasons.items() if holds}
+    with pytest.raises(UnsupportedError, match="strategy 'ulysses': only ring-torch has it"):
+        choose_strategy("ulysses", SPLIT[0].plan)
     assert {case.layout for case in GATHERED} >= {"contiguous", "zigzag", "striped"}
     assert any(case.mask.cu_seqlens for case in GATHERED)
 
