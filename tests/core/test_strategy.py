@@ -38,7 +38,9 @@ def test_balanced_is_for_contiguous_shards() -> None:
     expected = [("contiguous", "ring"), ("contiguous", "balanced")]
     expected += [(name, "ring") for name in LAYOUTS[1:]]
     assert list(pairs_of(LAYOUTS)) == expected
-    assert all(takes_layout(name, layout) for name in ("ring", "gather", "ulysses") for layout in LAYOUTS)
+    assert all(
+        takes_layout(name, layout) for name in ("ring", "gather", "ulysses") for layout in LAYOUTS
+    )
     sizes: dict[str, Any] = {"seq_len": 64, "cp_size": 4}
     for layout in LAYOUTS[1:]:
         remedies = f"the layout is '{layout}'. Instead: use layout='contiguous', or strategy='ring'"

@@ -5,6 +5,7 @@ Ranks that would be idle may compute for busy ones (:mod:`ring_torch.strategies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -105,30 +106,8 @@ class Ring:
             columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(kv))
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-
-        def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
-            theirs = helped_rows(call, item, rows, tensors)
-            grads = zero_row_grads(call, theirs)
-            sent = tensors[len(rows_tensors(rows)) :]
-            delta = sent[3] if len(sent) > 3 else None
-            given = BackwardInputs(sent[0], sent[1], sent[2], delta)
-            _differentiate_for(call, item, theirs, own, given, grads, key_grads)
-            return _row_grad_tensors(grads)
-
-        def add(part: slice, tensors: list[Tensor]) -> None:
-            for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
-                total.add_(x)
-
-        remote = RemoteQueries(
-            call,
-            plan.backward,
-            take=lambda part: [
-                *rows_tensors(rows.take(part)),
-                *(x for x in upstream.take(part) if x is not None),
-            ],
-            like=lambda part: _row_grad_tensors(row_grads.take(part)),
-            add=add,
-        )
+        grads = row_grads, key_grads
+        remote, differentiate_remote = _remote_backward(call, rows, own, upstream, *grads)
         for stage in plan.backward:
             transfer, arriving = DONE, kv
             if stage.kv_hop is not None:
@@ -227,6 +206,38 @@ class RotatingKeyGrads:
         self._transfer = ring.start(
             [(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))]
         )
+
+
+def _remote_backward(
+    call: Call, rows: QueryBlock, own: KeyBlock, upstream: BackwardInputs, row_grads: QueryGrads,
+    key_grads: RotatingKeyGrads,
+) -> tuple[RemoteQueries, Callable[[WorkItem, list[Tensor]], list[Tensor]]]:  # fmt: skip
+    """This rank's queries that others differentiate, and how it does others'."""
+
+    def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
+        theirs = helped_rows(call, item, rows, tensors)
+        grads = zero_row_grads(call, theirs)
+        sent = tensors[len(rows_tensors(rows)) :]
+        delta = sent[3] if len(sent) > 3 else None
+        given = BackwardInputs(sent[0], sent[1], sent[2], delta)
+        _differentiate_for(call, item, theirs, own, given, grads, key_grads)
+        return _row_grad_tensors(grads)
+
+    def add(part: slice, tensors: list[Tensor]) -> None:
+        for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
+            total.add_(x)
+
+    remote = RemoteQueries(
+        call,
+        call.plan.backward,
+        take=lambda part: [
+            *rows_tensors(rows.take(part)),
+            *(x for x in upstream.take(part) if x is not None),
+        ],
+        like=lambda part: _row_grad_tensors(row_grads.take(part)),
+        add=add,
+    )
+    return remote, differentiate_remote
 
 
 def _differentiate(
