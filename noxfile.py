@@ -10,6 +10,7 @@ environment of its own, with the versions in ``constraints.txt``.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -41,15 +42,13 @@ ALSO = {"torch": ["torch-triton"]}
 #: start processes of their own.
 WORKERS = {"torch": "2"}
 
-#: What has to pass before a change is accepted.
-CI = [
-    "lint",
-    "types",
-    "packaging",
-    *(f"tests-3.12({backend})" for backend in BACKENDS),
-    "tests-3.13(core)",
-    "docs",
-]
+#: What has to pass before a change is accepted, in two halves that take about equally long:
+#: `.ci/run` runs them at the same time, as much of either takes one core whatever there are.
+CI_OF_JAX = ["packaging", *(f"tests-3.12({backend})" for backend in BACKENDS if "jax" in backend)]
+CI_OF_THE_REST = [
+    "lint", "types", "tests-3.12(torch)", "tests-3.12(core)", "tests-3.13(core)", "docs",
+]  # fmt: skip
+CI = [*CI_OF_THE_REST, *CI_OF_JAX]
 
 #: Packages with a command that tests them.
 DOCTORS = ("ring-core", "ring-torch", "ring-jax")
@@ -75,14 +74,22 @@ def install(session: nox.Session, packages: list[str], groups: list[str], *optio
     )
 
 
+def workers_of(backend: str) -> str:
+    """How many tests of a backend run at once."""
+    one = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") == "1"  # what `auto` means to pytest
+    return "auto" if one else WORKERS.get(backend, "auto")
+
+
 @nox.session(python=["3.12", "3.13"])
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
-    """Run one backend's tests; arguments go to pytest."""
+    """Run one backend's tests, on 3.13 with fewer random examples; arguments go to pytest."""
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *CONSTRAINED)
-    workers = WORKERS.get(backend, "auto")
+    # All tests run on both; examples that hypothesis draws are drawn in full on the first.
+    fewer = ["--hypothesis-profile=fewer"] if session.python == "3.13" else []
     for each in (backend, *ALSO.get(backend, [])):
-        command = ("pytest", "tests", f"--backend={each}", "-n", workers, "--durations=8")
+        options = (f"--backend={each}", "-n", workers_of(backend), "--durations=8", *fewer)
+        command = ("pytest", "tests", *options)
         session.run(*command, *session.posargs)
 
 
@@ -93,7 +100,7 @@ def lowest(session: nox.Session, backend: str) -> None:
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *LOWEST)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    command = ("pytest", "tests", f"--backend={backend}", "-n", WORKERS.get(backend, "auto"))
+    command = ("pytest", "tests", f"--backend={backend}", "-n", workers_of(backend))
     session.run(*command, *warn, *session.posargs)
 
 
@@ -102,9 +109,8 @@ def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
     for backend in ("torch", "jax", "jax-gpu", "jax-tpu"):
         install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
-        workers = WORKERS.get(backend, "auto")
         for each in (backend, *ALSO.get(backend, [])):
-            command = ("pytest", "tests", f"--backend={each}", "--all", "-n", workers)
+            command = ("pytest", "tests", f"--backend={each}", "--all", "-n", workers_of(backend))
             session.run(*command, *session.posargs)
 
 
@@ -201,6 +207,18 @@ def packaging(session: nox.Session) -> None:
 def ci(session: nox.Session) -> None:
     """Run all that has to pass before a change is accepted."""
     session.log("passed: %s", ", ".join(CI))
+
+
+@nox.session(venv_backend="none", default=False, requires=CI_OF_JAX)
+def ci_of_jax(session: nox.Session) -> None:
+    """Run what of `ci` is about JAX, and packaging."""
+    session.log("passed: %s", ", ".join(CI_OF_JAX))
+
+
+@nox.session(venv_backend="none", default=False, requires=CI_OF_THE_REST)
+def ci_of_the_rest(session: nox.Session) -> None:
+    """Run what of `ci` is not."""
+    session.log("passed: %s", ", ".join(CI_OF_THE_REST))
 
 
 @nox.session(python="3.12", default=False)

@@ -36,8 +36,8 @@ PARTS = {
     "test_meshes.py::test_every_mesh": 4,
     "test_padded_documents.py::test_padded_to_different_lengths": 2,
     "test_api.py::test_context_parallel": 2,
-    "test_program.py::test_transfers_are_the_plans": 2,
-    "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 2,
+    "test_program.py::test_transfers_are_the_plans": 3,
+    "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 3,
     "test_compiled_numbers.py::test_one_graph_for_all": 2,
     "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
     "test_benchmark.py::test_ways_in_plain_jax": 2,
@@ -53,13 +53,14 @@ SLOW_ON_TPU = (
     "test_options_compile", "test_other_cases", "test_other_layouts_compile",
     "test_in_one_program[everything", "test_forward_and_backward",
     *(f"test_compiles[{chip}-True" for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
-    *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
-    *(f"test_forward[{chip}" for chip in ("v4", "tpu7x")),
+    *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2")),
+    *(f"test_forward[{chip}" for chip in ("v4", "v5p", "v6e", "tpu7x")),
     *(f"test_where_the_compiler_is_told_to_drop_barriers[{chip}"
       for chip in ("v4", "v5p", "v6e", "tpu7x", "v5e:2x2-False")),
     *(f"test_two_backward_kernels[{case}]" for case in (
         "full", "window", "chunks", "documents", "predicate", "keys", "fewer-keys", "bfloat16",
         "softcap", "segments", "bias", "poison-v", "dropout", "alibi", "gqa", "everything",
+        "window-both", "predicate-documents", "poison-padding",
     )),
     "test_fused_backward_kernel[everything",  # as test_pieces does
     "test_selected_cases[causal-balanced-cp3",  # as test_in_one_program does
@@ -73,17 +74,27 @@ SLOW_ON_GPU = (
     "test_options[bias", "test_options[predicate]", "test_options[last",
     "test_in_the_ring[documents-window", "test_in_the_ring[predicate-zigzag-cp2",
     "test_over_gathered_keys[documents-window", "test_hidden_blocks_are_on_no_list[shape0",
-    "test_a_dense_mask_is_exact[shape0",
+    "test_a_dense_mask_is_exact[shape0", "test_over_gathered_keys[bias",
+    "test_in_the_ring[keys64-predicate",
 )  # fmt: skip
-#: In ring_torch: ring_jax_gpu compiles the same kernels.
+#: In ring_torch: ring_jax_gpu compiles the same kernels. In the ring, cases whose options and masks
+#: others of it have.
 SLOW_WITH_TRITON = (
     "test_causal[80", "test_causal[100", "test_bias",
+    "test_in_the_ring[mqa-zigzag-gather", "test_in_the_ring[keys64-predicate",
+    "test_hidden_blocks_are_on_no_list[striped",
     *(f"test_options[{x}" for x in ("fused", "wide", "odd", "predicate", "dropout")),
 )  # fmt: skip
 #: Another test calls the demonstration with more options, and torchrun starts it as a program.
 SLOW_IN_TORCH = ("test_demonstration_as_a_command",)
-#: Combinations of masks, options and layouts that others hold too.
+#: Combinations of masks, options and layouts that others hold too; an example's other options; a
+#: witness that is in the table; and a backend that is wrong in the plan alone, before there is JAX:
+#: the simulator and torch show each time that it is seen.
 SLOW_IN_JAX = (
+    "test_devices_and_one_device_agree[options0",
+    "test_witnesses_are_green_otherwise[causal-contiguous-cp2",
+    "test_suite_goes_red[window-off-by-one",
+    *(f"test_case[{case}-" for case in ("softcap-large", "scale-zero", "sinks-many", "mha")),
     "test_context_parallel[rows-alone-zigzag", "test_context_parallel[by head-bias-zigzag",
     "test_what_the_error_says_is_exact[causal", "test_what_the_error_says_is_exact[chunks",
 )  # fmt: skip
@@ -92,7 +103,7 @@ FEW = ("causal", "window-shard", "documents", "shortest")
 #: Numbers of keys other than of queries, that are left to GPUs but for these.
 LONGER_AND_SHORTER = ("keys16-causal", "keys16-window", "keys80-chunks", "keys80-predicate")
 #: Masks that run on one device in JAX.
-ALONE = ("full", "causal", "window-both", "chunks", "documents", "predicate-documents")
+ALONE = ("causal", "window-both", "documents", "predicate-documents")
 #: Cases of assigned chunks which run in JAX each time.
 CHUNKS_IN_JAX = ("documents-chunks-cp2", "documents-window-chunks-cp3", "options-random-cp2")
 #: Cases over gathered keys which run in JAX each time.
@@ -111,6 +122,7 @@ HERE = Path(__file__).parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
+hypothesis.settings.register_profile("fewer", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile(
     "mutants", max_examples=100, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate]
 )
@@ -303,7 +315,9 @@ def _is_slow_on_hosts(case: Any) -> bool:
         return not mask.startswith(LONGER_AND_SHORTER)
     if (mask, size) in (("causal", "2"), ("documents", "3")):
         return _is_not_in_turn(case, mask)
-    return size in ("2", "4", "8") and mask not in ("causal", "shortest")
+    if size == "8":
+        return mask != "causal"
+    return size in ("2", "4") and mask not in ("causal", "shortest")
 
 
 def _is_not_in_turn(case: Any, name: str) -> bool:

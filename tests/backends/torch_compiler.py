@@ -1,14 +1,12 @@
 """Launches of the Triton kernels by ring_torch, compiled for GPUs that are not there.
 
-Run as a program, as a process that interprets kernels cannot compile them: it reads names of calls
-and writes what each kernel of each call takes, a line each.
+Run as a program, as a process that interprets kernels cannot compile them: it is asked for
+calls by name and answers what each kernel of each call takes.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_torch import prepare, ring_attention
 from ring_torch.kernels import Selection
@@ -90,12 +89,7 @@ def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
-    found = subprocess.run(
-        [sys.executable, str(_HERE), str(arch), *names],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    return [json.loads(line) for line in found.stdout.splitlines()]
+    return asked(_HERE, environment, {"names": names, "arch": arch})
 
 
 def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
@@ -153,17 +147,15 @@ def compile_one(arch: int, kernel: Any, arguments: Mapping[str, Any], **options:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def main() -> None:
-    """Compile the calls that arguments name."""
+def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Compile the calls that a question names."""
     from backends.cubins import taken_by
 
-    arch = int(sys.argv[1])
-    for name in sys.argv[2:]:
-        for launch in launches(name, arch):
-            facts = taken_by(compile_one(arch, **launch))
-            kernel = launch["kernel"].fn.__name__
-            sys.stdout.write(json.dumps({"call": name, "kernel": kernel, **facts}) + "\n")
+    for name in question["names"]:
+        for launch in launches(name, question["arch"]):
+            facts = taken_by(compile_one(question["arch"], **launch))
+            yield {"call": name, "kernel": launch["kernel"].fn.__name__, **facts}
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -1,14 +1,12 @@
 """Triton kernels compiled for GPUs that are not there.
 
-Run as a program, as a process that interprets kernels cannot compile them: it reads a list of calls
-as JSON and writes what each kernel of each call takes, a line each.
+Run as a program, as a process that interprets kernels cannot compile them: it is asked for calls
+and answers what each kernel of each call takes.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +17,7 @@ import jax
 import pytest
 
 from backends.cubins import taken_by
+from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
@@ -55,12 +54,7 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
     environment["JAX_PLATFORMS"] = "cpu"
-    found = subprocess.run(
-        [sys.executable, str(_HERE), str(arch)],
-        input=json.dumps(calls), env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    return [json.loads(line) for line in found.stdout.splitlines()]
+    return asked(_HERE, environment, {"calls": calls, "arch": arch})
 
 
 def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
@@ -192,18 +186,17 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Compile what standard input asks for."""
-    arch = int(sys.argv[1])
-    for call in json.load(sys.stdin):
+def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Compile calls for a compute capability."""
+    for call in question["calls"]:
+        jax.clear_caches()  # a step is none of what a program is found by
         if call.get("hopper"):
-            for facts in compile_for_hopper(call):
-                sys.stdout.write(json.dumps(facts) + "\n")
+            yield from compile_for_hopper(call)
             continue
         for params, types in kernels_of(call):
-            facts = {"call": call.get("name", ""), **compile_one(params, types, arch)}
-            sys.stdout.write(json.dumps(facts) + "\n")
+            facts = compile_one(params, types, question["arch"])
+            yield {"call": call.get("name", ""), **facts}
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

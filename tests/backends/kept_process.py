@@ -1,0 +1,55 @@
+"""Programs that tests ask more than once: started once, as what they import takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Answer = list[dict[str, Any]]
+
+
+def asked(program: Path, environment: dict[str, str], question: Any) -> Answer:
+    """What a program that :func:`serve` runs answers to a question of JSON."""
+    process = _started(program, tuple(sorted(environment.items())))
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(question) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, f"{program.name} ended with exit code {process.wait()}"
+    answer: dict[str, Any] = json.loads(line)
+    assert "failed" not in answer, answer["failed"]
+    found: Answer = answer["found"]
+    return found
+
+
+@cache
+def _started(program: Path, environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def end() -> None:
+        process.kill()  # libraries that it has loaded would write of what they leave behind
+        process.communicate()
+
+    atexit.register(end)
+    return process
+
+
+def serve(answer: Callable[[Any], Iterable[dict[str, Any]]]) -> None:
+    """Answer the questions of standard input, a line each, also where that fails."""
+    for line in sys.stdin:
+        try:
+            reply: dict[str, Any] = {"found": list(answer(json.loads(line)))}
+        except Exception:  # noqa: BLE001 - whatever it is, who asks has to fail of it
+            reply = {"failed": traceback.format_exc()}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
