@@ -52,11 +52,11 @@ class Alone:
         return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Nothing goes, nothing comes."""
-        del gather, sums, grads, group, beside, early
+        del gather, sums, grads, group, overlapped, early
         return PendingGrads(lambda _total, _length, _where: None)
 
 

@@ -369,7 +369,9 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
         for (rank, step), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
             work.text(step, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
         work.set(xlabel="step of the ring", ylabel="rank")
-        work.set(title=f"{layout}, {strategy}: work, 100 is the mean; critical {plan.critical:.2f}")
+        work.set(
+            title=f"{layout}, {strategy}: work, 100 is the mean; critical {plan.lockstep_imbalance:.2f}"
+        )
         work.locator_params(integer=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)

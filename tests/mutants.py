@@ -76,7 +76,7 @@ def _last_step_dropped() -> Patches:
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
     if sides := _jax("rank_view"):
-        right = sides.of_step
+        right = sides.step_table
 
         def tables(plan: Any, step: int) -> Any:
             found = right(plan, step)
@@ -85,7 +85,7 @@ def _last_step_dropped() -> Patches:
             return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
 
         users = (_jax("strategies.ring"), _jax("strategies.steps"))
-        patches += [(user, "of_step", tables) for user in users]
+        patches += [(user, "step_table", tables) for user in users]
     return patches
 
 
@@ -291,14 +291,14 @@ def _help_not_returned() -> Patches:
 
     patches: Patches = [(_plan.Plan, "items", wrong)]
     if sides := _jax("rank_view"):
-        right = sides.of_step
+        right = sides.step_table
 
         def tables(plan: Any, step: int) -> Any:
             found = right(plan, step)
             return found._replace(helped=np.zeros_like(found.helped))
 
         users = (_jax("strategies.ring"), _jax("strategies.steps"))
-        patches += [(user, "of_step", tables) for user in users]
+        patches += [(user, "step_table", tables) for user in users]
     return patches
 
 
@@ -313,7 +313,7 @@ def _fetched_from_the_wrong_rank() -> Patches:
     return [(_gather, "_fetches", wrong)]
 
 
-def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
+def _gathered_grads_dropped(*, overlapped: bool | None = None) -> Patches:
     """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
     gather = _torch("transports.p2p")
     if gather is None:
@@ -321,7 +321,7 @@ def _gathered_grads_dropped(*, beside: bool | None = None) -> Patches:
     right = gather.Messages.return_grads
 
     def wrong(session: Any, *args: Any, **named: Any) -> Any:
-        if beside in (None, named["beside"]):
+        if overlapped in (None, named["overlapped"]):
             return gather.PendingGrads(lambda *_: None)
         return right(session, *args, **named)
 
@@ -396,8 +396,8 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
 GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "fetched-from-the-wrong-rank": _fetched_from_the_wrong_rank,
     "gathered-grads-not-sent-home": _gathered_grads_dropped,
-    "grads-beside-kernels-dropped": lambda: _gathered_grads_dropped(beside=True),
-    "grads-after-kernels-dropped": lambda: _gathered_grads_dropped(beside=False),
+    "grads-beside-kernels-dropped": lambda: _gathered_grads_dropped(overlapped=True),
+    "grads-after-kernels-dropped": lambda: _gathered_grads_dropped(overlapped=False),
 }
 
 #: What only keys that are gathered in JAX show.
@@ -409,7 +409,7 @@ JAX_GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
 #: What only heads in groups show.
 GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
     "groups-swapped": _groups_swapped,
-    "grads-of-groups-dropped": lambda: [*_in_groups(), *_gathered_grads_dropped(beside=True)],
+    "grads-of-groups-dropped": lambda: [*_in_groups(), *_gathered_grads_dropped(overlapped=True)],
 }
 
 #: Other ways to the same results.

@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
-    """Balance, critical path, live steps and messages of every ring under some masks."""
+    """Imbalance, live steps and messages of every ring under some masks."""
     rows = []
     for mask in masks:
         for name, strategy in pairs_of(ALL_LAYOUTS):
@@ -45,13 +45,21 @@ def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
                     mask.describe(),
                     f"`{layout}`",
                     f"`{strategy}`",
-                    f"{plan.balance:.2f}",
-                    f"{plan.critical:.2f}",
+                    f"{plan.imbalance:.2f}",
+                    f"{plan.lockstep_imbalance:.2f}",
                     f"{plan.num_steps} of {cp_size}",
                     kv_messages(plan),
                 )
             )
-    header = ("mask", "layout", "strategy", "balance", "critical", "live steps", "K/V messages")
+    header = (
+        "mask",
+        "layout",
+        "strategy",
+        "imbalance",
+        "lockstep imbalance",
+        "live steps",
+        "K/V messages",
+    )
     return _table(header, rows)
 
 

@@ -23,7 +23,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax.varying import axes_of, vary_alike
+from ring_jax.varying import match_varying, varying_axes
 from ring_jax_tpu.kernel import PallasKernel
 
 #: Kept at a time: a process may map no more than some ten thousand pieces of memory.
@@ -93,7 +93,7 @@ class InterpretedKernel:
             with self._turn:
                 return jax.tree.map(np.asarray, program(*jax.tree.map(np.asarray, arrays)))
 
-        return vary_alike(jax.pure_callback(call, results, *args), axes_of(args))
+        return match_varying(jax.pure_callback(call, results, *args), varying_axes(args))
 
     def _program(self, function: Any, static: Static, types: Any) -> tuple[Any, Any]:
         """What is compiled, and the types of its results."""

@@ -31,7 +31,7 @@ def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:
 
 
 def balance(mask: Mask, layout: Any, seq_len: int, cp_size: int) -> float:
-    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout).balance
+    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout).imbalance
 
 
 @given(
@@ -91,7 +91,9 @@ def test_keys_beyond_the_queries() -> None:
     mask = Mask(causal=True)
     found = balance_chunks(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
     plan = make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=found)
-    assert plan.balance <= EVEN < make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192).balance
+    assert (
+        plan.imbalance <= EVEN < make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192).imbalance
+    )
 
 
 def test_the_same_everywhere() -> None:

@@ -64,12 +64,12 @@ def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> Non
     gather = gather_program(plan, rank, own=own)
     buffer = np.full(gather.length, -1)
     arrived = 0
-    for item, needs in zip(gather.items, gather.needs, strict=True):
-        assert needs >= arrived
-        for fetch in gather.fetches[arrived:needs]:
+    for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
+        assert waits_for >= arrived
+        for fetch in gather.fetches[arrived:waits_for]:
             assert (buffer[fetch.target] == -1).all()
             buffer[fetch.target] = plan.k_positions(fetch.rank)[fetch.source]
-        arrived = needs
+        arrived = waits_for
         assert (buffer[item.k_slice] >= 0).all()
     assert arrived == len(gather.fetches)
     np.testing.assert_array_equal(buffer, gather.positions)
@@ -146,7 +146,7 @@ def test_touching_spans_are_one() -> None:
         (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
     )  # fmt: skip
     assert gather.fresh == ((slice(0, 8),), (slice(8, 16),))
-    assert gather.needs == (2, 4)
+    assert gather.waits_for == (2, 4)
     assert gather.num_rows == 8
     assert gather.in_place == ()
 

@@ -154,8 +154,8 @@ def test_traits_count_the_items(plan: Plan) -> None:
 def test_causal_balance_of_eight_ranks(layout: Any, steps: int, balance: float) -> None:
     plan = make_plan(Mask(causal=True), seq_len=8 * 4096, cp_size=8, **ring_of(layout))
     assert plan.num_steps == steps
-    assert plan.balance <= balance + 0.005
-    assert plan.critical == pytest.approx(plan.balance, abs=0.01)
+    assert plan.imbalance <= balance + 0.005
+    assert plan.lockstep_imbalance == pytest.approx(plan.imbalance, abs=0.01)
 
 
 @pytest.mark.parametrize(

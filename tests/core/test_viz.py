@@ -127,11 +127,11 @@ shift    0   1  total
     0  111  89    100
     1  111  89    100
 
-balance  1.000  the busiest rank's pairs over the mean
-critical 1.000  the slowest rank's pairs, summed over steps, over the mean
-live     2 of 2 steps
-K/V      1 messages a rank, forward
-helped   1 steps: queries travel to idle ranks, results travel back"""
+imbalance   1.000  the busiest rank's pairs over the mean
+in lockstep 1.000  the slowest rank's pairs, summed over steps, over the mean
+live        2 of 2 steps
+K/V         1 messages a rank, forward
+helped      1 steps: queries travel to idle ranks, results travel back"""
 
 
 def test_describe_says_it_all() -> None:
@@ -153,8 +153,8 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
         "    2  181  26    103",
         "    3  181  26    103",
     ]
-    assert "live     2 of 4 steps" in lines
-    assert "K/V      1 messages a rank, forward" in lines
+    assert "live        2 of 4 steps" in lines
+    assert "K/V         1 messages a rank, forward" in lines
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
     text = plotted_text(plan, tmp_path)
     assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
-    assert "balance 1.750, critical 1.750, 4 of 4 steps live, 3 K/V messages a rank" in text
+    assert "imbalance 1.750, in lockstep 1.750, 4 of 4 steps live, 3 K/V messages per rank" in text
     assert "hatched: idle" in text
     assert "disagree" not in text
     zigzag = make_plan(Mask(causal=True), seq_len=4096, cp_size=4, layout="zigzag")

@@ -6,7 +6,7 @@ import pytest
 from cases import RINGS
 
 from ring_core import TABLE_COLUMNS, Mask, make_plan
-from ring_jax.rank_view import of_step
+from ring_jax.rank_view import step_table
 
 MASKS = {
     "full": Mask(),
@@ -28,7 +28,7 @@ def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
             rank: [item for item in plan.items(rank, step) if item.q_rank == rank]
             for rank in range(plan.cp_size)
         }
-        found = {x.q_rank: x for x in of_step(plan, step).rectangles}
+        found = {x.q_rank: x for x in step_table(plan, step).rectangles}
         if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
             assert found == {}
             continue
@@ -49,7 +49,7 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
     )
     at = {column: n for n, column in enumerate(TABLE_COLUMNS)}
     for step in range(plan.num_steps):
-        part = of_step(plan, step)
+        part = step_table(plan, step)
         live = [
             [row for row in rows if row[at["q_stop"]] > row[at["q_start"]]] for rows in part.own
         ]
@@ -68,6 +68,6 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
-    steps = [of_step(plan, step).rectangles for step in range(plan.num_steps)]
+    steps = [step_table(plan, step).rectangles for step in range(plan.num_steps)]
     assert [len(x) for x in steps] == [0, 4, 4, 4]
     assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}

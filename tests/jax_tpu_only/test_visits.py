@@ -12,7 +12,7 @@ from cases import RINGS, Case, masks
 
 from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, Plan
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.rank_view import RankView, of_step
+from ring_jax.rank_view import RankView, step_table
 from ring_jax.records import Inputs, KVPayload, Queries, Static
 from ring_jax_tpu.block_index import block_kinds
 from ring_jax_tpu.block_sizes import Blocks
@@ -43,7 +43,7 @@ def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) 
     """The kinds of the blocks that a rank's kernel is told."""
     static = Static(plan, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
     side = RankView(static, NOTHING, jnp.int32(rank))
-    part = of_step(plan, step)
+    part = step_table(plan, step)
     work = side.helped_work(part) if helped else side.own_work(part)
     if work is None:
         return None

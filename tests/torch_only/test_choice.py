@@ -140,7 +140,9 @@ def test_copies_need_gpus_that_reach_each_other(
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(
-        symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=() if reaches else (REASON,))
+        symm_buffer,
+        "symm_buffer_of",
+        lambda _: SimpleNamespace(refusals=() if reaches else (REASON,)),
     )
     assert chosen(COPIES, plan(), GPU, probe=False) == COPIES  # nobody is asked
     assert chosen(AUTO, plan(), GPU) == (COPIES if reaches else RING)
@@ -153,7 +155,7 @@ def test_copies_need_gpus_that_reach_each_other(
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(symm_buffer, "window_of", lambda _: SimpleNamespace(refusals=()))
+    monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=()))
     many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
     assert chosen(AUTO, many, GPU, size=32) == RING
     assert chosen(COPIES, many, GPU, size=32) == COPIES
@@ -245,9 +247,9 @@ def test_auto_says_why_not_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
     choice = kernels.choose(KernelConfig(), replace(BFLOAT16, softcap=True, bias=True), plan())
     assert choice.kernel.capabilities.name == "triton"
-    passed_over = {can.name: why for can, why in choice.passed_over}
-    assert {"has no bias"} <= set(passed_over["fa4"])
-    assert {"has no softcap", "has no bias"} <= set(passed_over["cudnn"])
+    rejected = {can.name: why for can, why in choice.rejected}
+    assert {"has no bias"} <= set(rejected["fa4"])
+    assert {"has no softcap", "has no bias"} <= set(rejected["cudnn"])
     choice = kernels.choose(KernelConfig(), BFLOAT16, plan())
     assert "  not fa4 (cuda): flash-attn-4 is not installed" in choice.describe()
 

@@ -53,7 +53,7 @@ class PlainFlash:
     Where a row sees nothing it writes NaN and a ``lse`` of plus infinity, as libraries may.
     """
 
-    drops_right: bool = False
+    clips_right_window: bool = False
 
     def unavailable_reason(self) -> None:
         """It runs everywhere."""
@@ -98,15 +98,15 @@ class PlainFlash:
             dq[..., rows, :, :], dk[..., columns, :, :] = torch.autograd.grad(
                 scores, leaves, dscores
             )
-            by_head = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
-            dv[..., columns, :, :] = by_head.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
+            head_major = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
+            dv[..., columns, :, :] = head_major.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
         if place is not None:
             dq = place.copy_(dq)
         return dq, dk, dv
 
     def _taken(self, options: Options, k: Tensor) -> Options:
         """The options as the library understands them."""
-        if not self.drops_right:
+        if not self.clips_right_window:
             return options
         keys = k.shape[-3] if options.documents is None else options.documents.max_k
         left, right = (None if n is None or n >= keys else n for n in options.window)
@@ -157,7 +157,9 @@ CAN = Capabilities(
     softcap=True,
     mixed_head_dims=True,
 )
-PLAIN, FORGETFUL = (FlashKernel(PlainFlash(drops_right=drops), CAN) for drops in (False, True))
+PLAIN, FORGETFUL = (
+    FlashKernel(PlainFlash(clips_right_window=drops), CAN) for drops in (False, True)
+)
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def test_head_dims_that_a_library_lacks_are_refused() -> None:
         (7, True, NARROW, 0), (9, True, NARROW, 1), (9, True, BACK, 1), (9, False, BACK, 0),
     ):  # fmt: skip
         request = Request("cpu", "float32", dim, dim, grad=grad)
-        found = kernel.misfits(KernelConfig(), request, plan)
+        found = kernel.config_refusals(KernelConfig(), request, plan)
         assert len(found) == reasons
         assert all(f"head dims {dim} and {dim}" in text for text in found)
 

@@ -15,7 +15,7 @@ from ring_torch import capture, prepare, ring_attention
 
 
 def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    @capture.cached_tensors(maxsize=1)
+    @capture.capture_safe_cache(maxsize=1)
     def make(n: int) -> Tensor:
         return torch.full((1,), n)
 

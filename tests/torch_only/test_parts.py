@@ -29,12 +29,12 @@ class Tiled:
 
     used: list[bool]
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         del q, k, v, params
         self.used.append(hopper._is_tiled(plan))
         return self.used[-1]
 
-    def add_sums(
+    def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip

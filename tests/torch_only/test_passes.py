@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_torch import memory_ops as passes
-from ring_torch.transports.p2p import add_landed
+from ring_torch.transports.p2p import add_staged
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
 
@@ -33,6 +33,6 @@ def test_add(count: int, interpreted: Callable[[str], None]) -> None:
     room, *given = (torch.randn(3, 40, 8) for _ in range(1 + count))
     parts = [x[:, 2:35] for x in given]
     expected = room.clone()
-    add_landed([expected[:, 5:38]], [[part] for part in parts])
+    add_staged([expected[:, 5:38]], [[part] for part in parts])
     passes.add_on_gpu(room[:, 5:38], parts)
     assert torch.equal(room, expected)

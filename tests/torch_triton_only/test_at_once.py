@@ -116,7 +116,7 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(interpreter.interpreter_builder, "options", checking)
         patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
         patched.setattr(kernels, "NUMBERS", 32)
-        for name in ("exchange_keys", "clear", "add_peers"):
+        for name in ("exchange_keys", "clear", "reduce_from_peers"):
             patched.setattr(kernels, name, noted(name))
         return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, Plan, make_plan
-from ring_jax.rank_view import of_others, of_step
+from ring_jax.rank_view import remote_table, step_table
 
 LOCAL = 12
 MASKS = {
@@ -36,7 +36,7 @@ def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
     seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
     for n, step in enumerate(plan.steps):
         if step.shift:
-            rows = of_step(plan, n).own[rank]
+            rows = step_table(plan, n).own[rank]
             seen += _seen(rows, rows[:, TABLE_COLUMNS.index("kv_rank")].astype(np.int64) * LOCAL)
     return seen
 
@@ -45,7 +45,7 @@ def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
 @pytest.mark.parametrize("name", MASKS)
 def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) -> None:
     plan = make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, layout=layout)
-    others = of_others(plan)
+    others = remote_table(plan)
     assert others is not None
     for rank in range(4):
         rows = others.own[rank]
@@ -59,6 +59,6 @@ def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) ->
 )
 def test_rectangles_that_touch_are_one(name: str, layout: LayoutSpec, most: int) -> None:
     plan = make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, layout=layout)
-    others = of_others(plan)
+    others = remote_table(plan)
     assert others is not None
     assert others.own.shape[1] <= most

@@ -12,7 +12,7 @@ from torch import Tensor
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import flat
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.symmetric_memory import SymmetricMemory
 
@@ -44,7 +44,7 @@ def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.Monke
 
 
 def test_cached_tensors_can_be_saved_for_a_backward() -> None:
-    made = cached_tensors(4)(torch.zeros)
+    made = capture_safe_cache(4)(torch.zeros)
     with torch.inference_mode():
         first: Any = made(3)
     assert made(3) is first

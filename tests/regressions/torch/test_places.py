@@ -12,6 +12,7 @@ from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
 from ring_torch.strategies.choose import describe_strategy
+from ring_torch.strategies.ring import Ring
 from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts
@@ -44,7 +45,7 @@ def test_gpus_are_told_apart_by_what_they_are(
 def test_explain_says_why_keys_are_not_gathered() -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="striped")
     call: Any = SimpleNamespace(
-        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy="ring",
+        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy=Ring("ring"),
         transport="p2p",
     )  # fmt: skip
     said = describe_strategy(call, (32, 16, 2))

@@ -146,7 +146,7 @@ class Cost:
         bytes_sent: Bytes a rank sends.
         messages: Messages a rank sends.
         active_steps: Steps the plan runs, the own block included.
-        balance: Visible pairs of the busiest rank over the mean of all.
+        imbalance: Visible pairs of the busiest rank over the mean of all.
         memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
         compute_s: Seconds: the slowest rank of every stage, summed.
         exposed_s: Seconds of exposed communication: ``time_s - compute_s``.
@@ -157,7 +157,7 @@ class Cost:
     bytes_sent: int
     messages: int
     active_steps: int
-    balance: float
+    imbalance: float
     memory_bytes: int
     compute_s: float
     exposed_s: float
@@ -210,7 +210,7 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
         bytes_sent=sum(p.bytes_sent for p in passes),
         messages=sum(p.messages for p in passes),
         active_steps=plan.num_steps,
-        balance=plan.balance,
+        imbalance=plan.imbalance,
         memory_bytes=_memory(plan, model, backward),
         compute_s=compute_s,
         exposed_s=time_s - compute_s,

@@ -13,7 +13,7 @@ from jax import lax
 from ring_core import Capabilities, KernelConfig, Plan
 from ring_jax.collectives import Ranks
 from ring_jax.kernels import compute_capability
-from ring_jax.rank_view import of_others, of_step
+from ring_jax.rank_view import remote_table, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -141,8 +141,8 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 def _refused_steps(local: LocalShape, plan: Plan) -> Iterator[str]:
     """What it cannot do of a plan, and of a bias."""
     gathers = len(local.k_lens) > 1
-    others = of_others(plan) if gathers else None
-    parts = [of_step(plan, n) for n, x in enumerate(plan.steps) if not (gathers and x.shift)]
+    others = remote_table(plan) if gathers else None
+    parts = [step_table(plan, n) for n, x in enumerate(plan.steps) if not (gathers and x.shift)]
     parts += [others] if others is not None else []
     if any(part.helpers for part in parts):
         yield "has no ranks that help each other (strategy 'balanced')"

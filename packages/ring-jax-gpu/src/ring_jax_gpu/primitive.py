@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from ring_core.triton.tile_sizes import HOPPER
 from ring_jax.records import Array
-from ring_jax.varying import axes_of, vary_alike
+from ring_jax.varying import match_varying, varying_axes
 from ring_jax_gpu.launch import (
     Arrays,
     Launch,
@@ -36,7 +36,7 @@ triton_launch_p.multiple_results = True
 
 def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
-    given, changed = vary_alike((given, changed), axes_of((given, changed)))
+    given, changed = match_varying((given, changed), varying_axes((given, changed)))
     names = (*given, *changed)
     bind = partial(triton_launch_p.bind, launch=launch, names=names, num_changed=len(changed))
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ring_core import KernelConfig, Mask
 from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
-from ring_jax.varying import axes_of, vary_alike
+from ring_jax.varying import match_varying, varying_axes
 from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_odd
 from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
 from ring_jax_tpu.generations import Generation, generation_of
@@ -165,7 +165,7 @@ class Launch:
             lists, number = walk.whole()
             steps = None if isinstance(number, int) else number
         arrays = (lists, self.scalars, operands, extra, into)
-        lists, scalars, operands, extra, into = vary_alike(arrays, axes_of(arrays))
+        lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
         before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
         semantics = [
             pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY for n in range(len(grid.sizes))

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
 from ring_jax.strategies import STRATEGIES
-from ring_jax.strategies.steps import heads_first
+from ring_jax.strategies.steps import to_bhtd
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
 #: these saved, rematerialisation does not run the ring again.
@@ -70,7 +70,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     dout, dlse = gradients
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
-    upstream = BackwardInputs(heads_first(dout), saved.lse, delta, heads_first(saved.out))
+    upstream = BackwardInputs(to_bhtd(dout), saved.lse, delta, to_bhtd(saved.out))
     grads = STRATEGIES[static.strategy].backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))

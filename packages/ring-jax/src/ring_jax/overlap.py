@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def together[*Ts](*values: *Ts) -> tuple[*Ts]:
+def overlap[*Ts](*values: *Ts) -> tuple[*Ts]:
     """Tie arrays that arrive during a kernel to that kernel's results.
 
     The compiler can then neither hoist all transfers above the first kernel nor sink them below the
@@ -18,7 +18,7 @@ def together[*Ts](*values: *Ts) -> tuple[*Ts]:
     return cast("tuple[*Ts]", lax.optimization_barrier(values))
 
 
-def after[M](moved: M, results: Any) -> M:
+def order_after[M](moved: M, results: Any) -> M:
     """On TPUs the same arrays, one element of which seems to depend on the results of a kernel.
 
     XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
@@ -29,7 +29,7 @@ def after[M](moved: M, results: Any) -> M:
 
 
 def _tied[M](moved: M, results: Any) -> M:
-    never = _never(results)
+    never = _opaque_false(results)
     if never is None:
         return moved
 
@@ -46,18 +46,18 @@ def _tied[M](moved: M, results: Any) -> M:
     return cast("M", jax.tree.map(tie, moved))
 
 
-def read_after[A](arrays: A, results: Any) -> A:
+def reload_after[A](arrays: A, results: Any) -> A:
     """The same arrays, all elements of which seem to depend on the results of a kernel.
 
     For what is read once, later: nothing is written, and no copy of the arrays is kept until then.
     """
-    never = _never(results)
+    never = _opaque_false(results)
     if never is None:
         return arrays
     return cast("A", jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
 
 
-def _never(results: Any) -> jax.Array | None:
+def _opaque_false(results: Any) -> jax.Array | None:
     """A condition on results that never holds, though the compiler cannot know that."""
     corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:

@@ -28,7 +28,7 @@ from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Static
 from ring_jax.strategies import STRATEGIES
-from ring_jax.varying import axes_of, vary_alike
+from ring_jax.varying import match_varying, varying_axes
 
 
 class CheckedCall(NamedTuple):
@@ -185,7 +185,7 @@ def prepared(
     bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
     inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
-    varying: Inputs = vary_alike(inputs, axes_of((inputs, rank)))
+    varying: Inputs = match_varying(inputs, varying_axes((inputs, rank)))
     return varying
 
 

@@ -54,7 +54,7 @@ class StepTable(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def of_step(plan: Plan, step: int) -> StepTable:
+def step_table(plan: Plan, step: int) -> StepTable:
     """A step: the plan's table, split by whose queries the rows are."""
     table = plan.table(step)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
@@ -71,9 +71,9 @@ def of_step(plan: Plan, step: int) -> StepTable:
 
 
 @lru_cache(maxsize=256)
-def of_others(plan: Plan) -> StepTable | None:
+def remote_table(plan: Plan) -> StepTable | None:
     """All steps but that of the own keys, at once; ``None`` if there are none."""
-    parts = [of_step(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
+    parts = [step_table(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
     if not parts:
         return None
     table = np.concatenate([part.own for part in parts], axis=1)

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 
-def vary_alike(arrays: Any, axes: frozenset[Any]) -> Any:
+def match_varying(arrays: Any, axes: frozenset[Any]) -> Any:
     """Mark arrays as varying over mesh axes.
 
     A replicated array that meets varying ones is copied in spirit to every device; the transpose of
@@ -22,7 +22,7 @@ def vary_alike(arrays: Any, axes: frozenset[Any]) -> Any:
     return jax.tree.map(mark, arrays)
 
 
-def axes_of(arrays: Any) -> frozenset[Any]:
+def varying_axes(arrays: Any) -> frozenset[Any]:
     """The mesh axes over which any of the arrays varies."""
     return frozenset().union(*(_varies_over(x) for x in jax.tree.leaves(arrays)))
 

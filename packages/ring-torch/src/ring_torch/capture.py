@@ -27,7 +27,7 @@ def owned(x: Tensor) -> Tensor:
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
-def cached_tensors[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """``lru_cache`` for functions that make tensors: one that a graph has captured is not dropped.
 
     Args:

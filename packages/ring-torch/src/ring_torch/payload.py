@@ -96,7 +96,7 @@ class KeyGradBuffer:
     """
 
     keys: KVPayload
-    by_head: bool
+    head_major: bool
 
     def numel(self, length: int) -> int:
         """Numbers for so many tokens."""
@@ -105,7 +105,7 @@ class KeyGradBuffer:
     def views(self, flat: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The sums of dK and dV, as they lie."""
         keys = self.keys
-        if not self.by_head:
+        if not self.head_major:
             return keys.split(flat.view(keys.batch, length, keys.width))
         cut = keys.batch * keys.heads * length * keys.dim
         shape = (keys.batch, keys.heads, length, -1)
@@ -113,14 +113,14 @@ class KeyGradBuffer:
 
     def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
         """The sums of dK and dV of some tokens."""
-        at = (slice(None), slice(None), span) if self.by_head else (slice(None), span)
+        at = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
         dk, dv = self.views(flat, length)
         return dk[at], dv[at]
 
     def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
         """Those of some tokens, in as few pieces as can be: ``[rows, n, numbers a token]``."""
         keys = self.keys
-        if not self.by_head:
+        if not self.head_major:
             return [flat.view(keys.batch, length, keys.width)[:, span]]
         if keys.dim == keys.v_dim:
             return [flat.view(-1, length, keys.dim)[:, span]]

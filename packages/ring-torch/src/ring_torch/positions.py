@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, gather_program
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.records import Run, runs_of
 
 
-@cached_tensors(maxsize=16)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
 def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of a rank: query indices, query positions, key positions; int64."""
     arrays = plan.positions(rank), plan.q_positions(rank), plan.k_positions(rank)
@@ -23,7 +23,7 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
     return index, q_pos, k_pos
 
 
-@cached_tensors(maxsize=16)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
 def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
     """Of the keys that a rank gathers, int64."""
     return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)

@@ -140,7 +140,7 @@ def _check_capture(call: Call) -> None:
         )
 
 
-class Fact(NamedTuple):
+class TensorSpec(NamedTuple):
     """What is static about a tensor."""
 
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class Fact(NamedTuple):
 def _prepare(
     ring: Ranks,
     layout: LayoutSpec,
-    facts: tuple[Fact | None, ...],
+    facts: tuple[TensorSpec | None, ...],
     options: Options,
     types: tuple[type, ...],
     grads: tuple[bool, bool],
@@ -212,10 +212,12 @@ def _prepare(
     )  # fmt: skip
 
 
-def _facts_of_heads(facts: tuple[Fact | None, ...], parts: int) -> tuple[Fact | None, ...]:
+def _facts_of_heads(
+    facts: tuple[TensorSpec | None, ...], parts: int
+) -> tuple[TensorSpec | None, ...]:
     """All tokens of one of so many parts of the heads."""
     *qkv, _, _, sinks, _, slopes = facts
-    found: list[Fact | None] = []
+    found: list[TensorSpec | None] = []
     for fact in qkv:
         assert fact is not None
         batch, length, heads, dim = fact.shape
@@ -240,7 +242,7 @@ class Described(NamedTuple):
     alibi_slopes: checks.Tensor | None
 
 
-def _check_tensors(facts: tuple[Fact | None, ...]) -> tuple[checks.Sizes, Described]:
+def _check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
     """What tensors are, but for the bias, which is as wide as all keys."""
     every: Any = [None if fact is None else fact.described() for fact in facts]
     tensors = Described(*every)
@@ -335,7 +337,7 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
         return torch.as_tensor(plan.boundaries, device=device)
 
 
-def _fact(x: object, name: str) -> Fact:
+def _fact(x: object, name: str) -> TensorSpec:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
@@ -343,4 +345,4 @@ def _fact(x: object, name: str) -> Fact:
         raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
-    return Fact(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)
+    return TensorSpec(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)

@@ -186,7 +186,7 @@ class BandGeometry:
         several = rows.doc_stop > 0
         first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
         # Between the first and the last, cells lie whole inside the rectangle.
-        whole = self._whole_before[last] - self._whole_before[np.minimum(first + 1, last)]
+        whole = self._pairs_before[last] - self._pairs_before[np.minimum(first + 1, last)]
         ends = self._count_cell(rows.rect, first, q_zero, k_zero) + np.where(
             last > first, self._count_cell(rows.rect, last, q_zero, k_zero), 0
         )
@@ -218,7 +218,7 @@ class BandGeometry:
         return total.reshape(rows.doc_stop.shape)
 
     @cached_property
-    def _whole_before(self) -> Ints:
+    def _pairs_before(self) -> Ints:
         """Visible pairs of all whole cells before each boundary."""
         assert self.boundaries is not None
         length = np.diff(self.boundaries)

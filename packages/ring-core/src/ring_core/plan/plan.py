@@ -177,13 +177,13 @@ class Plan:
         return self._work.copy()
 
     @property
-    def balance(self) -> float:
+    def imbalance(self) -> float:
         """Visible pairs of the busiest rank over the mean; 1.0 is even."""
         totals = self._work.sum(axis=0)
         return float(totals.max() / totals.mean()) if totals.any() else 1.0
 
     @property
-    def critical(self) -> float:
+    def lockstep_imbalance(self) -> float:
         """What a ring in lockstep waits for: the slowest rank of every step, over the mean rank."""
         mean = self._work.sum(axis=0).mean()
         return float(self._work.max(axis=1).sum() / mean) if mean else 1.0

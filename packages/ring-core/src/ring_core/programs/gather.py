@@ -55,7 +55,7 @@ class GatherProgram:
     own: bool
     fetches: tuple[Fetch, ...]
     items: tuple[WorkItem, ...]
-    needs: tuple[int, ...]
+    waits_for: tuple[int, ...]
     spans: tuple[Interval, ...] = field(repr=False)
     in_place: tuple[WorkItem, ...] = ()
 
@@ -143,10 +143,10 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
 def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
-    items = _joined([_moved(item, spans) for item in by_position])
+    items = _coalesced([_to_buffer(item, spans) for item in by_position])
     runs = plan.k_runs
     fetches: list[Fetch] = []
-    needs: list[int] = []
+    waits_for: list[int] = []
     done: list[Interval] = []
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
@@ -156,9 +156,9 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
-        needs.append(len(fetches))
+        waits_for.append(len(fetches))
     return GatherProgram(
-        own, tuple(fetches), tuple(items), tuple(needs), tuple(spans), tuple(in_place)
+        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place)
     )
 
 
@@ -219,7 +219,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
             yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
 
 
-def _moved(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
+def _to_buffer(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     """An item over positions as one over the columns of a buffer that holds these spans."""
     before = sum(
         span.within(Interval(0, item.k_start)).stop - span.start
@@ -229,7 +229,7 @@ def _moved(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     return replace(item, k_start=before, k_stop=before + item.k_stop - item.k_start)
 
 
-def _joined(items: Sequence[WorkItem]) -> list[WorkItem]:
+def _coalesced(items: Sequence[WorkItem]) -> list[WorkItem]:
     """Full items with a side in common as one; those that need the fewest columns come first."""
     rows: list[WorkItem] = []
     for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):

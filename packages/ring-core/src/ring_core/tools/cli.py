@@ -127,7 +127,14 @@ def _one_plan(
 
 
 def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
-    header = ("layout/strategy", "balance", "critical", "live steps", "helped", "K/V messages")
+    header = (
+        "layout/strategy",
+        "imbalance",
+        "lockstep imbalance",
+        "live steps",
+        "helped",
+        "K/V messages",
+    )
     rows: list[tuple[str, ...]] = []
     refused: list[ValueError] = []
     pairs = tuple(pairs_of(ALL_LAYOUTS))
@@ -140,7 +147,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             continue
         live = f"{plan.num_steps} of {plan.cp_size}"
         helped = sum(step.helps != "none" for step in plan.steps)
-        figures = (f"{plan.balance:.3f}", f"{plan.critical:.3f}", live, str(helped))
+        figures = (f"{plan.imbalance:.3f}", f"{plan.lockstep_imbalance:.3f}", live, str(helped))
         rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(plan))))
     if len(refused) == len(pairs):
         raise refused[0]
@@ -174,7 +181,7 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
     times = {pair: cost.time_s for pair, cost in costs.items() if isinstance(cost, Cost)}
     least = min(times, key=times.__getitem__, default="none of them")
     header = (
-        "layout/strategy", "time ms", "compute ms", "exposed ms", "balance", "live steps", "messages",
+        "layout/strategy", "time ms", "compute ms", "exposed ms", "imbalance", "live steps", "messages",
         "sent MiB", "memory MiB",
     )  # fmt: skip
     rows = [(pair, *_cost_cells(cost)) for pair, cost in costs.items()]
@@ -199,7 +206,7 @@ def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
         return (cost,)
     times = (f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s))
     sent, memory = (f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes))
-    steps = (f"{cost.balance:.3f}", str(cost.active_steps), str(cost.messages))
+    steps = (f"{cost.imbalance:.3f}", str(cost.active_steps), str(cost.messages))
     return (*times, *steps, sent, memory)
 
 

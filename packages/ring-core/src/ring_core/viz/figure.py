@@ -35,8 +35,8 @@ def draw_plan(plan: Plan, figure: Figure) -> None:
     figure.suptitle(
         f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
-        f"balance {plan.balance:.3f}, critical {plan.critical:.3f}, {plan.num_steps} of "
-        f"{plan.cp_size} steps live, {kv_messages(plan)} K/V messages a rank",
+        f"imbalance {plan.imbalance:.3f}, in lockstep {plan.lockstep_imbalance:.3f}, "
+        f"{plan.num_steps} of {plan.cp_size} steps live, {kv_messages(plan)} K/V messages per rank",
         fontsize=11,
     )
 

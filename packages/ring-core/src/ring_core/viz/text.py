@@ -135,11 +135,16 @@ def percent(share: float) -> str:
 def _summary(plan: Plan) -> list[str]:
     helped = sum(step.helps != "none" for step in plan.steps)
     lines = [
-        f"balance  {plan.balance:.3f}  the busiest rank's pairs over the mean",
-        f"critical {plan.critical:.3f}  the slowest rank's pairs, summed over steps, over the mean",
-        f"live     {plan.num_steps} of {plan.cp_size} steps",
-        f"K/V      {kv_messages(plan)} messages a rank, forward",
+        f"imbalance   {plan.imbalance:.3f}  the busiest rank's pairs over the mean",
+        (
+            f"in lockstep {plan.lockstep_imbalance:.3f}  the slowest rank's pairs, summed over "
+            f"steps, over the mean"
+        ),
+        f"live        {plan.num_steps} of {plan.cp_size} steps",
+        f"K/V         {kv_messages(plan)} messages a rank, forward",
     ]
     if helped:
-        lines.append(f"helped   {helped} steps: queries travel to idle ranks, results travel back")
+        lines.append(
+            f"helped      {helped} steps: queries travel to idle ranks, results travel back"
+        )
     return lines

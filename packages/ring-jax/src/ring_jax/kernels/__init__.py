@@ -23,7 +23,7 @@ class Selection:
     """
 
     kernels: tuple[Kernel, ...]
-    passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
     expected: Expected = UNKNOWN
 
@@ -38,7 +38,7 @@ class Selection:
         ]
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
-            for can, why in self.passed_over
+            for can, why in self.rejected
         ]
         lines += [
             f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"

@@ -37,7 +37,7 @@ def classify(
     cells = (rows.cells, columns.cells) if in_tiles is None else (None, None)
     for mine, theirs in (cells, (rows.ids, columns.ids)):
         if mine is not None and theirs is not None:
-            meets, alike = _alike(_extremes(mine, block_q), _extremes(theirs, block_k))
+            meets, alike = _alike(_block_min_max(mine, block_q), _block_min_max(theirs, block_k))
             live, full = live & meets, full & alike
     if in_tiles is not None:
         live, full = live & in_tiles[0], full & in_tiles[1]
@@ -66,7 +66,7 @@ def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) 
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 
-def _extremes(numbers: Array, size: int) -> tuple[Array, Array]:
+def _block_min_max(numbers: Array, size: int) -> tuple[Array, Array]:
     """Smallest and largest of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
     numbers = jnp.atleast_2d(numbers)
     numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")

@@ -8,10 +8,10 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 from __future__ import annotations
 
 from ring_core import Plan
-from ring_jax.overlap import after, read_after, together
-from ring_jax.rank_view import StepTable, of_others, of_step
+from ring_jax.overlap import order_after, overlap, reload_after
+from ring_jax.rank_view import StepTable, remote_table, step_table
 from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
-from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, heads_first, own_message
+from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
 
 _TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
 
@@ -22,16 +22,16 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     Returns:
         The wide result, and the keys of all ranks (``None`` if no other rank's are seen).
     """
-    loop, others, mine = StepRunner.of(static, x), of_others(static.plan), _own_part(static)
-    q, own = heads_first(x.q), own_message(x)
+    loop, others, mine = StepRunner.of(static, x), remote_table(static.plan), _own_part(static)
+    q, own = to_bhtd(x.q), own_message(x)
     everyone = None if others is None else _gathered(loop, own)
     into = loop.nothing_seen(q, x.v.shape[3])
     if mine is not None:
         into = loop.attend(mine, q, own, into, fresh=True, last=others is None)
     if others is None or everyone is None:
         return into, None
-    into, arrived = together(into, everyone)
-    into = loop.attend(others, q, after(arrived, into), into, fresh=mine is None, last=True)
+    into, arrived = overlap(into, everyone)
+    into = loop.attend(others, q, order_after(arrived, into), into, fresh=mine is None, last=True)
     return into, arrived
 
 
@@ -42,8 +42,8 @@ def _backward(
 
     The others' keys come first: the sums of their gradients travel beside the own block.
     """
-    loop, others, mine = StepRunner.of(static, x), of_others(static.plan), _own_part(static)
-    q, own = heads_first(x.q), own_message(x)
+    loop, others, mine = StepRunner.of(static, x), remote_table(static.plan), _own_part(static)
+    q, own = to_bhtd(x.q), own_message(x)
     rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)
     coming: Array | None = None
@@ -51,12 +51,12 @@ def _backward(
         sums = loop.zeros(everyone.kv.shape)
         rows, sums = loop.differentiate(others, q, everyone, upstream, rows, sums, fresh=True)
         coming = loop.ring.scatter(sums, _TOKENS)
-        k, v = read_after((x.k, x.v), rows.dq)  # packed anew, or the forward's is kept until now
+        k, v = reload_after((x.k, x.v), rows.dq)  # packed anew, or the forward's is kept until now
         own = own_message(x._replace(k=k, v=v))
     if mine is not None:
         rows, at_home = loop.differentiate(mine, q, own, upstream, rows, at_home, fresh=True)
     if coming is not None:
-        rows, at_home, came = together(rows, at_home, coming)
+        rows, at_home, came = overlap(rows, at_home, coming)
         at_home = at_home + came
     return Grads(rows.dq, at_home, rows.dbias)
 
@@ -69,7 +69,7 @@ def _gathered(loop: StepRunner, own: KVPayload) -> KVPayload:
 def _own_part(static: Static) -> StepTable | None:
     """The step of the own keys, unless no rank sees any of its own."""
     found = (n for n, step in enumerate(static.plan.steps) if step.shift == 0)
-    return next((of_step(static.plan, n) for n in found), None)
+    return next((step_table(static.plan, n) for n in found), None)
 
 
 def _refusals(plan: Plan) -> list[str]:
@@ -80,7 +80,7 @@ def _refusals(plan: Plan) -> list[str]:
     if plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")
         return reasons
-    others = of_others(plan)
+    others = remote_table(plan)
     if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
         reasons.append(
             f"packed documents and chunks have to lie in natural order, and in layout "

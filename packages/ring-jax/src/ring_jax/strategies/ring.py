@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ring_jax.overlap import after, read_after, together
-from ring_jax.rank_view import of_step
+from ring_jax.overlap import order_after, overlap, reload_after
+from ring_jax.rank_view import step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -17,9 +17,9 @@ from ring_jax.strategies.steps import (
     QueryGrads,
     StepRunner,
     Strategy,
-    heads_first,
     merge,
     own_message,
+    to_bhtd,
 )
 
 
@@ -30,22 +30,22 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
         The wide result, and the K/V that arrived last (``None`` if nothing travelled).
     """
     loop, stages = StepRunner.of(static, x), static.plan.forward
-    q, own = heads_first(x.q), own_message(x)
+    q, own = to_bhtd(x.q), own_message(x)
     held, into = own, loop.nothing_seen(q, x.v.shape[3])
     helping, home = loop.ship(stages[0], q), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q)
         fresh, last = stage is stages[0], following is None and home is None and helping is None
-        part = of_step(static.plan, stage.step)
+        part = step_table(static.plan, stage.step)
         into = loop.attend(part, q, held, into, fresh=fresh, last=last)
         if home is not None:
             into, home = merge(into, home), None
         if helping is not None:
             home = loop.home(part, loop.help(part, helping, own))
         if following is not None:
-            into, arriving, next_helping = together(into, arriving, next_helping)
-            arriving = after(arriving, into)
+            into, arriving, next_helping = overlap(into, arriving, next_helping)
+            arriving = order_after(arriving, into)
         held, helping = arriving, next_helping
     into = into if home is None else merge(into, home)
     return into, held if len(stages) > 1 else None
@@ -54,19 +54,19 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
 def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPayload | None) -> Grads:
     """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
     loop, stages = StepRunner.of(static, x), static.plan.backward
-    q, own = heads_first(x.q), own_message(x)
+    q, own = to_bhtd(x.q), own_message(x)
     held = own if last is None else last
     rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)  # dK/dV of the own keys
-    travelling: Array | None = None  # dK/dV on their way to the ranks ahead
+    in_flight: Array | None = None  # dK/dV on their way to the ranks ahead
     helping, returning = loop.ship(stages[0], q, upstream), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
-        part = of_step(static.plan, stage.step)
+        part = step_table(static.plan, stage.step)
         is_own = part.shift == 0
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q, upstream)
         if is_own and last is not None:  # packed anew, or the forward's is kept until now
-            k, v = read_after((x.k, x.v), rows.dq)
+            k, v = reload_after((x.k, x.v), rows.dq)
             own = own_message(x._replace(k=k, v=v))
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
         fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
@@ -76,16 +76,16 @@ def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPaylo
         if helping is not None:
             theirs, at_home = loop.help_backward(part, helping, own, at_home)
             returning = part, loop.home(part, theirs)
-        if following is not None or travelling is not None:
-            rows, dkv, arriving, next_helping, travelling = together(
-                rows, dkv, arriving, next_helping, travelling
+        if following is not None or in_flight is not None:
+            rows, dkv, arriving, next_helping, in_flight = overlap(
+                rows, dkv, arriving, next_helping, in_flight
             )
-            arriving = after(arriving, (rows, dkv))
-        dkv = dkv if travelling is None else dkv + travelling
+            arriving = order_after(arriving, (rows, dkv))
+        dkv = dkv if in_flight is None else dkv + in_flight
         if is_own:
             at_home = dkv
         else:
-            travelling = loop.hop(dkv, stage.grad_hop)
+            in_flight = loop.hop(dkv, stage.grad_hop)
         held, helping = arriving, next_helping
     rows = rows if returning is None else loop.add(rows, *returning)
     return Grads(rows.dq, at_home, rows.dbias)

@@ -1,9 +1,9 @@
 """The loop of one program on all devices: move K/V, call a kernel for each step, merge.
 
-The step program is the plan's. What overlaps is said by ties (``together``): the K/V that arrive
-for the next step are tied to the result of this step's kernel (twice, see ``after``), so that the
-compiler starts the transfer before that kernel and waits for it after. dK/dV travel one step late:
-while a step's kernel runs, the sum of the steps before is on its way.
+The step program is the plan's. What overlaps is said by data dependencies (``overlap``): the K/V
+that arrive for the next step are tied to the result of this step's kernel (twice, see
+``order_after``), so that the compiler starts the transfer before that kernel, and waits for it when
+it is done. dK/dV travel one step late: while a step's kernel runs, the sum of those before does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 
 from ring_core import Plan, Stage
 from ring_jax.collectives import Ranks
-from ring_jax.rank_view import RankView, StepTable, of_step
+from ring_jax.rank_view import RankView, StepTable, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -33,7 +33,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax.varying import axes_of, vary_alike
+from ring_jax.varying import match_varying, varying_axes
 
 
 class Strategy(NamedTuple):
@@ -64,14 +64,14 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     return AttentionState(parts[0] + parts[1], lse)
 
 
-def heads_first(x: Array) -> Array:
+def to_bhtd(x: Array) -> Array:
     """``[B, T, H, D]`` as ``[B, H, T, D]``."""
     return x.swapaxes(1, 2)
 
 
 def own_message(x: Inputs) -> KVPayload:
     """What this device's keys travel as."""
-    return KVPayload(jnp.concatenate([heads_first(x.k), heads_first(x.v)], axis=-1), x.k_ids)
+    return KVPayload(jnp.concatenate([to_bhtd(x.k), to_bhtd(x.v)], axis=-1), x.k_ids)
 
 
 class QueryGrads(NamedTuple):
@@ -102,11 +102,11 @@ class StepRunner:
     def of(cls, static: Static, x: Inputs) -> StepRunner:
         """The loop of a call."""
         ring = Ranks(static.axis_name, static.plan.cp_size)
-        return cls(static, x, ring, RankView(static, x, ring.rank()), axes_of(x))
+        return cls(static, x, ring, RankView(static, x, ring.rank()), varying_axes(x))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
         """A wide accumulator."""
-        filled: Array = vary_alike(jnp.full(shape, fill, self.static.wide), self.axes)
+        filled: Array = match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
         return filled
 
     def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
@@ -160,7 +160,7 @@ class StepRunner:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
-        part = of_step(self.static.plan, stage.step)
+        part = step_table(self.static.plan, stage.step)
         queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
         upstream = None if upstream is None else upstream._replace(out=None)
         return self.ring.move(RemoteBlock(queries, upstream), part.shift, part.helpers)

@@ -21,7 +21,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class Relayout:
     """Which rows go where: ``received[after]`` of what ``sent[before]`` brings.
 
     Attributes:
@@ -43,14 +43,14 @@ class Moves:
         moved: Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
         return moved.reshape(x.shape)
 
-    def back(self) -> Moves:
+    def back(self) -> Relayout:
         """The moves that undo these."""
-        return Moves(
+        return Relayout(
             self.ring, self.after.argsort(), self.received, self.sent, self.before.argsort()
         )
 
 
-def moves_between(ring: Ranks, source: Ints, target: Ints, device: torch.device) -> Moves:
+def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.device) -> Relayout:
     """The moves from one order to another.
 
     Args:
@@ -69,7 +69,7 @@ def moves_between(ring: Ranks, source: Ints, target: Ints, device: torch.device)
     before = np.argsort(to, kind="stable")
     counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, come))
     sent, received = (tuple(count) for count in counts)
-    return Moves(ring, torch.as_tensor(before, device=device), sent, received,
+    return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class _Move(torch.autograd.Function):
     """One all-to-all; the gradient goes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Moves, guard: Guard) -> Tensor:
+    def forward(ctx: Any, x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
         """Send the rows."""
         ctx.moves, ctx.guard = moves, guard
         return _move(x, moves, guard)
@@ -97,7 +97,7 @@ class _Move(torch.autograd.Function):
         return _move(grad, ctx.moves.back(), ctx.guard), None, None
 
 
-def _move(x: Tensor, moves: Moves, guard: Guard) -> Tensor:
+def _move(x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
     with guard(), naming(others(moves.ring)):

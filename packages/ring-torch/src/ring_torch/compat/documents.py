@@ -16,7 +16,7 @@ from ring_core import Layout, LayoutName, UnsupportedError
 from ring_torch.call import Call
 from ring_torch.comm.handshake import CallSignature, agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.comm.relayout import Ints, Moves, moves_between
+from ring_torch.comm.relayout import Ints, Relayout, relayout_between
 from ring_torch.compat.call import Options, checked, returned, run
 from ring_torch.records import Inputs
 
@@ -196,12 +196,14 @@ def check_slopes(slopes: Tensor | None, documents: int) -> None:
 @lru_cache(maxsize=16)
 def _moves(
     ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
-) -> Moves:
+) -> Relayout:
     """From every document split by the layout to the whole pack split by it; once a pack."""
     seq_len = ring.size * offsets[-1]
     pack = Layout(layout, seq_len, ring.size)
     target = np.stack([pack.positions(rank) for rank in range(ring.size)])
-    return moves_between(ring, positions_in_documents(layout, offsets, ring.size), target, device)
+    return relayout_between(
+        ring, positions_in_documents(layout, offsets, ring.size), target, device
+    )
 
 
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:

@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
     stop: int
 
 
-class SliceStart(int):
+class DocumentSlice(int):
     """The start of a slice of keys, which remembers all documents.
 
     A rank's own offsets do not say where documents of other ranks begin, and a plan, which is the
@@ -75,7 +75,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         torch.tensor(offsets, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         for offsets in (prepared.cu_seqlens_q, prepared.cu_seqlens_k)
     )
-    at = SliceStart(start)
+    at = DocumentSlice(start)
     at.prepared, at.tensors = prepared, ((q, _version(q)), (k, _version(k)))
     longest_q, longest_k = _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k)
     return q, k, longest_q, longest_k, slice(at, prepared.stop)
@@ -208,7 +208,7 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
         )
 
 
-def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> SliceStart:
+def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> DocumentSlice:
     """The start of a slice that was prepared for this call.
 
     Raises:
@@ -216,7 +216,7 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> SliceS
         UnsupportedError: It was made by other means.
     """
     at = local_k_slice.start if isinstance(local_k_slice, slice) else None
-    if not isinstance(at, SliceStart):
+    if not isinstance(at, DocumentSlice):
         raise UnsupportedError(
             f"local_k_slice={local_k_slice!r} does not say where documents of other ranks begin; "
             f"pass the one that ring_torch.compat.llama3_flash_attn_prepare_cu_seqlens returns"

@@ -43,7 +43,7 @@ class Selection:
     """The kernel of a call, why not others, and how long those that can should take."""
 
     kernel: Kernel
-    passed_over: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
     expected: Expected = UNKNOWN
     has_predicate: bool = False
 
@@ -55,7 +55,7 @@ class Selection:
             lines.append(f"  a predicate that is new to it: {_compiling(self.kernel)}")
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
-            for can, why in self.passed_over
+            for can, why in self.rejected
         ]
         return "\n".join(lines)
 
@@ -86,8 +86,8 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Selection:
     times = expected(cases, request, plan, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
     slower = [kernel.capabilities for kernel in able if kernel is not chosen]
-    passed_over = (*((can, (times.time(can.name),)) for can in slower), *refused)
-    return Selection(chosen, passed_over, times, has_predicate)
+    rejected = (*((can, (times.time(can.name),)) for can in slower), *refused)
+    return Selection(chosen, rejected, times, has_predicate)
 
 
 def _sorted_out(
@@ -151,15 +151,17 @@ def _named(config: KernelConfig, request: Request, plan: Plan) -> Kernel:
     require(kernel.capabilities, request, plan, others=here)
     if absent := _absence(kernel, request):
         raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
-    if misfits := _misfits(kernel, config, request, plan):
-        raise UnsupportedError(f"kernel {name!r}: {'; '.join(misfits)}. Instead: use kernel='auto'")
+    if config_refusals := _misfits(kernel, config, request, plan):
+        raise UnsupportedError(
+            f"kernel {name!r}: {'; '.join(config_refusals)}. Instead: use kernel='auto'"
+        )
     return kernel
 
 
 def _misfits(kernel: Kernel, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
     """What a call's settings ask of a kernel that it cannot do on this machine."""
     if isinstance(kernel, TritonKernel | FlashKernel):
-        return kernel.misfits(config, request, plan)
+        return kernel.config_refusals(config, request, plan)
     return ()
 
 

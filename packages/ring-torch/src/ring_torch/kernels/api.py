@@ -32,11 +32,11 @@ class SplitBackward(Protocol):
     inside each of its tiles of keys.
     """
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
         ...
 
-    def add_sums(
+    def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 from ring_core.triton.tile_sizes import Flags, parts_of_tiles
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 
 Kinds = npt.NDArray[np.int8]
 FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
@@ -76,19 +76,19 @@ def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
 
 
 def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
-    q_min, q_max = (x[:, :, None] for x in _extremes(segments[0], grid.block_q))
-    k_min, k_max = (x[:, None, :] for x in _extremes(segments[1], grid.block_k))
+    q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
+    k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
     alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
     return torch.where(meets, torch.where(alike, kinds, kinds.clamp(max=PARTIAL)), EMPTY)
 
 
-@cached_tensors(maxsize=32)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=32)  # of a long sequence each takes megabytes
 def _without_segments(item: WorkItem, grid: Grid) -> BlockIndex:
     return _listed(kinds_on(item, grid), grid)
 
 
-@cached_tensors(maxsize=32)
+@capture_safe_cache(maxsize=32)
 def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
     """The kinds of an item's blocks but for segment ids, int8 ``[1, I, J]``."""
     kinds = _in_band(item, grid.block_q, grid.block_k)
@@ -185,7 +185,7 @@ def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Fla
     return parts_of_tiles(geometry.tiles[0], rows, columns)
 
 
-def _extremes(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest id of each block of ``[B, n]``, ``[B, blocks]``."""
     more = -ids.shape[1] % size
     if more:

@@ -20,7 +20,7 @@ _WIDE_FROM = 91900  # cuDNN's version
 class Cudnn:
     """Torch's operators for it; whole and square causal blocks, as they take no window."""
 
-    drops_right = False
+    clips_right_window = False
 
     def unavailable_reason(self) -> str | None:
         """A GPU before Ampere, or a torch without cuDNN."""

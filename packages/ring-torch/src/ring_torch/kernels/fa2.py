@@ -25,7 +25,7 @@ from ring_torch.records import AttentionState
 class Flash2:
     """The functions of ``flash_attn.flash_attn_interface``."""
 
-    drops_right = True
+    clips_right_window = True
 
     def unavailable_reason(self) -> str | None:
         """Not installed, of another version, or a GPU before Ampere."""

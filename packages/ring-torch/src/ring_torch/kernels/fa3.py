@@ -24,7 +24,7 @@ from ring_torch.records import AttentionState
 class Flash3:
     """The functions of ``flash_attn_interface``."""
 
-    drops_right = False
+    clips_right_window = False
 
     def unavailable_reason(self) -> str | None:
         """Not installed, or a GPU it has no kernels for."""

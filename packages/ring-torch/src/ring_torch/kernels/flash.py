@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import SplitBackward
 from ring_torch.kernels.flash_library import (
     Documents,
@@ -73,7 +73,9 @@ class FlashKernel:
         """Why it cannot run on this machine; ``None`` if it can."""
         return self.flash.unavailable_reason()
 
-    def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+    def config_refusals(
+        self, config: KernelConfig, request: Request, plan: Plan
+    ) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
         del config
         dims = request.head_dim, request.v_head_dim
@@ -205,7 +207,7 @@ class FlashKernel:
     def _drops(self, window: Window, queries: int, keys: int) -> bool:
         left, right = window
         beyond = left is not None if right is None else right >= keys
-        return self.flash.drops_right and beyond and queries > keys
+        return self.flash.clips_right_window and beyond and queries > keys
 
     def _attend_each(
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
@@ -284,7 +286,7 @@ def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
     return lse.masked_fill_(odd, torch.nan)
 
 
-@cached_tensors(maxsize=256)
+@capture_safe_cache(maxsize=256)
 def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
     """Which rows of an item of several documents see nothing, ``[n]``; ``None`` if none are."""
     first, stop = item.seen
@@ -327,7 +329,7 @@ def _with_mods(
     return options._replace(window=window, mods=mods)
 
 
-@cached_tensors(maxsize=256)
+@capture_safe_cache(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """The documents of an item, once for each sequence of a batch."""
     assert item.cu_q is not None and item.cu_k is not None

@@ -97,7 +97,7 @@ class Flash(Protocol):
     """
 
     @property
-    def drops_right(self) -> bool:
+    def clips_right_window(self) -> bool:
         """Whether a window is changed on the right where there are more queries than keys.
 
         FlashAttention-2 takes a right side that is no less than the number of keys, or none beside

@@ -95,7 +95,7 @@ class CpuFlashKernel(KernelBase):
 class Flash:
     """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
 
-    drops_right = True
+    clips_right_window = True
 
     def unavailable_reason(self) -> str | None:
         """A GPU before Ampere."""

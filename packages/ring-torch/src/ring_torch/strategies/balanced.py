@@ -15,7 +15,7 @@ from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import QueryBlock
 
 
-class Shipment(NamedTuple):
+class QueryChunk(NamedTuple):
     """What arrives at a helper: the tensors of the rows of each piece of an item."""
 
     transfer: Transfer
@@ -47,34 +47,34 @@ class RemoteQueries:
         self._ahead = iter(
             [(s.step, n) for s in self.stages if s.helps for n in range(HELP_PIECES)]
         )
-        self._underway: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
-        self._coming = self._ship()
+        self._in_flight: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self._next_chunk = self._send_queries()
 
     def help(
         self, step: int, compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]]
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
         for piece in range(HELP_PIECES):
-            shipment, self._coming = self._coming, Shipment(DONE, [])
+            shipment, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
             shipment.transfer.wait()
-            self._coming = self._ship()
+            self._next_chunk = self._send_queries()
             results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
             self.collect()
-            self._send_home(step, piece, results)
+            self._return_results(step, piece, results)
 
     def collect(self) -> None:
         """Wait for results sent home, and add each in its place."""
-        for transfer, expected in self._underway:
+        for transfer, expected in self._in_flight:
             transfer.wait()
             for rows, tensors in expected:
                 self.add(rows, tensors)
-        self._underway.clear()
+        self._in_flight.clear()
 
-    def _ship(self) -> Shipment:
+    def _send_queries(self) -> QueryChunk:
         """Start sending the next piece that others compute, and receiving the next one to do."""
         following = next(self._ahead, None)
         if following is None:
-            return Shipment(DONE, [])
+            return QueryChunk(DONE, [])
         step, piece = following
         ring, plan = self.call.ring, self.call.plan
         helper = ring.ahead(plan.steps[step].shift)
@@ -83,9 +83,9 @@ class RemoteQueries:
         others = [item for item in plan.items(ring.rank, step) if item.q_rank != ring.rank]
         arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
-        return Shipment(ring.start(sends, receives), arriving)
+        return QueryChunk(ring.start(sends, receives), arriving)
 
-    def _send_home(
+    def _return_results(
         self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own."""
@@ -97,7 +97,7 @@ class RemoteQueries:
             [(x, owner) for owner, tensors in results for x in tensors],
             [(x, helper) for _, tensors in expected for x in tensors],
         )
-        self._underway.append((transfer, expected))
+        self._in_flight.append((transfer, expected))
 
 
 def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:

@@ -107,18 +107,18 @@ def ask_peers(ring: Ranks) -> tuple[str, ...]:
     """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return ()
-    from ring_torch.transports.symm_buffer import window_of
+    from ring_torch.transports.symm_buffer import symm_buffer_of
 
-    return window_of(ring).refusals
+    return symm_buffer_of(ring).refusals
 
 
 def _known(ring: Ranks) -> tuple[str, ...] | None:
     """The same, or ``None`` if they have not talked yet."""
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return ()
-    from ring_torch.transports.symm_buffer import known_window
+    from ring_torch.transports.symm_buffer import known_buffer
 
-    window = known_window(ring)
+    window = known_buffer(ring)
     return None if window is None else window.refusals
 
 

@@ -31,7 +31,7 @@ from ring_torch.records import (
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV
-from ring_torch.transports.p2p import add_landed
+from ring_torch.transports.p2p import add_staged
 
 
 @dataclass(frozen=True)
@@ -78,31 +78,33 @@ class Gather:
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
-        room = session.accumulators(gather, sums, zero=sums.by_head or len(items) == 0)
+        room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
         shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (
             torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
             for x in (inputs.k, inputs.v)
         )
-        travelling: list[list[PendingGrads]] = [[] for _ in range(groups)]
+        in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         home: list[Tensor | None] = []
 
         def finish(n: int) -> None:
             places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
-            _come_home(call, gather, sums, (room[n], home[n]), travelling[n], places)
+            _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
 
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
             part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
-            for some, early, beside in _launches(items, self.groups, last=n + 1 == groups):
+            for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
                 work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
                 _differentiate(call, work, *part, sums, room[n], gather.length)
-                sent = session.return_grads(gather, sums, room[n], n, early=early, beside=beside)
-                travelling[n].append(sent)
+                sent = session.return_grads(
+                    gather, sums, room[n], n, early=early, overlapped=overlapped
+                )
+                in_flight[n].append(sent)
             in_place = _in_place(call, gather, inputs, n, groups)
-            home.append(_back_in_place(call, in_place, *part, sums))
+            home.append(_differentiate_in_place(call, in_place, *part, sums))
             if n > 0:
                 finish(n - 1)
         finish(groups - 1)
@@ -134,10 +136,10 @@ def _attend(
     The result is in ``whole``, unless a kernel's is wider, to be rounded at the end.
     """
     work = [(*each, 0) for each in in_place]
-    work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
-    for keys, item, needs in work:
-        if needs > 0:
-            arriving.wait(needs)
+    work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
+    for keys, item, waits_for in work:
+        if waits_for > 0:
+            arriving.wait(waits_for)
         if rows.q.shape[0] == 0:
             break
         part = rows.take(item.q_slice), keys.take(item.k_slice)
@@ -161,7 +163,7 @@ def _launches(
     return [(items, None, not last)]
 
 
-def _back_in_place(
+def _differentiate_in_place(
     call: Call, in_place: Sequence[tuple[KeyBlock, WorkItem]], rows: QueryBlock, upstream: BackwardInputs,
     row_grads: QueryGrads, sums: KeyGradBuffer,
 ) -> Tensor | None:  # fmt: skip
@@ -187,8 +189,8 @@ def _differentiate(
     for columns, item, fresh in work:
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         into = row_grads.take(item.q_slice), sums.of(grads, length, item.k_slice)
-        if sums.by_head and call.kernel.parts is not None:
-            call.kernel.parts.add_sums(*part, item, call.params, into[0].dq, into[1])
+        if sums.head_major and call.kernel.parts is not None:
+            call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
         else:
             result = call.kernel.gradients(*part, item, call.params, into[0].dq)
             _put_rows(result, into[0])
@@ -214,9 +216,9 @@ def _keys_by_group(
         yield from (columns.share(n, cuts) for n in range(cuts))
 
 
-def _come_home(
+def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
-    travelling: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
+    in_flight: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Add what comes home to the own sums, and round them into dK and dV.
 
@@ -231,7 +233,7 @@ def _come_home(
     if home is not None:
         for one in own:
             places_at_home = sums.parts(home, keys.length, one.source)
-            add_landed(places_at_home, [sums.parts(grads, length, one.target)])
+            add_staged(places_at_home, [sums.parts(grads, length, one.target)])
         grads, own, length = home, [_all(keys)], keys.length
 
     def where(source: slice) -> slice:
@@ -239,12 +241,12 @@ def _come_home(
         by = one.target.start - one.source.start
         return slice(source.start + by, source.stop + by)
 
-    for returning in travelling:
+    for returning in in_flight:
         returning.add_to(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
         into = places[0][:, one.source], places[1][:, one.source]
-        if sums.by_head and call.kernel.parts is not None:
+        if sums.head_major and call.kernel.parts is not None:
             call.kernel.parts.round(mine, into, call.params)
         else:
             for place, x in zip(into, mine, strict=True):
@@ -260,8 +262,8 @@ def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
     """By head where the kernel has a backward by parts that can run this call."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
-    by_head = parts is not None and banded and parts.can_sum(call.plan, q, k, v, call.params)
-    return KeyGradBuffer(keys, by_head)
+    head_major = parts is not None and banded and parts.applies(call.plan, q, k, v, call.params)
+    return KeyGradBuffer(keys, head_major)
 
 
 def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:

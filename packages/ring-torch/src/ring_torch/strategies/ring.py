@@ -169,33 +169,33 @@ class RotatingKeyGrads:
         self._call = call
         self._packing = packing
         self._home: Tensor | None = None
-        self._computing: Tensor | None = None
+        self._current: Tensor | None = None
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
         """Accumulators of the own keys, or of the kv ones; zero when first asked for."""
-        buffer = self._home if home else self._computing
+        buffer = self._home if home else self._current
         if buffer is None:
             buffer = self._packing.buffer(self._call.device).zero_()
             if home:
                 self._home = buffer
             else:
-                self._computing = buffer
+                self._current = buffer
         dk, dv = self._packing.views(buffer)
         return KeyGrads(dk, dv)
 
     def hop(self, hop: int | None, *, home: bool) -> None:
         """Add what arrived to what was computed, and start key_grads the sum on."""
         self._transfer.wait()
-        computed, arrived = self._home if home else self._computing, self._arriving
+        computed, arrived = self._home if home else self._current, self._arriving
         if computed is None or arrived is None:
             total = computed if arrived is None else arrived
         else:
             acc_dtype = self._call.acc_dtype
             computed.view(acc_dtype).add_(arrived.view(acc_dtype))
             total = computed
-        self._computing, self._arriving, self._transfer = None, None, DONE
+        self._current, self._arriving, self._transfer = None, None, DONE
         if home:
             self._home = total
         if hop is None:

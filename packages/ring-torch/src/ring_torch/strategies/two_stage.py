@@ -41,9 +41,9 @@ class TwoStageGather:
         into = empty_state(rows.q, inputs.v.shape[3])
         own = call.columns(rank, keys_of(inputs))
         work = [(own, item, 0) for item in call.plan.items(rank, 0)]
-        work += [(columns, *each) for each in zip(gather.items, gather.needs, strict=True)]
-        for keys, item, needs in work:
-            arriving.wait(needs)
+        work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
+        for keys, item, waits_for in work:
+            arriving.wait(waits_for)
             if rows.q.shape[0] > 0:
                 part = rows.take(item.q_slice), keys.take(item.k_slice)
                 call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
@@ -56,7 +56,7 @@ class TwoStageGather:
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
         plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
         gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
-        sums = KeyGradBuffer(keys, by_head=False)
+        sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
         (arriving,) = session.fetch(gather, inputs)
@@ -72,7 +72,7 @@ class TwoStageGather:
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        returning = session.return_grads(gather, sums, others, 0, beside=True)
+        returning = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, 0):
             own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ring_core import Plan, Request, StrategyName, UnsupportedError
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Saved, Shapes
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, others
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
@@ -157,7 +157,7 @@ class Orders(NamedTuple):
     natural: Tensor | None
 
 
-@cached_tensors(maxsize=64)
+@capture_safe_cache(maxsize=64)
 def _orders(plan: Plan, keys: bool, device: torch.device) -> Orders:
     """Of a plan's queries, or keys."""
     positions = plan.k_positions if keys else plan.positions

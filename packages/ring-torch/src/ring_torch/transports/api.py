@@ -74,13 +74,13 @@ class GatherSession(Protocol):
         ...
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start sending a group's sums to the ranks the keys belong to.
 
         All of them, or those that :meth:`ring_core.GatherProgram.is_early`, or then the others.
-        ``beside`` says that kernels go on meanwhile, and are not to be held up.
+        ``overlapped`` says that kernels go on meanwhile, and are not to be held up.
         """
         ...
 

@@ -80,7 +80,7 @@ def clear(place: Place, room: Tensor, *, zero: bool) -> None:
     )  # fmt: skip
 
 
-def add_peers(place: Place, digest: int, table: Tensor, total: Tensor) -> None:
+def reduce_from_peers(place: Place, digest: int, table: Tensor, total: Tensor) -> None:
     """Let peers read what was put, and add theirs.
 
     Args:
@@ -120,7 +120,7 @@ def _await_readers(header, ranks, patience):
 
 
 @triton.jit
-def _announce(headers, digest, rank, ranks, number):
+def _signal_peers(headers, digest, rank, ranks, number):
     """Tell all ranks that this one has put its part."""
     for peer in range(ranks):
         theirs = tl.load(headers + peer).to(tl.pointer_type(tl.int64)) + 8 + 2 * rank
@@ -139,7 +139,7 @@ def _await_all(header, digest, ranks, number, patience):
 
 
 @triton.jit
-def _leave(headers, header, rank, ranks, number):
+def _finish(headers, header, rank, ranks, number):
     """Count a program that has read all it had to; the last one tells all ranks."""
     tl.debug_barrier()
     before = tl.atomic_add(header + 1, 1, sem="acq_rel", scope="gpu")
@@ -177,7 +177,7 @@ def _exchange_keys(
     before = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     if before == programs - 1:
-        _announce(headers, digest, rank, ranks, number)
+        _signal_peers(headers, digest, rank, ranks, number)
     _await_all(header, digest, ranks, number, patience)
     at = tl.arange(0, WORDS)
     for chunk in range(tl.program_id(0), chunks, programs):
@@ -186,7 +186,7 @@ def _exchange_keys(
         place = tl.multiple_of((target + tl.load(piece + 1)).to(tl.pointer_type(tl.int64)), 16)
         inside = at < tl.multiple_of(tl.load(piece + 2) // 8, 2)
         tl.store(place + at, tl.load(source + at, mask=inside), mask=inside)
-    _leave(headers, header, rank, ranks, number)
+    _finish(headers, header, rank, ranks, number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,7 +206,7 @@ def _add_peers(
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
     if tl.program_id(0) == 0:
-        _announce(headers, digest, rank, ranks, number)
+        _signal_peers(headers, digest, rank, ranks, number)
     _await_all(header, digest, ranks, number, patience)
     at = tl.arange(0, NUMBERS)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
@@ -220,4 +220,4 @@ def _add_peers(
             theirs = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
             x += tl.load(theirs + at, mask=at < tl.where(address == 0, 0, size), other=0.0)
         tl.store(place, x, mask=inside)
-    _leave(headers, header, rank, ranks, number)
+    _finish(headers, header, rank, ranks, number)

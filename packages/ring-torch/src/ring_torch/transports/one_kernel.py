@@ -183,11 +183,11 @@ class OneKernel:
         return [room]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """All gradients go at the end."""
-        del grads, group, beside
+        del grads, group, overlapped
         if early:
             return PendingGrads(lambda _total, _length, _where: None)
         return PendingGrads(lambda *total: self._add(gather, sums, *total))
@@ -195,18 +195,18 @@ class OneKernel:
     def _add(
         self, gather: GatherProgram, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
     ) -> None:
-        from ring_torch.transports.exchange_kernel import add_peers
+        from ring_torch.transports.exchange_kernel import reduce_from_peers
 
-        asked = requests_to(self.spec, own=gather.own)
-        spans = _apart([one for _, one in asked])
+        requests = requests_to(self.spec, own=gather.own)
+        spans = _apart([one for _, one in requests])
         starts = [where(span).start for span in spans]
         parts = max(self.spec.ranks.size - 1, 1)
         pairs = list(zip(spans, starts, strict=True))
         table = self.meeting.table(
             (gather, sums, length, tuple(starts)), 2 + parts,
-            lambda: self._sums_of_peers(asked, sums, length, pairs, parts),
+            lambda: self._sums_of_peers(requests, sums, length, pairs, parts),
         )  # fmt: skip
-        add_peers(self.place, self.digest, table, total)
+        reduce_from_peers(self.place, self.digest, table, total)
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """What :func:`exchange_keys` fetches."""
@@ -224,10 +224,10 @@ class OneKernel:
         return _mixed(list(rows.values()))
 
     def _sums_of_peers(
-        self, asked: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
+        self, requests: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
         spans: Sequence[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
-        """What :func:`add_peers` adds, with as many addresses a row."""
+        """What :func:`reduce_from_peers` adds, with as many addresses a row."""
         from ring_torch.transports.exchange_kernel import NUMBERS
 
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
@@ -235,7 +235,7 @@ class OneKernel:
         for span, start in spans:
             tokens = span.stop - span.start
             theirs = []
-            for peer, one in asked:
+            for peer, one in requests:
                 if one.source.start <= span.start and span.stop <= one.source.stop:
                     theirs_length = gather_program(self.spec.plan, peer).length
                     first = one.target.start + span.start - one.source.start

@@ -49,8 +49,8 @@ class Messages:
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
-        asked = requests_to(self.spec, own=gather.own)
-        sends = [(x[:, one.source].contiguous(), peer) for peer, one in asked for x in own]
+        requests = requests_to(self.spec, own=gather.own)
+        sends = [(x[:, one.source].contiguous(), peer) for peer, one in requests for x in own]
         places = [
             (x[:, one.target], one.rank)
             for one in gather.fetches
@@ -58,8 +58,8 @@ class Messages:
             for x in tensors
         ]
         receives = [(_landing(place), peer) for place, peer in places]
-        landed = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
-        pending = [(ring.start(sends, receives), landed)]
+        staged = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
+        pending = [(ring.start(sends, receives), staged)]
 
         def wait(fetches: int | None) -> None:
             if fetches == 0:
@@ -82,11 +82,11 @@ class Messages:
         return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """The messages of :meth:`fetch`, turned round."""
-        del group, beside  # messages are told apart by their order, and never hold up kernels
+        del group, overlapped  # messages are told apart by their order, and never hold up kernels
         ring = self.spec.ranks
         sends = [
             (part.contiguous(), one.rank)
@@ -94,17 +94,19 @@ class Messages:
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        asked = requests_to(self.spec, own=gather.own, early=early)
-        landed = [landing(sums, grads, one) for _, one in asked]
+        requests = requests_to(self.spec, own=gather.own, early=early)
+        staged = [staging(sums, grads, one) for _, one in requests]
         receives = [
-            (part, peer) for (peer, _), parts in zip(asked, landed, strict=True) for part in parts
+            (part, peer)
+            for (peer, _), parts in zip(requests, staged, strict=True)
+            for part in parts
         ]
         transfer = ring.start(sends, receives)
 
         def add_to(total: Tensor, length: int, where: Where) -> None:
             transfer.wait()
-            for (_, one), came in zip(asked, landed, strict=True):
-                add_landed(sums.parts(total, length, where(one.source)), [came])
+            for (_, one), came in zip(requests, staged, strict=True):
+                add_staged(sums.parts(total, length, where(one.source)), [came])
 
         return PendingGrads(add_to)
 
@@ -150,13 +152,13 @@ def _landing(place: Tensor) -> Tensor:
     return place if place.is_contiguous() else torch.empty_like(place)
 
 
-def landing(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
+def staging(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
     """Room for the sums that come home of what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
-def add_landed(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
+def add_staged(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
     """Add what came home from several ranks to the sums it belongs to."""
     for place, parts in zip(places, zip(*came, strict=True), strict=True):
         if place.is_cuda and place.dtype == torch.float32 and has_triton():

@@ -27,8 +27,8 @@ from ring_torch.transports.api import (
     Where,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-from ring_torch.transports.p2p import add_landed, landing, requests_to, spans_of
-from ring_torch.transports.symm_buffer import Window, restored, window_of
+from ring_torch.transports.p2p import add_staged, requests_to, spans_of, staging
+from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
@@ -44,7 +44,7 @@ class PeerCopies:
     """
 
     spec: SessionSpec
-    window: Window
+    window: SymmBuffer
     room: int  # bytes for the sums of a group's gradients
     digest: int  # what tells this pass of this call from any other
 
@@ -57,32 +57,32 @@ class PeerCopies:
         window, keys, groups = self.window, self.spec.keys, self.spec.groups
         message, rank = keys.message, self.spec.ranks.rank
         every, in_window = range(groups), groups > 1
-        asked = [one for _, one in requests_to(self.spec, own=gather.own)]
-        spans = spans_of([*asked, *(x for x in gather.fetches if in_window and x.rank == rank)])
+        requests = [one for _, one in requests_to(self.spec, own=gather.own)]
+        spans = spans_of([*requests, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
             [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
         ]
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
-        with restored(main):
+        with on_stream(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
-            window.wait_free()
+            window.wait_reusable()
             for n, span in product(every, spans):
                 places = [x[:, span] for x in own[n]]
                 keys.write(places, inputs.share(n, groups), span)
-            met = window.meet_as(self.digest)
+            met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         begun: list[PendingKV] = []
         copied: list[Done] = []
         for n in every:
-            with restored(main):
+            with on_stream(main):
                 here = None if in_window else (inputs, ready)
                 done = self._pull(gather, n, tensors[n], met, here)
                 copied += done
                 if n + 1 == groups:
-                    window.leave(_last(copied))
+                    window.release(_last(copied))
             begun.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
                 yield begun[n - 1]
@@ -114,7 +114,7 @@ class PeerCopies:
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[Tensor]:
         """Room in the window, where their owners will fetch them."""
-        self.window.wait_free()
+        self.window.wait_reusable()
         spec, every = self.spec, range(self.spec.groups)
         if gather.length == 0:  # nobody fetches any
             return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in every]
@@ -122,7 +122,7 @@ class PeerCopies:
         return [x.zero_() for x in room] if zero else room
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, beside: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Let the owners fetch, and fetch what is this rank's.
@@ -130,44 +130,44 @@ class PeerCopies:
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
         """
         window, plan = self.window, self.spec.plan
-        asked = requests_to(self.spec, own=gather.own, early=early)
+        requests = requests_to(self.spec, own=gather.own, early=early)
         theirs = []
-        for peer, one in asked:
+        for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
             flat = self._grads_of(peer, group, sums, length)
             theirs.append(sums.parts(flat, length, one.target))
-        copied = beside or not has_triton()
-        landed = [landing(sums, grads, one) for _, one in asked] if copied else theirs
+        copied = overlapped or not has_triton()
+        staged = [staging(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
         first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
-        with restored(main):
+        with on_stream(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
-            met = window.meet_as(self.digest) if first else window.meet()
+            met = window.barrier_with_signature(self.digest) if first else window.barrier()
             home = [(window.stream, window.stream.record_event())]
             if copied:
-                for (peer, _), places, parts in zip(asked, landed, theirs, strict=True):
+                for (peer, _), places, parts in zip(requests, staged, theirs, strict=True):
                     stream = window.copying(peer, after=met)
                     for place, part in zip(places, parts, strict=True):
                         copy(place, part)
                     home.append((stream, stream.record_event()))
             if last and copied:
-                window.leave(_last(home))
+                window.release(_last(home))
         window.join(main)
 
         def add_to(total: Tensor, length: int, where: Where) -> None:
             for event in _last(home):
                 main.wait_event(event)
             came: dict[tuple[int, int], list[list[Tensor]]] = {}
-            for (_, one), parts in zip(asked, landed, strict=True):
+            for (_, one), parts in zip(requests, staged, strict=True):
                 came.setdefault((one.source.start, one.source.stop), []).append(parts)
             for span, all_parts in came.items():
-                add_landed(sums.parts(total, length, where(slice(*span))), all_parts)
+                add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
             if last and not copied:
                 added = main.record_event()
-                with restored(main):
-                    window.leave([added])
+                with on_stream(main):
+                    window.release([added])
                 window.join(main)
 
         return PendingGrads(add_to)
@@ -194,7 +194,7 @@ def open_session(spec: SessionSpec) -> GatherSession:
     digest = signature.as_int64(spec.number, spec.seed)
     if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
         return OneKernel.of(spec, room, digest)
-    window = window_of(ranks)
+    window = symm_buffer_of(ranks)
     window.reserve(spec.groups * (keys.message.size + room))
     return PeerCopies(spec, window, room, digest)
 
@@ -203,7 +203,7 @@ def open_session(spec: SessionSpec) -> GatherSession:
 def _room(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = longest_gather(plan).length
-    return flat(KeyGradBuffer(keys, by_head=False).numel(longest), dtype).size
+    return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:

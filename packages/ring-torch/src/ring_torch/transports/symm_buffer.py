@@ -36,24 +36,24 @@ _HEADER = 64  # bytes at the start of a window: the digest of the call its keys 
 _CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each other
 
 # The window of each group: a fact about the group, which is not ours to extend.
-_windows: WeakKeyDictionary[dist.ProcessGroup, Window] = WeakKeyDictionary()
+_windows: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
 
 
-def window_of(ring: Ranks) -> Window:
+def symm_buffer_of(ring: Ranks) -> SymmBuffer:
     """A group's window; all ranks are asked when it is first wanted."""
     assert ring.group is not None
     if ring.group not in _windows:
-        _windows[ring.group] = Window(ring)
+        _windows[ring.group] = SymmBuffer(ring)
     return _windows[ring.group]
 
 
-def known_window(ring: Ranks) -> Window | None:
+def known_buffer(ring: Ranks) -> SymmBuffer | None:
     """A group's window, if its ranks have been asked."""
     return None if ring.group is None else _windows.get(ring.group)
 
 
 @dataclass
-class Window:
+class SymmBuffer:
     """A buffer of this rank's that its peers read."""
 
     ring: Ranks
@@ -96,7 +96,7 @@ class Window:
         if self.memory.reserve(size):
             self._headers = self.memory.headers()
 
-    def meet_as(self, digest: int) -> torch.cuda.Event:
+    def barrier_with_signature(self, digest: int) -> torch.cuda.Event:
         """A barrier of all ranks on the current stream, and after it proof that they mean the same.
 
         A peer that does not come in time, or comes with another call, ends the process's kernels
@@ -110,7 +110,7 @@ class Window:
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
         return met
 
-    def meet(self) -> torch.cuda.Event:
+    def barrier(self) -> torch.cuda.Event:
         """Another barrier of a pass, whose ranks have met before."""
         self._barrier()
         met: torch.cuda.Event = self.stream.record_event()
@@ -123,7 +123,7 @@ class Window:
         torch.cuda.set_stream(stream)
         return stream
 
-    def leave(self, after: Sequence[torch.cuda.Event]) -> None:
+    def release(self, after: Sequence[torch.cuda.Event]) -> None:
         """All have read once these have happened: whoever writes next may."""
         torch.cuda.set_stream(self.stream)
         for event in after:
@@ -143,7 +143,7 @@ class Window:
         if self._left is not None and is_capturing():
             stream.wait_event(self._left)
 
-    def wait_free(self) -> None:
+    def wait_reusable(self) -> None:
         """Let the current stream wait until all have read what the passes before put here."""
         if is_capturing():
             self._barrier()
@@ -153,7 +153,7 @@ class Window:
 
 
 @contextmanager
-def restored(stream: torch.cuda.Stream) -> Iterator[None]:
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Go back to a stream at the end, whatever happens: cheaper than a context for each."""
     try:
         yield

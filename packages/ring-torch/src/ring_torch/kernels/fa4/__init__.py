@@ -25,7 +25,7 @@ _COUNTS_PACKED = "4.0.0b36"  # the version whose backward does (_fa4_options._pa
 class Flash4:
     """The functions of ``flash_attn.cute.interface``, and what they compiled for calls so far."""
 
-    drops_right = False
+    clips_right_window = False
 
     def __init__(self) -> None:
         self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, PARTIAL, WorkItem
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import Grid, kinds_on
 
 _INNER = 32  # blocks that a program looks at, at a time
@@ -57,7 +57,7 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
     return BlockLists(counts[0], blocks[0], counts[1], blocks[1])
 
 
-@cached_tensors(maxsize=64)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
 def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
     kinds = kinds_on(item, grid)
     if grid.by_columns:

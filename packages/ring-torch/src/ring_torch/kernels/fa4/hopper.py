@@ -41,13 +41,13 @@ class Compiled(NamedTuple):
 class HopperSplitBackward:
     """See :class:`ring_torch.kernels.api.SplitBackward`."""
 
-    def can_sum(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
         return fits and plain and _is_hopper(q.device) and _is_tiled(plan)
 
-    def add_sums(
+    def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip

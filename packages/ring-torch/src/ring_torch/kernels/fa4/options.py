@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.masks.expression import Expression, expression_of
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
 from ring_torch.kernels.flash_library import Mods, Options, Pass
 
@@ -209,7 +209,7 @@ def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
     return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
 
 
-@cached_tensors(maxsize=32)
+@capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
     assert geometry.tiles is not None
@@ -221,7 +221,7 @@ def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Te
     return torch.tensor(np.concatenate([tiles, two]).view(np.int32), device=device)
 
 
-@cached_tensors(maxsize=256)
+@capture_safe_cache(maxsize=256)
 def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
     """The number of each tile of an item, int32, whose last two are those of :func:`_bits`.
 

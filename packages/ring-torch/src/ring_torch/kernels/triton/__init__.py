@@ -53,7 +53,9 @@ class TritonKernel(KernelBase):
             return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
         return None
 
-    def misfits(self, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+    def config_refusals(
+        self, config: KernelConfig, request: Request, plan: Plan
+    ) -> tuple[str, ...]:
         """What the settings of a call, or its predicate, ask of it that it cannot do here."""
         reasons = []
         if config.fused_backward and request.deterministic:

@@ -16,7 +16,7 @@ from ring_core import BlockGeometry, KernelConfig, WorkItem
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass
 from ring_core.triton.tile_sizes import choose_blocks, heads_together, padded, stages_that_fit
-from ring_torch.capture import cached_tensors
+from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, tile_numbers, visits
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
@@ -264,14 +264,14 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return found
 
 
-@cached_tensors(maxsize=1024)
+@capture_safe_cache(maxsize=1024)
 def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
     """What an item shows, int32 ``[1, 6]``: rows, columns, and the band from their corner."""
     band = [-FAR if lo is None else lo, FAR if hi is None else hi]
     return torch.tensor([[0, q_len, 0, k_len, *band]], dtype=torch.int32, device=device)
 
 
-@cached_tensors(maxsize=256)
+@capture_safe_cache(maxsize=256)
 def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
     """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
     assert item.cu_q is not None and item.cu_k is not None
@@ -280,14 +280,14 @@ def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
     return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
 
 
-@cached_tensors(maxsize=32)
+@capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
     assert geometry.tiles is not None
     return torch.tensor(geometry.tiles[0].view(np.int32), device=device)
 
 
-@cached_tensors(maxsize=256)
+@capture_safe_cache(maxsize=256)
 def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
     """Which of them lies where in an item."""
     return torch.as_tensor(tile_numbers(item, geometry), device=device)
