@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_core import Mask
 from ring_torch import prepare, ring_attention
+from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.strategies.ring import Ring
 
@@ -81,3 +82,25 @@ def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     ring_attention(x, x, x, causal=True, kernel="eager").sum().backward()
     assert [name for name in launched if name in {"attend", "gradients"}] == ["attend", "gradients"]
+
+
+def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for where it is returned, by functions of other libraries, too."""
+    attend, asked = EagerKernel.attend, list[bool]()
+
+    def careless(self: EagerKernel, *args: Any) -> Any:
+        found, params = attend(self, *args), args[3]
+        asked.append(params.needs_lse)
+        return found if params.needs_lse else found._replace(lse=found.lse.fill_(torch.nan))
+
+    monkeypatch.setattr(EagerKernel, "attend", careless)
+    x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16)
+    call: Any = ring_attention
+    out, lse = call(x, x, x, causal=True, kernel="eager", return_lse=True)
+    assert torch.equal(call(x, x, x, causal=True, kernel="eager"), out)
+    theirs, their_lse, _ = zigzag_ring_flash_attn_func(x, x, x, causal=True, return_attn_probs=True)
+    assert torch.equal(theirs, out) and torch.equal(their_lse, lse)
+    assert asked == [True, False, True]
+    with_grad = x.clone().requires_grad_()
+    call(with_grad, x, x, causal=True, kernel="eager").sum().backward()
+    assert asked[3] and with_grad.grad is not None and not with_grad.grad.isnan().any()

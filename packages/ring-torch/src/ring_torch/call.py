@@ -145,6 +145,7 @@ class Options(NamedTuple):
     strategy: str | StrategyConfig = "auto"
     transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
+    drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
 
 
 @lru_cache(maxsize=256)

@@ -201,7 +201,8 @@ def _prepare(
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
     params = _params(plan, request, config, options, grads, device)
-    params = replace(params, needs_lse=grads[0] or options.return_lse or tensors.sinks is not None)
+    needs_lse = grads[0] or not options.drops_lse or tensors.sinks is not None
+    params = replace(params, needs_lse=needs_lse)
     fields = _fields(layout, plan, tensors, options, params, grads) | {
         "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
     }  # fmt: skip
