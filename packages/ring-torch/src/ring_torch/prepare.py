@@ -24,6 +24,7 @@ from ring_core import (
 )
 from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
+from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import CallSignature
@@ -32,7 +33,6 @@ from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
-from ring_torch.strategies.ulysses import check_heads
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -186,7 +186,7 @@ def _prepare(
     )
     inner = None
     if strategy in HEAD_STRATEGIES:
-        check_heads(ring.size, request)
+        require_heads(request, ring.size)
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, ring.size),
             options._replace(strategy="auto", transport="auto"), types, grads, False,
@@ -200,9 +200,7 @@ def _prepare(
         strategy, plan, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
-    params = _params(plan, request, config, options, grads, device)
-    needs_lse = grads[0] or not options.drops_lse or tensors.sinks is not None
-    params = replace(params, needs_lse=needs_lse)
+    params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = _fields(layout, plan, tensors, options, params, grads) | {
         "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
     }  # fmt: skip
@@ -286,13 +284,14 @@ def _check_options(
 
 def _params(
     plan: Plan, request: Request, config: KernelConfig, options: Options, grads: tuple[bool, bool],
-    device: torch.device,
+    device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
     return KernelParams(
         plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_masks,
+        needs_lse=grads[0] or sinks or not options.drops_lse,
     )  # fmt: skip
 
 

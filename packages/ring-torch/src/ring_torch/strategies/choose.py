@@ -118,8 +118,8 @@ def _known(ring: Ranks) -> tuple[str, ...] | None:
         return ()
     from ring_torch.transports.symm_buffer import known_buffer
 
-    window = known_buffer(ring)
-    return None if window is None else window.refusals
+    found = known_buffer(ring)
+    return None if found is None else found.refusals
 
 
 def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Plan, Request, StrategyName, UnsupportedError
+from ring_core import Plan, StrategyName
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Saved, Shapes
 from ring_torch.capture import capture_safe_cache
@@ -101,25 +101,6 @@ class Ulysses:
         moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
         parts = [list(x.chunk(call.ring.size, dim=1)) for x in moved]
         return [torch.cat(came, dim=2) for came in _exchanged(call.ring, parts, call.device)]
-
-
-def check_heads(ranks: int, request: Request) -> None:
-    """Refuse what this strategy does not do.
-
-    Raises:
-        UnsupportedError: Heads that ranks do not divide, or an option it has not got yet.
-    """
-    reasons = [
-        f"{name} {count} heads, which {ranks} ranks do not divide"
-        for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
-        if count % ranks
-    ]
-    asked = {"bias": request.bias, "segment_ids": request.segment_ids, "dropout_p": request.dropout}
-    reasons += [f"it has no {name} yet" for name, is_asked in asked.items() if is_asked]
-    if reasons:
-        raise UnsupportedError(
-            f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"
-        )
 
 
 def _exchanged(
