@@ -51,3 +51,31 @@ def test_compiled(grad: bool, backend: Any) -> None:
     for differences in backend.pool(2).run(compiled_and_not, grad):
         assert len(differences) == (4 if grad else 1)
         assert max(differences) == 0
+
+
+def one_after_another(rank: int) -> list[float]:
+    """Differences from a ring, call by call: without a backward, other masks, changed arguments."""
+    torch.manual_seed(rank)
+    *qkv, dout = (torch.randn(1, 12, heads, 16) for heads in (4, 2, 2, 4))
+    found = []
+    for call, window in enumerate((None, (3, 0), None, (5, 2))):
+        results = []
+        for strategy in ("ulysses", "ring"):
+            leaves = [x.clone().requires_grad_(call > 0) for x in qkv]
+            out, lse = ring_torch.ring_attention(
+                *leaves, causal=window is None, window=window, layout="striped",
+                strategy=strategy, return_lse=True,
+            )  # fmt: skip
+            both = [out, lse], [dout, lse.detach()]
+            grads = torch.autograd.grad(both[0], leaves, both[1]) if call > 0 else ()
+            results.append([out.detach(), lse.detach(), *grads])
+        found += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+        for x in qkv:
+            x.mul_(0.5)
+    return found
+
+
+def test_calls_one_after_another(backend: Any) -> None:
+    for differences in backend.pool(2).run(one_after_another):
+        assert len(differences) == 2 + 3 * 5
+        assert max(differences) < 1e-5
