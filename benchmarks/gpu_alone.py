@@ -23,6 +23,7 @@ from ring_torch.records import Inputs
 from ring_torch.strategies import sessions
 from ring_torch.transports import TRANSPORTS
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
+from ring_torch.transports.p2p import Messages
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Alone:
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[Tensor]:
         """New ones."""
-        spec, make = self.spec, torch.zeros if zero else torch.empty
-        size = sums.numel(gather.length)
-        return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
+        return Messages(self.spec).accumulators(gather, sums, zero=zero)
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
