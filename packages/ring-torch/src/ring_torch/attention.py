@@ -180,7 +180,7 @@ def attend(
     if torch.compiler.is_compiling():
         plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
         run = attend_in_graph if plain else _run_outside
-    if not options.return_lse:
+    if options.return_lse is False:  # what is no bool is refused below
         options = options._replace(drops_lse=True)
     out, lse = run(
         group, layout, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
