@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import ring_core
-from ring_core import Mask, make_plan
+from ring_core import Mask, make_plan, ring_program
 from ring_core.base.strategy import pairs_of
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
@@ -97,7 +97,8 @@ def fresh_plan(mask: Mask, tokens: int, cp_size: int, layout: Any, strategy: Any
     unseen = Mask(
         causal=True, cu_seqlens=mask.cu_seqlens, window=(tokens + time.monotonic_ns() % 2**30, None)
     )
-    make_plan(unseen, seq_len=tokens, cp_size=cp_size, layout=layout, strategy=strategy)
+    plan = make_plan(unseen, seq_len=tokens, cp_size=cp_size, layout=layout)
+    ring_program(plan, strategy)
 
 
 def best(function: Callable[[], object], repeats: int) -> float:

@@ -34,7 +34,7 @@ from gpu_methods import Mask, Method, method
 from gpu_table import ALONE, table
 
 import ring_core
-from ring_core import make_plan
+from ring_core import make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch import head_groups, prepare, strategies
 from ring_torch.local import LocalRankError, LocalRanks
@@ -90,7 +90,7 @@ def mask_of(name: str, seq_len: int) -> Mask:
 def pairs_of(setting: Setting) -> int:
     """Visible (query, key) pairs."""
     mask = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
-    return int(make_plan(mask, seq_len=setting.seq_len, cp_size=1).work().sum())
+    return int(ring_program(make_plan(mask, seq_len=setting.seq_len, cp_size=1)).work().sum())
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
@@ -117,10 +117,10 @@ def _as_long(setting: Setting) -> Iterator[None]:
     """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
     rule = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
     world = dist.get_world_size()
-    plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
+    program = ring_program(make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag"))
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
-    groups = head_groups.head_groups_of(plan, sizes, 2)
+    groups = head_groups.head_groups_of(program, sizes, 2)
     fits_one_kernel = one_kernel.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
     with (

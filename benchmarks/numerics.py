@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import LayoutName, Mask, make_plan, reference
+from ring_core import LayoutName, Mask, make_plan, reference, ring_program
 from ring_core.reference.item_kernel import Precision, round_to
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
@@ -33,8 +33,10 @@ def errors(
     exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
     rows = []
     for cp_size in ring_sizes:
-        plan = make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, layout=layout)
-        got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
+        program = ring_program(
+            make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, layout=layout)
+        )
+        got, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
         rows.append([_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)])
     return np.array(rows)
 

@@ -310,21 +310,23 @@ def blocks_of_documents() -> tuple[int, int]:
     import jax.numpy as jnp
     import numpy as np
 
-    from ring_core import EMPTY, Mask, make_plan
+    from ring_core import EMPTY, Mask, make_plan, ring_program
     from ring_jax.records import ItemTable, KeyBlock, QueryBlock
     from ring_jax_tpu.block_index import block_kinds
     from ring_jax_tpu.block_sizes import Blocks
 
     lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)
     ids = np.repeat(np.arange(LENGTH), lengths)[:LENGTH].astype(np.int32)
-    plan = make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, layout="contiguous")
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, layout="contiguous")
+    )
     blocks = Blocks(512, 512, LENGTH, LENGTH)
 
     @jax.jit
     def kinds(ids: Any) -> Any:
         q, at = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
         rows = QueryBlock(q, at, at, None, ids, None, None, None, None)
-        work = ItemTable(jnp.asarray(plan.table(0)[0]), None)
+        work = ItemTable(jnp.asarray(program.table(0)[0]), None)
         return block_kinds(rows, KeyBlock(q, at, None, ids), work, blocks)
 
     visible = np.tri(LENGTH, dtype=bool) & (ids[:, None] == ids)

@@ -39,7 +39,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, silu
 
-from ring_core import LAYOUTS, STRATEGIES, Layout, LayoutName, Mask, StrategyConfig, make_plan
+from ring_core import (
+    LAYOUTS,
+    STRATEGIES,
+    Layout,
+    LayoutName,
+    Mask,
+    StrategyConfig,
+    make_plan,
+    ring_program,
+)
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -360,17 +369,15 @@ def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path)
     mask = Mask(**sequence(config, 0)[2])
     for cell in {"c", own}:
         layout, strategy = ways[cell]
-        plan = make_plan(
-            mask, seq_len=config.seq_len, cp_size=config.cp, layout=layout,
-            strategy=StrategyConfig(strategy).planned,
-        )  # fmt: skip
-        work, share = axes[cell], plan.work().T * (100 / plan.work().mean())  # [rank, step]
+        plan = make_plan(mask, seq_len=config.seq_len, cp_size=config.cp, layout=layout)
+        program = ring_program(plan, StrategyConfig(strategy).ring_strategy)
+        work, share = axes[cell], program.work().T * (100 / program.work().mean())  # [rank, step]
         work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")
         for (rank, step), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
             work.text(step, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
         work.set(xlabel="step of the ring", ylabel="rank")
         work.set(
-            title=f"{layout}, {strategy}: work, 100 is the mean; critical {plan.lockstep_imbalance:.2f}"
+            title=f"{layout}, {strategy}: work, 100 is the mean; critical {program.lockstep_imbalance:.2f}"
         )
         work.locator_params(integer=True)
     path.parent.mkdir(parents=True, exist_ok=True)

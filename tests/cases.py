@@ -16,11 +16,13 @@ from ring_core import (
     LayoutSpec,
     Mask,
     Plan,
+    RingProgram,
     balance_chunks,
     make_plan,
     reference,
+    ring_program,
 )
-from ring_core.base.strategy import PlannedStrategy
+from ring_core.base.strategy import RingStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
@@ -29,7 +31,7 @@ Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
 
 #: Layouts and strategies of rings, by the word that names of cases have.
-RINGS: dict[str, tuple[LayoutName, PlannedStrategy]] = {
+RINGS: dict[str, tuple[LayoutName, RingStrategy]] = {
     "contiguous": ("contiguous", "ring"), "zigzag": ("zigzag", "ring"),
     "striped": ("striped", "ring"), "balanced": ("contiguous", "balanced"),
 }  # fmt: skip
@@ -62,7 +64,7 @@ class Case:
     lse_grad: bool = False
     spread: float = 1.0  # how much larger the keys of the last quarter are
     poison: Poison | None = None  # NaN in padding, or NaN or one -inf in one token
-    strategy: PlannedStrategy = "ring"
+    strategy: RingStrategy = "ring"
     numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
 
     @property
@@ -78,9 +80,13 @@ class Case:
             seq_len=self.seq_len,
             cp_size=self.cp_size,
             layout=self.layout,
-            strategy=self.strategy,
             kv_seq_len=self.kv_seq_len,
         )
+
+    @property
+    def program(self) -> RingProgram:
+        """What its ring does."""
+        return ring_program(self.plan, self.strategy)
 
     @property
     def ring(self) -> str:

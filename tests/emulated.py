@@ -35,7 +35,7 @@ class Emulation:
 
     def __init__(self, case: Case, kernel: Kernel, device: str, *, gathered: bool) -> None:
         self.case, self.kernel, self.gathered = case, kernel, gathered
-        self.device, self.plan = torch.device(device), case.plan
+        self.device, self.plan, self.program = torch.device(device), case.plan, case.program
         self.x = {
             name: torch.tensor(array, device=device, dtype=self._dtype(array))
             for name, array in case.inputs.items()
@@ -123,8 +123,8 @@ class Emulation:
             own = self.plan.k_positions(rank)
             yield from ((own, self._columns(own), item) for item in gather.in_place)
             return
-        for step in range(self.plan.num_steps):
-            for item in self.plan.items(rank, step):
+        for step in range(self.program.num_steps):
+            for item in self.program.items(rank, step):
                 at = self.plan.k_positions(item.kv_rank)
                 assert item.q_rank == rank, "no layout that lends queries"
                 yield at, self._columns(at), item

@@ -16,6 +16,7 @@ from ring_core.masks import band as _band
 from ring_core.plan import geometry as _geometry
 from ring_core.plan import plan as _plan
 from ring_core.programs import gather as _gather
+from ring_core.programs import ring as _ring
 from ring_core.reference import item_kernel, simulator
 
 Patches = list[tuple[Any, str, Any]]
@@ -69,18 +70,18 @@ def _window_off_by_one() -> Patches:
 
 
 def _last_step_dropped() -> Patches:
-    items = _plan.Plan.items
+    items = _ring.RingProgram.items
 
-    def wrong(plan: Any, rank: int, step: int) -> Any:
-        return () if step == plan.num_steps - 1 > 0 else items(plan, rank, step)
+    def wrong(program: Any, rank: int, step: int) -> Any:
+        return () if step == program.num_steps - 1 > 0 else items(program, rank, step)
 
-    patches: Patches = [(_plan.Plan, "items", wrong)]
+    patches: Patches = [(_ring.RingProgram, "items", wrong)]
     if sides := _jax("rank_view"):
         right = sides.step_table
 
-        def tables(plan: Any, step: int) -> Any:
-            found = right(plan, step)
-            if step < plan.num_steps - 1 or step == 0:
+        def tables(program: Any, step: int) -> Any:
+            found = right(program, step)
+            if step < program.num_steps - 1 or step == 0:
                 return found
             return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
 
@@ -158,12 +159,12 @@ def _sink_per_step() -> Patches:
 def _grads_not_sent_home() -> Patches:
     backward = simulator._backward
 
-    def wrong(plan: Any, ranks: Any, params: Any, held: Any) -> Any:
-        home = backward(plan, ranks, params, held)
+    def wrong(program: Any, ranks: Any, params: Any, held: Any) -> Any:
+        home = backward(program, ranks, params, held)
         for n, grad in enumerate(home):
             rank = ranks[n]
             grad.dk[:], grad.dv[:] = 0, 0
-            for item in plan.items(n, 0):
+            for item in program.items(n, 0):
                 fresh = simulator._zero_grad(rank.own)
                 rank.dq, dq = np.zeros_like(rank.q), rank.dq
                 simulator._item_backward(rank, rank.own, fresh, item, params)
@@ -284,17 +285,17 @@ def _lse_gradient_dropped() -> Patches:
 
 def _help_not_returned() -> Patches:
     """``balanced``: what helpers computed is lost."""
-    items = _plan.Plan.items
+    items = _ring.RingProgram.items
 
-    def wrong(plan: Any, rank: int, step: int) -> Any:
-        return tuple(item for item in items(plan, rank, step) if item.q_rank == rank)
+    def wrong(program: Any, rank: int, step: int) -> Any:
+        return tuple(item for item in items(program, rank, step) if item.q_rank == rank)
 
-    patches: Patches = [(_plan.Plan, "items", wrong)]
+    patches: Patches = [(_ring.RingProgram, "items", wrong)]
     if sides := _jax("rank_view"):
         right = sides.step_table
 
-        def tables(plan: Any, step: int) -> Any:
-            found = right(plan, step)
+        def tables(program: Any, step: int) -> Any:
+            found = right(program, step)
             return found._replace(helped=np.zeros_like(found.helped))
 
         users = (_jax("strategies.ring"), _jax("strategies.steps"))

@@ -1,4 +1,4 @@
-"""Any plan, for property tests, and what its items show."""
+"""Any plan in a ring, for property tests, and what its items show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import numpy.typing as npt
 from cases import RINGS, diagonals, prefix
 from hypothesis import strategies as st
 
-from ring_core import ChunkLayout, Mask, Plan, WorkItem, divisor_of, make_plan
-from ring_core.base.strategy import PlannedStrategy
+from ring_core import (
+    ChunkLayout,
+    Mask,
+    Plan,
+    RingProgram,
+    WorkItem,
+    divisor_of,
+    make_plan,
+    ring_program,
+)
+from ring_core.base.strategy import RingStrategy
 
 
 @st.composite
@@ -21,10 +30,10 @@ def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any plan: all rules combined, odd sizes, keys unlike queries."""
+def programs(draw: st.DrawFn) -> RingProgram:
+    """Any ring: all rules combined, odd sizes, keys unlike queries."""
     cp_size = draw(st.integers(1, 9))
-    strategy: PlannedStrategy = "ring"
+    strategy: RingStrategy = "ring"
     layout = draw(st.sampled_from(list(RINGS)) | chunk_layouts(cp_size))
     if not isinstance(layout, ChunkLayout):
         layout, strategy = RINGS[layout]
@@ -40,10 +49,13 @@ def plans(draw: st.DrawFn) -> Plan:
         cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
         predicate=draw(st.none() | st.sampled_from([diagonals, prefix])),
     )
-    return make_plan(
-        mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy,
-        kv_seq_len=kv_seq_len,
-    )  # fmt: skip
+    plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len)
+    return ring_program(plan, strategy)
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    """Any plan."""
+    return programs().map(lambda program: program.plan)
 
 
 def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:

@@ -34,6 +34,7 @@ NAMES = {
     "Mask": ring_core.Mask,
     "balance_chunks": ring_core.balance_chunks,
     "make_plan": ring_core.make_plan,
+    "ring_program": ring_core.ring_program,
     "commands": commands,
     "pictures": pictures,
     "tables": tables,
@@ -69,7 +70,9 @@ class Picture(SphinxDirective):
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         path = folder / f"{digest}.svg"
         value = _evaluated(self)
-        draw = partial(viz.plot, value) if isinstance(value, ring_core.Plan) else value
+        if isinstance(value, ring_core.Plan):
+            value = ring_core.ring_program(value)
+        draw = partial(viz.plot, value) if isinstance(value, ring_core.RingProgram) else value
         draw(path)
         source = Path(self.env.doc2path(self.env.docname)).parent
         image = nodes.image(uri=os.path.relpath(path, source), alt=self.options["alt"])

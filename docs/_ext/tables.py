@@ -20,6 +20,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
     reference,
+    ring_program,
 )
 from ring_core.base.strategy import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
@@ -37,18 +38,18 @@ def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
     for mask in masks:
         for name, strategy in pairs_of(ALL_LAYOUTS):
             layout = layout_for(name, mask, seq_len=seq_len, cp_size=cp_size)
-            plan = make_plan(
-                mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy
+            program = ring_program(
+                make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout), strategy
             )
             rows.append(
                 (
                     mask.describe(),
                     f"`{layout}`",
                     f"`{strategy}`",
-                    f"{plan.imbalance:.2f}",
-                    f"{plan.lockstep_imbalance:.2f}",
-                    f"{plan.num_steps} of {cp_size}",
-                    kv_messages(plan),
+                    f"{program.imbalance:.2f}",
+                    f"{program.lockstep_imbalance:.2f}",
+                    f"{program.num_steps} of {cp_size}",
+                    kv_messages(program),
                 )
             )
     header = (
@@ -78,7 +79,9 @@ def _goes(name: str, strategy: StrategyName) -> bool:
     if strategy == "gather":
         return not gather_refusals(make_plan(mask, layout=layout, **sizes))
     try:
-        make_plan(mask, layout=layout, strategy=StrategyConfig(strategy).planned, **sizes)
+        ring_program(
+            make_plan(mask, layout=layout, **sizes), StrategyConfig(strategy).ring_strategy
+        )
     except UnsupportedError:
         return False
     return True
@@ -118,8 +121,10 @@ def errors(precision: Literal["float32", "bfloat16"], *, seq_len: int = 256) -> 
     exact = [out, *reference.attention_grads(dout, q, k, v, causal=True)[:3]]
     rows = []
     for cp_size in RING_SIZES:
-        plan = make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, layout="zigzag")
-        got, _, *grads = reference.simulate(plan, q, k, v, dout=dout, precision=precision)
+        program = ring_program(
+            make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, layout="zigzag")
+        )
+        got, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
         found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
         rows.append((cp_size, *(f"{error:.2e}" for error in found)))
     return _table(("ranks", "out", "dQ", "dK", "dV"), rows)

@@ -29,10 +29,9 @@ class SimulatorBackend:
 
 def simulate(case: Case) -> Arrays:
     """A case's results from the simulator."""
-    plan = case.plan
     x = case.inputs
     result = reference.run(
-        plan,
+        case.program,
         x["q"],
         x["k"],
         x["v"],

@@ -1,4 +1,4 @@
-"""One program for all ranks, in numpy: reads ``plan.table`` alone, with statically sized slices.
+"""One program for all ranks, in numpy: reads ``program.table`` alone, with statically sized slices.
 
 This is what a traced SPMD program can do: a rank is an index into arrays, and sizes are those of
 the largest rank. Slices of smaller items start where they fit and the mask drops what they do not
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import TABLE_COLUMNS, Plan, merge
+from ring_core import TABLE_COLUMNS, RingProgram, merge
 
 Floats = npt.NDArray[np.float64]
 COLUMN = {name: n for n, name in enumerate(TABLE_COLUMNS)}
@@ -36,9 +36,10 @@ class Block(NamedTuple):
 
 
 def execute(
-    plan: Plan, q: Floats, k: Floats, v: Floats, dout: Floats, scale: float
+    program: RingProgram, q: Floats, k: Floats, v: Floats, dout: Floats, scale: float
 ) -> tuple[Floats, ...]:
     """``(out, lse, dq, dk, dv)`` on global arrays, causal-style masks without further options."""
+    plan = program.plan
     ranks = range(plan.cp_size)
     q_pos = np.stack([plan.positions(r) for r in ranks])
     k_pos = np.stack([plan.k_positions(r) for r in ranks])
@@ -52,9 +53,11 @@ def execute(
     lse = np.full((*local.q.shape[:2], local.q.shape[3], local.q.shape[2]), -np.inf)
 
     held = local.k, local.v
-    for stage in plan.forward:
+    for stage in program.forward:
         arriving = _permute(held, stage.kv_hop)
-        for r, block, kv_rank, out_rank in _blocks(plan, stage.step, q_pos + plan.q_offset, k_pos):
+        for r, block, kv_rank, out_rank in _blocks(
+            program, stage.step, q_pos + plan.q_offset, k_pos
+        ):
             keys = (local.k[r], local.v[r]) if kv_rank == r else (held[0][r], held[1][r])
             part = _forward(local.q[out_rank], *keys, block, scale)
             rows = np.ix_(range(q.shape[0]), block.q_at)
@@ -69,11 +72,13 @@ def execute(
     dq = np.zeros_like(local.q)
     home = np.zeros_like(local.k), np.zeros_like(local.v)
     arrived: Any = None
-    for stage in plan.backward:
-        is_own = plan.steps[stage.step].shift == 0
+    for stage in program.backward:
+        is_own = program.steps[stage.step].shift == 0
         arriving = _permute(held, stage.kv_hop)
         here = home if is_own else (np.zeros_like(local.k), np.zeros_like(local.v))
-        for r, block, kv_rank, out_rank in _blocks(plan, stage.step, q_pos + plan.q_offset, k_pos):
+        for r, block, kv_rank, out_rank in _blocks(
+            program, stage.step, q_pos + plan.q_offset, k_pos
+        ):
             keys, grads = (
                 ((local.k[r], local.v[r]), home)
                 if kv_rank == r
@@ -105,9 +110,9 @@ def execute(
     )
 
 
-def _blocks(plan: Plan, step: int, q_pos: Any, k_pos: Any) -> Any:
+def _blocks(program: RingProgram, step: int, q_pos: Any, k_pos: Any) -> Any:
     """``(rank, block, kv_rank, out_rank)`` of every row of a step's table."""
-    table = plan.table(step)
+    plan, table = program.plan, program.table(step)
     starts, stops = (
         table[..., [COLUMN["q_start"], COLUMN["k_start"]]],
         table[..., [COLUMN["q_stop"], COLUMN["k_stop"]]],

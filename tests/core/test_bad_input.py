@@ -37,6 +37,7 @@ from ring_core import (
     make_plan,
     merge,
     reference,
+    ring_program,
 )
 from ring_core.cost import HARDWARE, Hardware, Model, compare, estimate, hardware
 from ring_core.philox import dropout_keep
@@ -107,7 +108,9 @@ PREDICATES: Values = {
 LENGTH: Values = {**SIZE, "none": None, "indivisible": 7}
 CAUSAL = Mask(causal=True)
 plan = make_plan(CAUSAL, seq_len=8, cp_size=2, layout="zigzag")
+program = ring_program(plan)
 PLAN: Values = {"none": None, "mask": CAUSAL, "word": "zigzag", "class": type(plan)}
+PROGRAM: Values = {**PLAN, "plan": plan, "class": type(program)}
 CHUNKS: Values = {
     "none": None, "number": 2, "word": "01", "empty": (), "row": (0, 1), "none a rank": ((), ()),
     "uneven": ((0, 1), (2,)), "twice": ((0, 1), (1, 2)), "missing": ((0, 1), (2, 4)),
@@ -159,21 +162,26 @@ SUBJECTS: dict[str, Subject] = {
         {
             "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
             "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "layout": LAYOUT,
-            "strategy": {**NAME, "gather": "gather"},
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
         },
     ),
     "ring_core.Plan.items": Subject(
-        plan.items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
+        plan.items, {"q_rank": 0, "kv_rank": 0}, {"q_rank": RANK, "kv_rank": RANK}
     ),
-    "ring_core.Plan.helped": Subject(
-        plan.helped, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
+    "ring_core.ring_program": Subject(
+        ring_program, {"plan": plan}, {"plan": PLAN, "strategy": {**NAME, "gather": "gather"}}
+    ),
+    "ring_core.RingProgram.items": Subject(
+        program.items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
+    ),
+    "ring_core.RingProgram.remote_items": Subject(
+        program.remote_items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
     ),
     "ring_core.gather_program": Subject(
         gather_program, {"plan": plan, "rank": 0}, {"plan": PLAN, "rank": RANK, "own": FLAG}
     ),
     "ring_core.longest_gather": Subject(longest_gather, {"plan": plan}, {"plan": PLAN}),
-    "ring_core.Plan.table": Subject(plan.table, {"step": 0}, {"step": RANK}),
+    "ring_core.RingProgram.table": Subject(program.table, {"step": 0}, {"step": RANK}),
     "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Plan.k_positions": Subject(plan.k_positions, {"rank": 0}, {"rank": RANK}),
@@ -230,9 +238,9 @@ SUBJECTS: dict[str, Subject] = {
     ),
     **{
         f"ring_core.reference.{call.__name__}": Subject(
-            call, {"plan": plan, "dout": zeros(*Q), **inputs},
+            call, {"program": program, "dout": zeros(*Q), **inputs},
             {
-                **TENSORS, **NUMBERS, "plan": PLAN, "precision": NAME, "dlse": UPSTREAM["dlse"],
+                **TENSORS, **NUMBERS, "program": PROGRAM, "precision": NAME, "dlse": UPSTREAM["dlse"],
                 "dout": {n: x for n, x in UPSTREAM["dout"].items() if n != "none"},
             },
         )
@@ -264,8 +272,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_core.cost.hardware": Subject(hardware, {"name": "tpu-v5e"}, {"name": NAME}),
     "ring_core.cost.estimate": Subject(
-        estimate, {"plan": plan, "model": model, "hardware": fast},
-        {"plan": PLAN, "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"}, "backward": FLAG},
+        estimate, {"program": program, "model": model, "hardware": fast},
+        {"program": PROGRAM, "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"}, "backward": FLAG},
     ),
     "ring_core.cost.compare": Subject(
         compare, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2, "model": model, "hardware": fast},
@@ -278,10 +286,10 @@ SUBJECTS: dict[str, Subject] = {
             "backward": FLAG,
         },
     ),
-    "ring_core.viz.describe": Subject(describe, {"plan": plan}, {"plan": PLAN, "color": FLAG, "pictures": FLAG, "width": {**SIZE, "none": None}}),
+    "ring_core.viz.describe": Subject(describe, {"program": program}, {"program": PROGRAM, "color": FLAG, "pictures": FLAG, "width": {**SIZE, "none": None}}),
     "ring_core.viz.plot": Subject(
-        plot, {"plan": plan, "path": Path("x.svg")},
-        {"plan": PLAN, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},
+        plot, {"program": program, "path": Path("x.svg")},
+        {"program": PROGRAM, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},
     ),
     "ring_core.viz.plot_costs": Subject(
         plot_costs, {"costs": {2: compare(CAUSAL, seq_len=8, cp_size=2, model=model, hardware=fast)}, "title": "x", "path": Path("x.svg")},
@@ -297,7 +305,7 @@ SUBJECTS: dict[str, Subject] = {
 FOR_BACKENDS = {
     f"ring_core.{name}"
     for name in (
-        "BlockGeometry", "Capabilities", "Fetch", "GatherProgram", "Plan", "Request", "Run", "Stage", "Step", "WorkItem",
+        "BlockGeometry", "Capabilities", "Fetch", "GatherProgram", "Plan", "Request", "RingProgram", "Run", "Stage", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
         "cost.Cost", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",

@@ -17,6 +17,7 @@ from ring_core import (
     UnsupportedError,
     balance_chunks,
     make_plan,
+    ring_program,
     viz,
 )
 from ring_core.choose.balance import EVEN, _assign, _balance, _swap_until_even, layout_for
@@ -31,7 +32,7 @@ def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:
 
 
 def balance(mask: Mask, layout: Any, seq_len: int, cp_size: int) -> float:
-    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout).imbalance
+    return ring_program(make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout)).imbalance
 
 
 @given(
@@ -90,9 +91,11 @@ def test_the_most_even_where_none_is_even() -> None:
 def test_keys_beyond_the_queries() -> None:
     mask = Mask(causal=True)
     found = balance_chunks(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
-    plan = make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=found)
+    program = ring_program(make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=found))
     assert (
-        plan.imbalance <= EVEN < make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192).imbalance
+        program.imbalance
+        <= EVEN
+        < ring_program(make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)).imbalance
     )
 
 
@@ -110,7 +113,7 @@ def test_the_same_everywhere() -> None:
     moved = ChunkLayout((*first.chunks[1:], first.chunks[0]))
     other = make_plan(mask, seq_len=16384, cp_size=4, layout=moved)
     assert other.digest != plan.digest
-    assert str(first) in viz.describe(plan)
+    assert str(first) in viz.describe(ring_program(plan))
 
 
 def test_equal_chunks_go_round() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ring_core import Mask, __version__, balance_chunks, make_plan, reference, viz
+from ring_core import Mask, __version__, balance_chunks, make_plan, reference, ring_program, viz
 from ring_core.tools import doctor
 from ring_core.tools.cli import main
 
@@ -35,28 +35,30 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_plan_is_zigzag_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
-    assert printed(capsys, *SMALL) == viz.describe(plan)
+    program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
+    assert printed(capsys, *SMALL) == viz.describe(program)
 
 
 def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--layout", "zigzag")
     mask = Mask(window=(9, None), chunk_size=20)
-    plan = make_plan(mask, seq_len=64, cp_size=4, layout="zigzag", kv_seq_len=96)
-    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(plan)
+    program = ring_program(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag", kv_seq_len=96))
+    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(program)
 
 
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
-    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag"))
+    assert text == viz.describe(
+        ring_program(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag"))
+    )
 
 
 def test_chunks_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--layout", "chunks")
     chunks = balance_chunks(mask, seq_len=64, cp_size=4)
-    assert text == viz.describe(make_plan(mask, seq_len=64, cp_size=4, layout=chunks))
+    assert text == viz.describe(ring_program(make_plan(mask, seq_len=64, cp_size=4, layout=chunks)))
     assert f"layout={chunks} " in text
 
 
@@ -249,10 +251,10 @@ def test_as_a_module() -> None:
         text=True,
         check=True,
     )
-    plan = make_plan(
-        Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous"), "balanced"
     )
-    assert run.stdout == viz.describe(plan) + "\n"
+    assert run.stdout == viz.describe(program) + "\n"
     wrong = subprocess.run(
         [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"],
         capture_output=True,

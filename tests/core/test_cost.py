@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import diagonals
 
-from ring_core import Mask, balance_chunks, make_plan
+from ring_core import Mask, balance_chunks, make_plan, ring_program
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
@@ -19,10 +19,10 @@ SLOW = Hardware("slow", 120e-12, 300e-12, 24e-9, 1e6, "made up")
 
 def test_plain_ring_by_hand() -> None:
     # Four tokens a rank. Pairs: [[10, 10], [0, 16]].
-    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2)
-    assert plan.work().tolist() == [[10, 10], [0, 16]]
+    program = ring_program(make_plan(Mask(causal=True), seq_len=8, cp_size=2))
+    assert program.work().tolist() == [[10, 10], [0, 16]]
     # K/V is 3 * 4 * 1 * (4 + 6) * 2 = 240 bytes, out 3 * 4 * 2 * 6 * 4 = 576.
-    forward = estimate(plan, MODEL, SLOW, backward=False)
+    forward = estimate(program, MODEL, SLOW, backward=False)
     assert asdict(forward) == pytest.approx(
         {
             "flops": 26 * 120,
@@ -37,7 +37,7 @@ def test_plain_ring_by_hand() -> None:
         }
     )
     # Backward: dK/dV of 480 bytes go home under the own block; dQ is 3 * 4 * 2 * 4 * 4 = 384.
-    both = estimate(plan, MODEL, SLOW)
+    both = estimate(program, MODEL, SLOW)
     assert asdict(both) == pytest.approx(
         {
             "flops": 26 * 120 * 3.5,
@@ -55,10 +55,10 @@ def test_plain_ring_by_hand() -> None:
 
 def test_balanced_ring_by_hand() -> None:
     # Rank 0 takes half of the block below the diagonal. Pairs: [[10, 10], [8, 8]].
-    plan = make_plan(
-        Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous", strategy="balanced"
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous"), "balanced"
     )
-    assert plan.work().tolist() == [[10, 10], [8, 8]]
+    assert program.work().tolist() == [[10, 10], [8, 8]]
     q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
     out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
     shipped = q + dout + 2 * lse
@@ -70,7 +70,7 @@ def test_balanced_ring_by_hand() -> None:
     # home under the own block.
     ship, home = shipped / 4, dq / 4
     backward = (1 + ship / 24) + (6 + 3 * (ship + home) / 24) + (2 + (480 + home) / 24)
-    assert asdict(estimate(plan, MODEL, SLOW)) == pytest.approx(
+    assert asdict(estimate(program, MODEL, SLOW)) == pytest.approx(
         {
             "flops": 18 * 120 * 3.5,
             "bytes_sent": 240 + q + out + lse + shipped + 480 + dq,
@@ -86,17 +86,17 @@ def test_balanced_ring_by_hand() -> None:
 
 
 def test_messages_of_a_longer_ring() -> None:
-    plan = make_plan(Mask(), seq_len=64, cp_size=4)
+    program = ring_program(make_plan(Mask(), seq_len=64, cp_size=4))
     # Forward 3 K/V; backward 2 K/V (the last to arrive is kept) and 3 dK/dV.
-    assert estimate(plan, MODEL, SLOW, backward=False).messages == 3
-    assert estimate(plan, MODEL, SLOW).messages == 3 + 2 + 3
+    assert estimate(program, MODEL, SLOW, backward=False).messages == 3
+    assert estimate(program, MODEL, SLOW).messages == 3 + 2 + 3
     kv = 3 * 16 * 1 * 10 * 2
-    assert estimate(plan, MODEL, SLOW).bytes_sent == 5 * kv + 3 * 2 * kv
+    assert estimate(program, MODEL, SLOW).bytes_sent == 5 * kv + 3 * 2 * kv
 
 
 def test_a_single_rank_moves_nothing() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=1)
-    cost = estimate(plan, MODEL, SLOW)
+    program = ring_program(make_plan(Mask(causal=True), seq_len=8, cp_size=1))
+    cost = estimate(program, MODEL, SLOW)
     assert (cost.bytes_sent, cost.messages, cost.active_steps, cost.exposed_s) == (0, 0, 1, 0)
     assert cost.time_s == pytest.approx(2 * 36)
     assert cost.memory_bytes == 3 * 8 * 2 * 4 * 4 + 3 * 8 * 1 * 10 * 4  # dQ and one dK/dV
@@ -104,15 +104,15 @@ def test_a_single_rank_moves_nothing() -> None:
 
 def test_equal_head_dims_cost_four_flops_an_element() -> None:
     model = Model(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    plan = make_plan(Mask(), seq_len=1024, cp_size=4, layout="zigzag")
-    forward = estimate(plan, model, hardware("tpu-v5e"), backward=False)
+    program = ring_program(make_plan(Mask(), seq_len=1024, cp_size=4, layout="zigzag"))
+    forward = estimate(program, model, hardware("tpu-v5e"), backward=False)
     assert forward.flops == 4 * 256 * 1024 * 32 * 128
 
 
 def test_a_window_sends_only_what_someone_sees() -> None:
     model, device = Model(8, 8, 64), hardware("h200-nvlink")
     window, full = (
-        estimate(make_plan(mask, seq_len=4096, cp_size=8), model, device)
+        estimate(ring_program(make_plan(mask, seq_len=4096, cp_size=8)), model, device)
         for mask in (Mask(window=(100, 0)), Mask())
     )
     assert window.active_steps == 2
@@ -120,24 +120,24 @@ def test_a_window_sends_only_what_someone_sees() -> None:
 
 
 def test_fewer_key_value_heads_send_less_and_compute_the_same() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=8, layout="zigzag")
-    many, few = (estimate(plan, Model(32, heads, 128), hardware("tpu-v5p")) for heads in (32, 8))
+    program = ring_program(make_plan(Mask(causal=True), seq_len=4096, cp_size=8, layout="zigzag"))
+    many, few = (estimate(program, Model(32, heads, 128), hardware("tpu-v5p")) for heads in (32, 8))
     assert many.bytes_sent == 4 * few.bytes_sent
     assert many.compute_s == few.compute_s
 
 
 def test_keys_count_by_their_own_length() -> None:
-    plan = make_plan(Mask(), seq_len=8, cp_size=2, kv_seq_len=32)
-    cost = estimate(plan, MODEL, SLOW, backward=False)
+    program = ring_program(make_plan(Mask(), seq_len=8, cp_size=2, kv_seq_len=32))
+    cost = estimate(program, MODEL, SLOW, backward=False)
     assert cost.bytes_sent == 3 * 16 * 1 * 10 * 2
     assert cost.flops == 4 * 32 * 120
 
 
 def test_thousands_of_ranks() -> None:
-    plan = make_plan(
-        Mask(causal=True), seq_len=1 << 20, cp_size=2048, layout="contiguous", strategy="balanced"
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=1 << 20, cp_size=2048, layout="contiguous"), "balanced"
     )
-    cost = estimate(plan, Model(32, 8, 128), hardware("tpu-v5p"))
+    cost = estimate(program, Model(32, 8, 128), hardware("tpu-v5p"))
     assert cost.active_steps == 1025
     assert cost.time_s == pytest.approx(cost.compute_s + cost.exposed_s)
 
@@ -153,16 +153,18 @@ def test_compare_ranks_layouts() -> None:
     assert isinstance(zigzag, Cost)
     # Contiguous causal work takes (2P - 1) / P times as long where communication is hidden.
     assert plain.time_s / zigzag.time_s == pytest.approx(7 / 4, rel=1e-3)
-    plan = make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, layout="zigzag")
-    assert zigzag == estimate(plan, model, device)
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=1 << 17, cp_size=4, layout="zigzag")
+    )
+    assert zigzag == estimate(program, model, device)
 
 
 def test_compare_balances_chunks_for_the_mask() -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 100, 900, 4096))
     sizes: dict[str, Any] = {"seq_len": 4096, "cp_size": 4}
     costs = compare(mask, **sizes, model=MODEL, hardware=SLOW, layouts=("zigzag", "chunks"))
-    plan = make_plan(mask, layout=balance_chunks(mask, **sizes), **sizes)
-    assert costs["chunks/ring"] == estimate(plan, MODEL, SLOW)
+    program = ring_program(make_plan(mask, layout=balance_chunks(mask, **sizes), **sizes))
+    assert costs["chunks/ring"] == estimate(program, MODEL, SLOW)
     assert list(costs) == ["zigzag/ring", "chunks/ring"]
     every = compare(Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW)
     assert "cannot count a predicate" in str(every["chunks/ring"])

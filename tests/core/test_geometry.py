@@ -9,25 +9,21 @@ import pytest
 from cases import prefix
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plans
+from plans import programs
 
-from ring_core import (
-    TILE,
-    ChunkLayout,
-    Mask,
-    Plan,
-    make_plan,
-)
+from ring_core import TILE, ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import RectangleTable
 
 
-@given(plans(), st.data())
-def test_one_pair_of_ranks_is_counted_as_among_many(plan: Plan, data: st.DataObject) -> None:
+@given(programs(), st.data())
+def test_one_pair_of_ranks_is_counted_as_among_many(
+    program: RingProgram, data: st.DataObject
+) -> None:
     """Ranks may be numbers, rows or tables of numbers."""
-    geometry, ranks = plan.geometry, np.arange(plan.cp_size)
-    at = q_rank, kv_rank = [data.draw(st.integers(0, plan.cp_size - 1)) for _ in "qk"]
-    half = data.draw(st.sampled_from([None, 0, 1])) if plan.strategy == "balanced" else None
+    geometry, ranks = program.plan.geometry, np.arange(program.plan.cp_size)
+    at = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
+    half = data.draw(st.sampled_from([None, 0, 1])) if program.strategy == "balanced" else None
     alone = columns_of(geometry.rows(q_rank, kv_rank, half))
     table = columns_of(geometry.rows(ranks[:, None], ranks, half))
     for one, many in zip(alone, table, strict=True):
@@ -37,7 +33,7 @@ def test_one_pair_of_ranks_is_counted_as_among_many(plan: Plan, data: st.DataObj
         np.testing.assert_array_equal(padded, many[*at])
     count = geometry.count(q_rank, kv_rank, half)
     assert count == geometry.count(ranks[:, None], ranks, half)[*at]
-    assert half is not None or count == seen_in(plan, q_rank, kv_rank).sum()
+    assert half is not None or count == seen_in(program.plan, q_rank, kv_rank).sum()
 
 
 def columns_of(rows: RectangleTable) -> list[Any]:
@@ -76,7 +72,7 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     side = st.none() | st.integers(0, 4 * k_len)
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)), chunk)
     sizes = {"seq_len": 4 * q_len, "kv_seq_len": 4 * k_len, "cp_size": 4}
-    plan = make_plan(mask, **sizes, layout="contiguous", strategy="balanced")
+    plan = make_plan(mask, **sizes, layout="contiguous")
     q_rank, kv_rank = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     pairs = seen_in(plan, q_rank, kv_rank).sum(axis=1)
     upto = pairs.cumsum()
@@ -99,7 +95,9 @@ def test_chunks_side_by_side_are_one_run(
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
     sizes: Any = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
     cut = ChunkLayout(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
-    one, other = (make_plan(mask, **sizes, layout=layout) for layout in ("contiguous", cut))
+    one, other = (
+        ring_program(make_plan(mask, **sizes, layout=layout)) for layout in ("contiguous", cut)
+    )
     assert one.steps == other.steps
     for step in range(one.num_steps):
         np.testing.assert_array_equal(one.table(step), other.table(step))
@@ -153,9 +151,7 @@ def in_tiles(dense: Any) -> Any:
 
 def test_tiles_are_halved_where_they_are_even() -> None:
     mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
-    blocks = make_plan(
-        mask, seq_len=4 * TILE, cp_size=2, layout="contiguous", strategy="balanced"
-    ).blocks
+    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, layout="contiguous").blocks
     assert blocks is not None
     for half, start in ((0, 0), (1, TILE)):
         rect = blocks.rows(0, 1, half).rect
@@ -168,8 +164,8 @@ def test_predicates_are_asked_of_tokens_that_there_are() -> None:
         assert (k_pos >= 0).all() and (k_pos < 16).all()
         return q_pos >= k_pos
 
-    plan = make_plan(Mask(predicate=inside), seq_len=8, kv_seq_len=16, cp_size=2)
-    assert plan.work().sum() == sum(range(9, 17))
+    program = ring_program(make_plan(Mask(predicate=inside), seq_len=8, kv_seq_len=16, cp_size=2))
+    assert program.work().sum() == sum(range(9, 17))
 
 
 def test_predicate_tiles() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plans, shown
+from plans import programs, shown
 
-from ring_core import Mask, Plan, WorkItem, gather_program, gather_refusals, make_plan
+from ring_core import Mask, Plan, WorkItem, gather_program, gather_refusals, make_plan, ring_program
 
 Cells = npt.NDArray[np.bool_]
 
@@ -18,9 +18,10 @@ Cells = npt.NDArray[np.bool_]
 @st.composite
 def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
     """A rank's items, round a ring and over gathered keys; not those in tiles."""
-    plan = draw(plans())
+    program = draw(programs())
+    plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
-    found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
+    found = [item for step in range(program.num_steps) for item in program.items(rank, step)]
     if not gather_refusals(plan):
         gather = gather_program(plan, rank, own=draw(st.booleans()))
         found += [*gather.items, *gather.in_place]
@@ -72,7 +73,7 @@ def test_a_window_for_all_documents(found: tuple[Plan, list[WorkItem]]) -> None:
 def test_documents_that_end_alike_share_a_window() -> None:
     """Where one launch is possible it is found: the window is not given up for caution's sake."""
     mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 14, 30, 32))
-    (item,) = make_plan(mask, seq_len=32, cp_size=1).items(0, 0)
+    (item,) = ring_program(make_plan(mask, seq_len=32, cp_size=1)).items(0, 0)
     assert item.documents_window == (5, 0)
     (second,) = gather_program(make_plan(mask, seq_len=32, cp_size=2), 1).items
     assert second.documents_window == (5, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ring_core import Mask, Plan, Request, make_plan
+from ring_core import Mask, Request, RingProgram, make_plan, ring_program
 from ring_core.choose import rates
 from ring_core.choose.rates import UNKNOWN, Case, Expected, Option, Rates, Times, expected
 
@@ -19,8 +19,8 @@ CALL = Request("cuda", "bfloat16", 128, 128, grad=True, q_heads=32, kv_heads=8)
 ORDER = ("a", "b", "c")
 
 
-def plan(mask: Mask = CAUSAL, length: int = LENGTH, cp_size: int = 1) -> Plan:
-    return make_plan(mask, seq_len=length, cp_size=cp_size)
+def program(mask: Mask = CAUSAL, length: int = LENGTH, cp_size: int = 1) -> RingProgram:
+    return ring_program(make_plan(mask, seq_len=length, cp_size=cp_size))
 
 
 def case(
@@ -39,7 +39,7 @@ def case(
 
 def found(*cases: Case, mask: Mask = CAUSAL, **options: Any) -> Expected:
     request = replace(CALL, **options)
-    return expected(cases, request, plan(mask), ORDER, grad=request.grad)
+    return expected(cases, request, program(mask), ORDER, grad=request.grad)
 
 
 def fastest(*cases: Case, mask: Mask = CAUSAL, **options: Any) -> str:
@@ -167,10 +167,10 @@ def test_expected_times_grow_with_the_work_of_the_busiest_rank() -> None:
     assert times.time("c") == "was not timed for such calls"
     assert times.time_and_source("c") == UNKNOWN.time_and_source("a") == ""
     request, row = replace(CALL, v_head_dim=64), case(a=(2.0, None))
-    half = expected([row], request, plan(length=LENGTH // 2), ORDER, grad=False)
+    half = expected([row], request, program(length=LENGTH // 2), ORDER, grad=False)
     few = (LENGTH // 2) * (LENGTH // 2 + 1) / (LENGTH * (LENGTH + 1))
     assert half.factor == pytest.approx(few * 0.75)
-    ring = expected([row], CALL, plan(cp_size=4), ORDER, grad=False)
+    ring = expected([row], CALL, program(cp_size=4), ORDER, grad=False)
     assert ring.factor == pytest.approx(7 / 16, rel=1e-2)  # the last rank of a plain ring
     assert ring.case and ring.case.describe() == "a GPU, causal, head dim 128"
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from cases import CASES
 
-from ring_core import Mask, Plan, make_plan, reference
+from ring_core import Mask, RingProgram, make_plan, reference, ring_program
 from ring_core.reference import item_kernel
 
 SINGLE: Any = ("float32", "bfloat16", "float16")
 
 
-def causal(cp_size: int = 2) -> Plan:
-    return make_plan(Mask(causal=True), seq_len=4, cp_size=cp_size)
+def causal(cp_size: int = 2) -> RingProgram:
+    return ring_program(make_plan(Mask(causal=True), seq_len=4, cp_size=cp_size))
 
 
 def ones() -> list[Any]:
@@ -55,7 +55,7 @@ def test_items_are_computed_in_single_precision(
         monkeypatch.setattr(item_kernel, name, partial(watched, getattr(item_kernel, name)))
     x = case.inputs
     result = reference.run(
-        case.plan, x["q"], x["k"], x["v"], dout=x["dout"], dlse=x.get("dlse"),
+        case.program, x["q"], x["k"], x["v"], dout=x["dout"], dlse=x.get("dlse"),
         precision=precision, **case.options | {"dropout_p": np.float64(0.25), "dropout_seed": 1},
     )  # fmt: skip
     assert dtypes == {x.dtype for x in vars(result).values()} == {np.dtype(np.float32)}
@@ -76,7 +76,7 @@ def test_what_is_no_call_of_the_plan_is_refused() -> None:
     q, k, v, _ = ones()
     words = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
     with pytest.raises(ValueError, match=f"^{words}$"):
-        reference.run(make_plan(Mask(), seq_len=4, kv_seq_len=8, cp_size=2), q, k, v)
+        reference.run(ring_program(make_plan(Mask(), seq_len=4, kv_seq_len=8, cp_size=2)), q, k, v)
     words = "dlse was given without dout; pass zeros where out has no gradient"
     with pytest.raises(ValueError, match=f"^{words}$"):
         reference.run(causal(), q, k, v, dlse=np.ones((1, 1, 4)))

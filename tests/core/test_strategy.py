@@ -14,6 +14,7 @@ from ring_core import (
     StrategyConfig,
     UnsupportedError,
     make_plan,
+    ring_program,
 )
 from ring_core.base.strategy import pairs_of, strategy_config, takes_layout
 from ring_core.choose.refusals import require_heads
@@ -24,7 +25,7 @@ def test_a_name_stands_for_its_record() -> None:
         config = strategy_config(name)
         assert config == StrategyConfig(name) == strategy_config(config)
         assert hash(config) == hash(StrategyConfig(name))
-        assert config.planned == ("balanced" if name == "balanced" else "ring")
+        assert config.ring_strategy == ("balanced" if name == "balanced" else "ring")
     for wrong in ("rdma", "", "Ring"):
         with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather, ulysses$"):
             strategy_config(wrong)
@@ -54,10 +55,10 @@ def test_balanced_is_for_contiguous_shards() -> None:
     for layout in LAYOUTS[1:]:
         remedies = f"the layout is '{layout}'. Instead: use layout='contiguous', or strategy='ring'"
         with pytest.raises(UnsupportedError, match=remedies):
-            make_plan(Mask(causal=True), layout=layout, strategy="balanced", **sizes)
+            ring_program(make_plan(Mask(causal=True), layout=layout, **sizes), "balanced")
     wrong: Any = "gather"
     with pytest.raises(ValueError, match="unknown strategy 'gather'; known: ring, balanced"):
-        make_plan(Mask(causal=True), strategy=wrong, **sizes)
+        ring_program(make_plan(Mask(causal=True), **sizes), wrong)
 
 
 def test_heads_that_ranks_divide() -> None:
@@ -76,8 +77,8 @@ def test_heads_that_ranks_divide() -> None:
             require_heads(Request(**sizes, **asked), 1)
 
 
-def test_plans_of_strategies_differ() -> None:
-    mask, sizes = Mask(causal=True), dict[str, Any](seq_len=64, cp_size=4)
-    ring, balanced = (make_plan(mask, strategy=x, **sizes) for x in ("ring", "balanced"))
-    assert ring.digest != balanced.digest
-    assert ring is make_plan(mask, layout="contiguous", **sizes)
+def test_programs_of_strategies_differ() -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
+    ring, balanced = ring_program(plan), ring_program(plan, "balanced")
+    assert ring.steps != balanced.steps and ring.plan is balanced.plan is plan
+    assert ring is ring_program(plan, "ring")

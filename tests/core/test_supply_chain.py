@@ -89,7 +89,7 @@ import numpy as np
 import ring_core, ring_core.cost, ring_core.viz, ring_core.tools.doctor
 from ring_core import reference
 x = np.ones((1, 8, 2, 4))
-plan = ring_core.make_plan(ring_core.Mask(causal=True), seq_len=8, cp_size=2)
-reference.simulate(plan, x, x, x, dout=x)
-ring_core.viz.describe(plan)
+program = ring_core.ring_program(ring_core.make_plan(ring_core.Mask(causal=True), seq_len=8, cp_size=2))
+reference.simulate(program, x, x, x, dout=x)
+ring_core.viz.describe(program)
 """)

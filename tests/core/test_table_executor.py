@@ -24,12 +24,12 @@ PLAIN = [
 
 @pytest.mark.parametrize("case", PLAIN, ids=[case.name for case in PLAIN])
 def test_equals_the_simulator(case: Case) -> None:
-    plan = case.plan
+    program = case.program
     x = case.inputs
     scale = case.softmax_scale or case.dims[0] ** -0.5
     simulated = reference.simulate(
-        plan, x["q"], x["k"], x["v"], dout=x["dout"], softmax_scale=scale
+        program, x["q"], x["k"], x["v"], dout=x["dout"], softmax_scale=scale
     )
-    executed = execute(plan, x["q"], x["k"], x["v"], x["dout"], scale)
+    executed = execute(program, x["q"], x["k"], x["v"], x["dout"], scale)
     for got, expected in zip(executed, simulated, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-11)

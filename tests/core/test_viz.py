@@ -19,13 +19,17 @@ from ring_core import (
     TILE,
     ChunkLayout,
     Layout,
+    LayoutSpec,
     Mask,
     Plan,
+    RingProgram,
     WorkItem,
     balance_chunks,
     make_plan,
+    ring_program,
     viz,
 )
+from ring_core.base.strategy import RingStrategy
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:
@@ -33,56 +37,61 @@ def every_third(q_pos: Any, k_pos: Any) -> Any:
 
 
 PACKED = Mask(causal=True, cu_seqlens=(0, 5, 29, 48))
-PLANS = [
-    make_plan(Mask(), seq_len=8, cp_size=1),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="zigzag"),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="striped"),
-    make_plan(Mask(causal=True), seq_len=48, cp_size=4, layout="contiguous", strategy="balanced"),
-    make_plan(Mask(causal=True), seq_len=45, cp_size=5, layout="contiguous", strategy="balanced"),
-    make_plan(Mask(window=(7, 3)), seq_len=40, cp_size=4, layout="contiguous", strategy="balanced"),
-    make_plan(Mask(window=(5, 2), chunk_size=16), seq_len=32, cp_size=4, kv_seq_len=48),
-    make_plan(PACKED, seq_len=48, cp_size=4, layout="zigzag"),
-    make_plan(PACKED, seq_len=48, cp_size=4, layout="contiguous", strategy="balanced"),
-    make_plan(PACKED, seq_len=48, cp_size=4, layout=balance_chunks(PACKED, seq_len=48, cp_size=4)),
-    make_plan(Mask(chunk_size=10), seq_len=48, cp_size=4, layout="striped"),
-    make_plan(
-        Mask(True, predicate=every_third),
-        seq_len=600,
-        cp_size=2,
-        layout="contiguous",
-        strategy="balanced",
-    ),
+
+
+def ring(
+    mask: Mask, seq_len: int, cp_size: int, *, layout: LayoutSpec = "contiguous",
+    strategy: RingStrategy = "ring", kv_seq_len: int | None = None,
+) -> RingProgram:  # fmt: skip
+    plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len)
+    return ring_program(plan, strategy)
+
+
+PROGRAMS = [
+    ring(Mask(), 8, 1),
+    ring(Mask(causal=True), 48, 4),
+    ring(Mask(causal=True), 48, 4, layout="zigzag"),
+    ring(Mask(causal=True), 48, 4, layout="striped"),
+    ring(Mask(causal=True), 48, 4, strategy="balanced"),
+    ring(Mask(causal=True), 45, 5, strategy="balanced"),
+    ring(Mask(window=(7, 3)), 40, 4, strategy="balanced"),
+    ring(Mask(window=(5, 2), chunk_size=16), 32, 4, kv_seq_len=48),
+    ring(PACKED, 48, 4, layout="zigzag"),
+    ring(PACKED, 48, 4, strategy="balanced"),
+    ring(PACKED, 48, 4, layout=balance_chunks(PACKED, seq_len=48, cp_size=4)),
+    ring(Mask(chunk_size=10), 48, 4, layout="striped"),
+    ring(Mask(True, predicate=every_third), 600, 2, strategy="balanced"),
 ]
 NAMES = [
-    f"{plan.q_layout.name}-{plan.strategy}-{plan.cp_size}-{plan.mask.describe()}" for plan in PLANS
+    f"{x.plan.q_layout.name}-{x.strategy}-{x.plan.cp_size}-{x.plan.mask.describe()}"
+    for x in PROGRAMS
 ]
 
 
-def test_the_picture_is_what_the_ranks_compute(plan: Plan) -> None:
-    q, k = np.arange(plan.seq_len), np.arange(plan.kv_seq_len)
-    np.testing.assert_array_equal(viz.computing_ranks(plan, q, k), computed_by_items(plan))
+def test_the_picture_is_what_the_ranks_compute(program: RingProgram) -> None:
+    q, k = np.arange(program.plan.seq_len), np.arange(program.plan.kv_seq_len)
+    np.testing.assert_array_equal(viz.computing_ranks(program, q, k), computed_by_items(program))
 
 
-def test_a_right_plan_has_no_cell_in_doubt(plan: Plan) -> None:
-    assert "!" not in viz.describe(plan)
+def test_a_right_plan_has_no_cell_in_doubt(program: RingProgram) -> None:
+    assert "!" not in viz.describe(program)
 
 
-@pytest.fixture(params=PLANS, ids=NAMES)
-def plan(request: pytest.FixtureRequest) -> Plan:
-    chosen: Plan = request.param
+@pytest.fixture(params=PROGRAMS, ids=NAMES)
+def program(request: pytest.FixtureRequest) -> RingProgram:
+    chosen: RingProgram = request.param
     return chosen
 
 
-def computed_by_items(plan: Plan) -> np.ndarray[Any, Any]:
+def computed_by_items(program: RingProgram) -> np.ndarray[Any, Any]:
     """Who computes each pair, ``[T_q, T_kv]``, from the items of every rank one by one."""
-    ranks = np.full((plan.seq_len, plan.kv_seq_len), viz.NOBODY)
-    for rank in range(plan.cp_size):
-        for step in range(plan.num_steps):
-            for item in plan.items(rank, step):
-                q = plan.positions(item.q_rank)[item.q_slice]
-                k = plan.k_positions(item.kv_rank)[item.k_slice]
-                shown = shown_by_item(plan, item)
+    ranks = np.full((program.plan.seq_len, program.plan.kv_seq_len), viz.NOBODY)
+    for rank in range(program.plan.cp_size):
+        for step in range(program.num_steps):
+            for item in program.items(rank, step):
+                q = program.plan.positions(item.q_rank)[item.q_slice]
+                k = program.plan.k_positions(item.kv_rank)[item.k_slice]
+                shown = shown_by_item(program.plan, item)
                 where = np.ix_(q, k)
                 assert not (shown & (ranks[where] != viz.NOBODY)).any()
                 ranks[where] = np.where(shown, rank, ranks[where])
@@ -135,16 +144,14 @@ helped      1 steps: queries travel to idle ranks, results travel back"""
 
 
 def test_describe_says_it_all() -> None:
-    plan = make_plan(
-        Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous", strategy="balanced"
-    )
-    assert viz.describe(plan, width=16) == BALANCED
+    program = ring(Mask(causal=True), 8, 2, strategy="balanced")
+    assert viz.describe(program, width=16) == BALANCED
 
 
 def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
     # Four keys a rank, a window of one: each rank needs one key of the rank before it.
-    plan = make_plan(Mask(window=(1, 0)), seq_len=16, cp_size=4)
-    lines = viz.describe(plan).splitlines()
+    program = ring(Mask(window=(1, 0)), 16, 4)
+    lines = viz.describe(program).splitlines()
     at = lines.index("shift    0   1  total")
     # 7 pairs of its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
     assert lines[at + 1 : at + 5] == [
@@ -167,8 +174,8 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
     ],
 )
 def test_layout_strip(layout: Any, strip: str) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=160, cp_size=8, layout=layout)
-    lines = viz.describe(plan, width=16).splitlines()
+    program = ring(Mask(causal=True), 160, 8, layout=layout)
+    lines = viz.describe(program, width=16).splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("who holds what"))
     assert lines[at + 1] == strip
 
@@ -176,29 +183,29 @@ def test_layout_strip(layout: Any, strip: str) -> None:
 @pytest.mark.parametrize("seq_len", [64, 96, 4096, 65536])
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_striped_cells_show_every_rank(seq_len: int, cp_size: int) -> None:
-    plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, layout="striped")
-    column = {line[0] for line in mask_rows(viz.describe(plan))}
+    program = ring(Mask(), seq_len, cp_size, layout="striped")
+    column = {line[0] for line in mask_rows(viz.describe(program))}
     assert column == set("01234567"[:cp_size])
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 5, 6, 7])
 def test_cells_lie_in_one_piece_each(cp_size: int) -> None:
-    plan = make_plan(Mask(), seq_len=840 * cp_size, cp_size=cp_size, layout="zigzag")
-    rows = mask_rows(viz.describe(plan))
+    program = ring(Mask(), 840 * cp_size, cp_size, layout="zigzag")
+    rows = mask_rows(viz.describe(program))
     layout = Layout("zigzag", len(rows), cp_size)
     for rank in range(cp_size):
         assert {rows[n][0] for n in layout.positions(rank).tolist()} == {str(rank)}
 
 
 def test_a_thin_band_is_not_lost() -> None:
-    plan = make_plan(Mask(window=(0, 0)), seq_len=1 << 20, cp_size=4)
-    for n, row in enumerate(mask_rows(viz.describe(plan))):
+    program = ring(Mask(window=(0, 0)), 1 << 20, 4)
+    for n, row in enumerate(mask_rows(viz.describe(program))):
         assert [at for at, cell in enumerate(row.split()) if cell != "."] == [n]
 
 
 def test_keys_may_be_more_than_queries() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, kv_seq_len=24)
-    text = viz.describe(plan)
+    program = ring(Mask(causal=True), 8, 2, kv_seq_len=24)
+    text = viz.describe(program)
     assert text.startswith("seq_len=8 kv_seq_len=24 cp_size=2")
     assert "2 pieces of 4 queries and 12 keys" in text
     rows = mask_rows(text)
@@ -207,8 +214,8 @@ def test_keys_may_be_more_than_queries() -> None:
 
 
 def test_more_ranks_than_fit() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=256, cp_size=128)
-    text = viz.describe(plan)
+    program = ring(Mask(causal=True), 256, 128)
+    text = viz.describe(program)
     assert "a character stands for 3 ranks" in text
     assert "  ... 112 more ranks, 112 more steps" in text
     # The last of 32 queries is near token 252, of rank 126: the 43rd character.
@@ -217,50 +224,50 @@ def test_more_ranks_than_fit() -> None:
 
 
 def test_width_bounds_the_pictures() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=16)
-    lines = viz.describe(plan, width=20).splitlines()
+    program = ring(Mask(causal=True), 4096, 16)
+    lines = viz.describe(program, width=20).splitlines()
     assert max(len(row) for row in mask_rows("\n".join(lines))) <= 20
     assert "  ... 11 more steps" in lines
     with pytest.raises(ValueError, match="width must be at least 8"):
-        viz.describe(plan, width=7)
+        viz.describe(program, width=7)
 
 
 def test_color_changes_nothing_but_color() -> None:
-    plan = make_plan(
-        Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
-    )
-    colored = viz.describe(plan, color=True)
+    program = ring(Mask(causal=True), 64, 4, strategy="balanced")
+    colored = viz.describe(program, color=True)
     assert "\x1b[30;48;5;75m0 \x1b[0m" in colored
     plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
-    assert [line.rstrip() for line in plain.splitlines()] == viz.describe(plan).splitlines()
-    assert "\x1b" not in viz.describe(plan)
+    assert [line.rstrip() for line in plain.splitlines()] == viz.describe(program).splitlines()
+    assert "\x1b" not in viz.describe(program)
 
 
-def wrong_plans() -> dict[str, Plan]:
-    right = make_plan(Mask(causal=True), seq_len=64, cp_size=4)
-    other = make_plan(Mask(causal=True, window=(9, 0)), seq_len=64, cp_size=4)
+def wrong_programs() -> dict[str, RingProgram]:
+    right = ring(Mask(causal=True), 64, 4)
+    other = ring(Mask(causal=True, window=(9, 0)), 64, 4)
     zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     return {
         "a step dropped": changed(right, steps=right.steps[:-1], _work=right.work()[:-1]),
         "a step twice": changed(right, steps=(*right.steps, right.steps[1])),
-        "window off by one": changed(other, mask=Mask(causal=True, window=(10, 0))),
-        "bands of another layout": changed(right, geometry=zigzag.geometry),
+        "window off by one": replanned(other, mask=Mask(causal=True, window=(10, 0))),
+        "bands of another layout": replanned(right, geometry=zigzag.geometry),
         "no help where it is due": changed(
-            make_plan(
-                Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous", strategy="balanced"
-            ),
+            ring(Mask(causal=True), 64, 4, strategy="balanced"),
             steps=right.steps[:3],
         ),
     }
 
 
-def changed(plan: Plan, **changes: Any) -> Plan:
-    return replace(plan, _items={}, **changes)
+def changed(program: RingProgram, **changes: Any) -> RingProgram:
+    return replace(program, _items={}, **changes)
 
 
-@pytest.mark.parametrize("fault", wrong_plans())
+def replanned(program: RingProgram, **changes: Any) -> RingProgram:
+    return changed(program, plan=replace(program.plan, **changes))
+
+
+@pytest.mark.parametrize("fault", wrong_programs())
 def test_a_wrong_plan_looks_wrong(fault: str) -> None:
-    text = viz.describe(wrong_plans()[fault])
+    text = viz.describe(wrong_programs()[fault])
     assert "! marks cells where the plan and the mask disagree" in text
     assert any("!" in row for row in mask_rows(text))
 
@@ -272,59 +279,56 @@ def mask_rows(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "program",
     [
-        make_plan(Mask(), seq_len=1, cp_size=1),
-        make_plan(Mask(window=(5, 2)), seq_len=32, cp_size=4, kv_seq_len=48, layout="striped"),
-        make_plan(
-            Mask(causal=True), seq_len=4096, cp_size=32, layout="contiguous", strategy="balanced"
-        ),
+        ring(Mask(), 1, 1),
+        ring(Mask(window=(5, 2)), 32, 4, kv_seq_len=48, layout="striped"),
+        ring(Mask(causal=True), 4096, 32, strategy="balanced"),
     ],
     ids=["one token", "striped", "more ranks than a legend takes"],
 )
-def test_plot_writes_a_picture(plan: Plan, tmp_path: Path) -> None:
-    viz.plot(plan, tmp_path / "plan.png")
+def test_plot_writes_a_picture(program: RingProgram, tmp_path: Path) -> None:
+    viz.plot(program, tmp_path / "plan.png")
     picture = imread(tmp_path / "plan.png")
     assert picture.shape[:2] == (864, 1584)
     colors = np.unique((255 * picture[..., :3]).round() @ [1, 256, 65536])
-    assert colors.size > plan.cp_size
+    assert colors.size > program.plan.cp_size
 
 
 def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
+    program = ring(Mask(causal=True), 4096, 4)
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    viz.plot(plan, first)
-    viz.plot(changed(plan), str(second))
+    viz.plot(program, first)
+    viz.plot(changed(program), str(second))
     assert first.read_bytes() == second.read_bytes()
     assert b"<dc:date>" not in first.read_bytes()
 
 
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=4096, cp_size=4)
-    text = plotted_text(plan, tmp_path)
+    text = plotted_text(ring(Mask(causal=True), 4096, 4), tmp_path)
     assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
     assert "imbalance 1.750, in lockstep 1.750, 4 of 4 steps live, 3 K/V messages per rank" in text
     assert "hatched: idle" in text
     assert "disagree" not in text
-    zigzag = make_plan(Mask(causal=True), seq_len=4096, cp_size=4, layout="zigzag")
+    zigzag = ring(Mask(causal=True), 4096, 4, layout="zigzag")
     assert "hatched: idle" not in plotted_text(zigzag, tmp_path)
 
 
-@pytest.mark.parametrize("fault", wrong_plans())
+@pytest.mark.parametrize("fault", wrong_programs())
 def test_a_wrong_plan_is_drawn_wrong(fault: str, tmp_path: Path) -> None:
-    assert "black: plan and mask disagree" in plotted_text(wrong_plans()[fault], tmp_path)
+    assert "black: plan and mask disagree" in plotted_text(wrong_programs()[fault], tmp_path)
 
 
-def plotted_text(plan: Plan, folder: Path) -> str:
+def plotted_text(program: RingProgram, folder: Path) -> str:
     with mpl.rc_context({"svg.fonttype": "none"}):
-        viz.plot(plan, folder / "plan.svg")
+        viz.plot(program, folder / "plan.svg")
     return (folder / "plan.svg").read_text()
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"^plot needs matplotlib: install ring-core\[viz\]$"):
-        viz.plot(PLANS[0], "nowhere.png")
+        viz.plot(PROGRAMS[0], "nowhere.png")
 
 
 def test_plot_needs_no_pyplot_and_leaves_settings_alone(
@@ -332,5 +336,5 @@ def test_plot_needs_no_pyplot_and_leaves_settings_alone(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     before = mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]
-    viz.plot(PLANS[1], tmp_path / "plan.pdf")
+    viz.plot(PROGRAMS[1], tmp_path / "plan.pdf")
     assert (mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]) == before

@@ -16,7 +16,7 @@ from cases import RINGS
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, viz
+from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, ring_program, viz
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -259,10 +259,12 @@ def test_explain_says_what_would_run() -> None:
     cp = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), axis_name="cp")
     q, k, v = qkv()
     text = cp.explain(q, k, v, causal=True)
-    plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
+    )
     assert (
         text
-        == f"kernel xla (any device)\nstrategy ring, transport xla\n{viz.describe(plan, pictures=False)}"
+        == f"kernel xla (any device)\nstrategy ring, transport xla\n{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
     told = []

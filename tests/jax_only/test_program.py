@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ring_core import LAYOUTS, Mask, make_plan, reference
+from ring_core import LAYOUTS, Mask, make_plan, reference, ring_program
 from ring_jax import ring_attention
 
 CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
@@ -61,12 +61,14 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_transfers_are_the_plans(name: str, layout: Any) -> None:
     """Live hops only, K and V in one message, dK/dV home in one hop."""
     length = 8192
-    plan = make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, layout=layout)
+    program = ring_program(
+        make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, layout=layout)
+    )
     kv = length // CP * KV_HEADS * 2 * DIM * 2
-    forward = [kv for stage in plan.forward if stage.kv_hop is not None]
+    forward = [kv for stage in program.forward if stage.kv_hop is not None]
     assert permutes(lowered(length, layout, backward=False, **MASKS[name])) == forward
-    backward = [kv for stage in plan.backward if stage.kv_hop is not None]
-    backward += [2 * kv for stage in plan.backward if stage.grad_hop is not None]
+    backward = [kv for stage in program.backward if stage.kv_hop is not None]
+    backward += [2 * kv for stage in program.backward if stage.grad_hop is not None]
     both = permutes(lowered(length, layout, backward=True, **MASKS[name]))
     assert sorted(both) == sorted(forward + backward)
 
@@ -74,8 +76,8 @@ def test_transfers_are_the_plans(name: str, layout: Any) -> None:
 def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
     """65,536 tokens on 8 devices, window 512: one neighbour, forward and back."""
     window: dict[str, Any] = {"causal": True, "window": (511, 0)}
-    plan = make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP)
-    assert plan.num_steps == 2
+    program = ring_program(make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP))
+    assert program.num_steps == 2
     assert len(permutes(lowered(1 << 16, "contiguous", backward=False, **window))) == 1
     assert len(permutes(lowered(1 << 16, "contiguous", backward=True, **window))) == 2
 

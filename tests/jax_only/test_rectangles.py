@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import RINGS
 
-from ring_core import TABLE_COLUMNS, Mask, make_plan
+from ring_core import TABLE_COLUMNS, Mask, make_plan, ring_program
 from ring_jax.rank_view import step_table
 
 MASKS = {
@@ -20,22 +20,22 @@ MASKS = {
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
-    plan = make_plan(
-        MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0], strategy=RINGS[ring][1]
+    program = ring_program(
+        make_plan(MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0]), RINGS[ring][1]
     )
-    for step, what in enumerate(plan.steps):
+    for step, what in enumerate(program.steps):
         items = {
-            rank: [item for item in plan.items(rank, step) if item.q_rank == rank]
-            for rank in range(plan.cp_size)
+            rank: [item for item in program.items(rank, step) if item.q_rank == rank]
+            for rank in range(program.plan.cp_size)
         }
-        found = {x.q_rank: x for x in step_table(plan, step).rectangles}
+        found = {x.q_rank: x for x in step_table(program, step).rectangles}
         if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
             assert found == {}
             continue
         assert found.keys() == {rank for rank, some in items.items() if some}
         for rank, x in found.items():
             (item,) = items[rank]
-            assert x.kv_rank == item.kv_rank == (rank - what.shift) % plan.cp_size
+            assert x.kv_rank == item.kv_rank == (rank - what.shift) % program.plan.cp_size
             assert (x.q_start, x.q_stop) == (item.q_start, item.q_stop)
             assert (x.k_start, x.k_stop) == (item.k_start, item.k_stop)
 
@@ -44,17 +44,17 @@ def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
     """With their bands; none where a rank has several, or it takes more than a band to say it."""
-    plan = make_plan(
-        MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0], strategy=RINGS[ring][1]
+    program = ring_program(
+        make_plan(MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0]), RINGS[ring][1]
     )
     at = {column: n for n, column in enumerate(TABLE_COLUMNS)}
-    for step in range(plan.num_steps):
-        part = step_table(plan, step)
+    for step in range(program.num_steps):
+        part = step_table(program, step)
         live = [
             [row for row in rows if row[at["q_stop"]] > row[at["q_start"]]] for rows in part.own
         ]
         several = [len(rows) > 1 or part.has_documents for rows in live]
-        if any(several) or plan.blocks is not None:
+        if any(several) or program.plan.blocks is not None:
             assert part.items is None
             continue
         assert part.items is not None
@@ -67,7 +67,7 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
-    steps = [step_table(plan, step).rectangles for step in range(plan.num_steps)]
+    program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
+    steps = [step_table(program, step).rectangles for step in range(program.num_steps)]
     assert [len(x) for x in steps] == [0, 4, 4, 4]
     assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}

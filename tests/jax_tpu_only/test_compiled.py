@@ -19,7 +19,7 @@ from backends.tpu_compiled import (
 )
 from cases import RINGS
 
-from ring_core import KernelConfig, Mask, make_plan
+from ring_core import KernelConfig, Mask, make_plan, ring_program
 
 CAUSAL: dict[str, Any] = {"causal": True}
 KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice as wide
@@ -27,10 +27,10 @@ KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice a
 
 def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
     """Bytes of each transfer of the forward and of both passes, by the plan."""
-    plan = make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, layout=layout)
-    forward = [KV for stage in plan.forward if stage.kv_hop is not None]
-    backward = [KV for stage in plan.backward if stage.kv_hop is not None]
-    backward += [2 * KV for stage in plan.backward if stage.grad_hop is not None]
+    program = ring_program(make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, layout=layout))
+    forward = [KV for stage in program.forward if stage.kv_hop is not None]
+    backward = [KV for stage in program.backward if stage.kv_hop is not None]
+    backward += [2 * KV for stage in program.backward if stage.grad_hop is not None]
     return forward, sorted(forward + backward)
 
 

@@ -173,8 +173,8 @@ def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     """Full blocks show everything and empty ones nothing, in a zigzag ring's own coordinates."""
     case = Case("kinds", mask, "zigzag", 2, 1024)
-    plan, size = case.plan, 128
-    step = next((n for n, step in enumerate(plan.steps) if step.shift == shift), None)
+    plan, program, size = case.plan, case.program, 128
+    step = next((n for n, step in enumerate(program.steps) if step.shift == shift), None)
     if step is None:
         return
     q_pos, k_pos = plan.q_positions(1), plan.k_positions((1 - shift) % 2)
@@ -186,7 +186,7 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     q, kv, no = jnp.zeros((1, 1, 512, 8)), jnp.zeros((1, 1, 512, 16)), None
     rows = QueryBlock(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no)
     columns = KeyBlock(kv, jnp.asarray(k_pos), cells[1], no)
-    work = ItemTable(jnp.asarray(plan.table(step)[1]), None)
+    work = ItemTable(jnp.asarray(program.table(step)[1]), None)
     blocks = Blocks(size, size, 512, 512)
     kinds = block_kinds(rows, columns, work, blocks)
     seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from cases import RINGS, Case, masks
 
-from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, Plan
+from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, RingProgram
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.rank_view import RankView, step_table
 from ring_jax.records import Inputs, KVPayload, Queries, Static
@@ -21,16 +21,20 @@ CP, LENGTH = 4, 4 * 6 * TILE
 NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]
 
 
-def shown(plan: Plan, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.bool_]:
+def shown(program: RingProgram, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.bool_]:
     """The pairs that a rank computes in a step for its own queries, or for another's."""
-    visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=bool)
-    for row in plan.table(step)[rank].tolist():
+    visible = np.zeros(
+        (program.plan.q_layout.local_len, program.plan.k_layout.local_len), dtype=bool
+    )
+    for row in program.table(step)[rank].tolist():
         item = dict(zip(TABLE_COLUMNS, row, strict=True))
         if item["q_stop"] == item["q_start"] or (item["q_rank"] != rank) != helped:
             continue
         rows = slice(item["q_start"], item["q_stop"])
         columns = slice(item["k_start"], item["k_stop"])
-        dense = plan.mask.dense(plan.q_positions(item["q_rank"]), plan.k_positions(item["kv_rank"]))
+        dense = program.plan.mask.dense(
+            program.plan.q_positions(item["q_rank"]), program.plan.k_positions(item["kv_rank"])
+        )
         distance = np.subtract.outer(
             np.arange(item["q_stop"] - item["q_start"]), np.arange(item["k_stop"] - item["k_start"])
         )
@@ -39,11 +43,11 @@ def shown(plan: Plan, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.b
     return visible
 
 
-def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
+def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
     """The kinds of the blocks that a rank's kernel is told."""
-    static = Static(plan, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
+    static = Static(program, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
     side = RankView(static, NOTHING, jnp.int32(rank))
-    part = step_table(plan, step)
+    part = step_table(program, step)
     work = side.helped_work(part) if helped else side.own_work(part)
     if work is None:
         return None
@@ -60,17 +64,17 @@ def computed(plan: Plan, rank: int, step: int, blocks: Blocks, *, helped: bool) 
 def test_live_blocks(name: str, ring: str) -> None:
     layout, strategy = RINGS[ring]
     case = Case("", masks(LENGTH, CP)[name], layout, CP, LENGTH, strategy=strategy)
-    plan = case.plan
+    program = case.program
     local = LENGTH // CP
     size = 2 * TILE
     blocks = Blocks(size, TILE, local, local)
-    for step in range(plan.num_steps):
+    for step in range(program.num_steps):
         for rank in range(CP):
             for helped in (False, True):
-                kinds = computed(plan, rank, step, blocks, helped=helped)
+                kinds = computed(program, rank, step, blocks, helped=helped)
                 if kinds is None:
                     continue
-                visible = shown(plan, rank, step, helped=helped)
+                visible = shown(program, rank, step, helped=helped)
                 tiles = visible.reshape(local // size, size, local // TILE, TILE)
                 np.testing.assert_array_equal(kinds != EMPTY, tiles.any(axis=(1, 3)))
                 assert tiles.all(axis=(1, 3))[kinds == FULL].all()

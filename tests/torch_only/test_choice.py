@@ -17,12 +17,13 @@ import torch.distributed as dist
 from ring_core import (
     KernelConfig,
     Mask,
-    Plan,
     Request,
+    RingProgram,
     StrategyConfig,
     UnsupportedError,
     make_plan,
     refusals,
+    ring_program,
 )
 from ring_core.choose.rates import Case, Rates, Times, written
 from ring_torch import ContextParallel, kernels, prepare, ring_attention
@@ -40,13 +41,13 @@ CAUSAL = Mask(causal=True)
 BFLOAT16 = Request("cuda", "bfloat16", 64, 64, grad=True)
 
 
-def plan(mask: Mask = CAUSAL, cp_size: int = 4, **ring: Any) -> Plan:
-    return make_plan(mask, seq_len=16 * cp_size, cp_size=cp_size, **ring)
+def program(mask: Mask = CAUSAL, cp_size: int = 4, **layout: Any) -> RingProgram:
+    return ring_program(make_plan(mask, seq_len=16 * cp_size, cp_size=cp_size, **layout))
 
 
 def chosen(
     move: tuple[str, str],
-    plan: Plan,
+    over: RingProgram,
     device: torch.device = CPU,
     *,
     size: int = 4,
@@ -54,22 +55,22 @@ def chosen(
 ) -> tuple[str, str]:
     """Strategy and transport, with four query heads of 8 for each key head, in bfloat16."""
     ring = Ranks(None, 0, size)
-    return choose_strategy(*move, ring, plan, device, widths=(32, 16, 2), probe=probe)
+    return choose_strategy(*move, ring, over.plan, device, widths=(32, 16, 2), probe=probe)
 
 
 @pytest.mark.parametrize("dim", [192, 256])
 def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
     request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
-    reasons = refusals(fa3.FA3.capabilities, request, plan())
+    reasons = refusals(fa3.FA3.capabilities, request, program())
     wanted = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
     assert reasons == wanted
-    assert not refusals(fa3.FA3.capabilities, replace(request, deterministic=False), plan())
+    assert not refusals(fa3.FA3.capabilities, replace(request, deterministic=False), program())
 
 
 UNGATHERED = {
-    "striped": (plan(layout="striped"), "layout 'striped' assigns tokens one by one"),
+    "striped": (program(layout="striped"), "layout 'striped' assigns tokens one by one"),
     "predicate": (
-        plan(Mask(predicate=lambda q, k: q >= k)),
+        program(Mask(predicate=lambda q, k: q >= k)),
         "a predicate mask is planned in tiles",
     ),
 }
@@ -96,9 +97,9 @@ def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> 
 @pytest.mark.parametrize("strategy", ["ring", "balanced"])
 def test_steps_are_sent_in_messages(strategy: str) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
-        chosen((strategy, "symm_mem"), plan(strategy=strategy))
+        chosen((strategy, "symm_mem"), program(strategy=strategy))
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), plan(strategy=strategy))
+        found = chosen((strategy, transport), program(strategy=strategy))
         assert found == (strategy, "p2p")
 
 
@@ -120,15 +121,15 @@ def test_a_field_that_means_nothing_is_refused() -> None:
 
 
 def test_without_gpus_keys_travel_in_messages() -> None:
-    assert chosen(MESSAGES, plan()) == chosen(("gather", "auto"), plan()) == MESSAGES
-    assert chosen(AUTO, plan()) == RING
+    assert chosen(MESSAGES, program()) == chosen(("gather", "auto"), program()) == MESSAGES
+    assert chosen(AUTO, program()) == RING
     with pytest.raises(UnsupportedError, match="need CUDA tensors and a nccl group"):
-        chosen(COPIES, plan())
+        chosen(COPIES, program())
 
 
 @pytest.mark.parametrize("move", [AUTO, RING, MESSAGES, COPIES])
 def test_alone_nothing_travels(move: tuple[str, str]) -> None:
-    assert chosen(move, plan(), size=1) == RING
+    assert chosen(move, program(), size=1) == RING
 
 
 REASON = "the ranks' GPUs do not reach each other's memory"
@@ -144,19 +145,19 @@ def test_copies_need_gpus_that_reach_each_other(
         "symm_buffer_of",
         lambda _: SimpleNamespace(refusals=() if reaches else (REASON,)),
     )
-    assert chosen(COPIES, plan(), GPU, probe=False) == COPIES  # nobody is asked
-    assert chosen(AUTO, plan(), GPU) == (COPIES if reaches else RING)
-    assert chosen(("gather", "auto"), plan(), GPU) == (COPIES if reaches else MESSAGES)
+    assert chosen(COPIES, program(), GPU, probe=False) == COPIES  # nobody is asked
+    assert chosen(AUTO, program(), GPU) == (COPIES if reaches else RING)
+    assert chosen(("gather", "auto"), program(), GPU) == (COPIES if reaches else MESSAGES)
     if not reaches:
         with pytest.raises(UnsupportedError, match=REASON):
-            chosen(COPIES, plan(), GPU)
+            chosen(COPIES, program(), GPU)
 
 
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=()))
-    many, halo = plan(cp_size=32), plan(Mask(window=(3, 3)), cp_size=32)
+    many, halo = program(cp_size=32), program(Mask(window=(3, 3)), cp_size=32)
     assert chosen(AUTO, many, GPU, size=32) == RING
     assert chosen(COPIES, many, GPU, size=32) == COPIES
     assert chosen(AUTO, halo, GPU, size=32) == COPIES
@@ -214,7 +215,7 @@ def test_what_is_not_installed_says_how_to(
     monkeypatch.setattr(module, "version", _absent)
     name = module.__name__.rpartition(".")[2]
     with pytest.raises(UnsupportedError) as caught:
-        kernels.choose(KernelConfig(name), BFLOAT16, plan())
+        kernels.choose(KernelConfig(name), BFLOAT16, program())
     message = str(caught.value)
     assert message.startswith(f"kernel '{name}': {package} is not installed")
     assert message.endswith(f"pip install {package}. Instead: use kernel='auto'")
@@ -245,12 +246,12 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_auto_says_why_not_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "version", _absent)
     monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
-    choice = kernels.choose(KernelConfig(), replace(BFLOAT16, softcap=True, bias=True), plan())
+    choice = kernels.choose(KernelConfig(), replace(BFLOAT16, softcap=True, bias=True), program())
     assert choice.kernel.capabilities.name == "triton"
     rejected = {can.name: why for can, why in choice.rejected}
     assert {"has no bias"} <= set(rejected["fa4"])
     assert {"has no softcap", "has no bias"} <= set(rejected["cudnn"])
-    choice = kernels.choose(KernelConfig(), BFLOAT16, plan())
+    choice = kernels.choose(KernelConfig(), BFLOAT16, program())
     assert "  not fa4 (cuda): flash-attn-4 is not installed" in choice.describe()
 
 
@@ -337,23 +338,25 @@ CHOSEN: dict[str, tuple[Request, Mask, str]] = {
 def test_auto_takes_the_fastest_by_the_table(name: str, installed: Any) -> None:
     installed("fa4", "cudnn")
     request, mask, kernel = CHOSEN[name]
-    choice = kernels.choose(KernelConfig(), request, plan(mask, cp_size=1))
+    choice = kernels.choose(KernelConfig(), request, program(mask, cp_size=1))
     assert choice.kernel.capabilities.name == kernel
 
 
 def test_without_flash_attn_4_the_fastest_of_the_others(installed: Any) -> None:
     installed("cudnn")
     for request in (BFLOAT16, replace(BFLOAT16, head_dim=256, v_head_dim=256)):
-        assert kernels.choose(KernelConfig(), request, plan()).kernel.capabilities.name == "cudnn"
+        assert (
+            kernels.choose(KernelConfig(), request, program()).kernel.capabilities.name == "cudnn"
+        )
 
 
 def test_a_gpu_that_was_not_timed_keeps_the_order(installed: Any) -> None:
     installed("fa4", "fa3", "cudnn", "fa2", major=10)
-    choice = kernels.choose(KernelConfig(), replace(BFLOAT16, grad=False), plan())
+    choice = kernels.choose(KernelConfig(), replace(BFLOAT16, grad=False), program())
     assert choice.kernel.capabilities.name == "fa4"
     assert choice.describe() == "kernel fa4"
     installed("fa4", "fa3", "cudnn", "fa2", major=8)
-    assert kernels.choose(KernelConfig(), BFLOAT16, plan()).describe() == "kernel fa2"
+    assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa2"
 
 
 def test_a_gpu_of_another_maker_was_not_timed(
@@ -368,7 +371,7 @@ def test_a_gpu_of_another_maker_was_not_timed(
 def test_explain_has_times(installed: Any) -> None:
     installed("fa4", "cudnn")
     request = replace(BFLOAT16, head_dim=256, v_head_dim=256, q_heads=32, kv_heads=8)
-    whole = make_plan(CAUSAL, seq_len=16384, cp_size=1)
+    whole = ring_program(make_plan(CAUSAL, seq_len=16384, cp_size=1))
     lines = kernels.choose(KernelConfig(), request, whole).describe().splitlines()
     times = r"about \d+\.?\d* ms forward, \d+\.?\d* ms with backward"
     case = r" \(by NVIDIA H200, causal, head dim 256\)"
@@ -383,12 +386,12 @@ def test_explain_has_times(installed: Any) -> None:
 
 def test_explain_says_what_a_predicate_compiles(installed: Any) -> None:
     installed("fa4")
-    lines = kernels.choose(KernelConfig(), BFLOAT16, plan(STRIPES)).describe().splitlines()
+    lines = kernels.choose(KernelConfig(), BFLOAT16, program(STRIPES)).describe().splitlines()
     assert lines[0].startswith("kernel fa4: ")
     assert (
         lines[1] == "  a predicate that is new to it: about 10 s to compile, forward and backward"
     )
-    eager = kernels.choose(KernelConfig("eager"), BFLOAT16, plan(STRIPES)).describe()
+    eager = kernels.choose(KernelConfig("eager"), BFLOAT16, program(STRIPES)).describe()
     assert eager == "kernel eager\n  a predicate that is new to it: nothing to compile"
 
 

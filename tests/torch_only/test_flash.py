@@ -16,7 +16,7 @@ from backends.torch_ranks import gather as put_together
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import plans, shown
+from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from ring_core import (
     gather_program,
     gather_refusals,
     make_plan,
+    ring_program,
 )
 from ring_torch import prepare
 from ring_torch.kernels import Selection
@@ -197,9 +198,10 @@ UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
 @st.composite
 def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     """A rank's items, round a ring and over gathered keys, and what each shows."""
-    plan = draw(plans())
+    program = draw(programs())
+    plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
-    found = [item for step in range(plan.num_steps) for item in plan.items(rank, step)]
+    found = [item for step in range(program.num_steps) for item in program.items(rank, step)]
     if not gather_refusals(plan):
         found += [*gather_program(plan, rank).items, *gather_program(plan, rank).in_place]
     return [(item, shown(plan, item)) for item in found if item.tiles is None]
@@ -310,12 +312,12 @@ def test_results_are_written_in_place_where_they_fit(
 
 
 def test_head_dims_that_a_library_lacks_are_refused() -> None:
-    plan = make_plan(Mask(), seq_len=8, cp_size=1, layout="contiguous")
+    program = ring_program(make_plan(Mask(), seq_len=8, cp_size=1, layout="contiguous"))
     for dim, grad, kernel, reasons in (
         (7, True, NARROW, 0), (9, True, NARROW, 1), (9, True, BACK, 1), (9, False, BACK, 0),
     ):  # fmt: skip
         request = Request("cpu", "float32", dim, dim, grad=grad)
-        found = kernel.config_refusals(KernelConfig(), request, plan)
+        found = kernel.config_refusals(KernelConfig(), request, program)
         assert len(found) == reasons
         assert all(f"head dims {dim} and {dim}" in text for text in found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ring_core import Mask, make_plan
+from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch.head_groups import ONE_GROUP, HeadGroups, head_groups_of
 
@@ -33,6 +33,6 @@ def test_groups_divide_the_heads_of_keys() -> None:
 
 def groups(tokens: int, q_heads: int, kv_heads: int) -> HeadGroups:
     """Of bfloat16 sequences with head dim 128."""
-    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag")
+    program = ring_program(make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag"))
     local = tokens // 4
-    return head_groups_of(plan, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
+    return head_groups_of(program, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import prefix
 
-from ring_core import Mask, Request, make_plan
+from ring_core import Mask, Request, make_plan, ring_program
 from ring_torch.kernels import cudnn, fa4
 
 CALL = Request(device="cuda", dtype="bfloat16", head_dim=128, v_head_dim=128, grad=True)
@@ -40,8 +40,8 @@ def _limits(
 ) -> tuple[str, ...]:  # fmt: skip
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
     monkeypatch.setattr(fa4, "version", lambda _: version)
-    plan = make_plan(mask, seq_len=512, cp_size=1)
-    return fa4.FA4.limits(replace(CALL, **options), plan)
+    program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
+    return fa4.FA4.limits(replace(CALL, **options), program)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -78,5 +78,5 @@ def test_cudnn(
     monkeypatch.setattr(cudnn, "capability", lambda: gpu)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     request = replace(CALL, head_dim=dims[0], v_head_dim=dims[1])
-    plan = make_plan(CAUSAL, seq_len=512, cp_size=1)
-    assert (cudnn.CUDNN.limits(request, plan) == ()) is takes
+    program = ring_program(make_plan(CAUSAL, seq_len=512, cp_size=1))
+    assert (cudnn.CUDNN.limits(request, program) == ()) is takes

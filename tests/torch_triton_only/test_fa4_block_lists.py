@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_core import FULL, PARTIAL, Mask, WorkItem, make_plan
+from ring_core import FULL, PARTIAL, Mask, WorkItem, make_plan, ring_program
 from ring_torch.kernels.block_index import Grid, kinds_on
 from ring_torch.kernels.fa4.block_lists import BlockLists, block_lists
 
@@ -83,11 +83,16 @@ def test_predicate(size: tuple[int, int], by_columns: bool) -> None:
     def rule(i: Any, j: Any) -> Any:
         return (i >= j) & ((i - j < 150) | (j % 256 < 32))
 
-    plan = make_plan(Mask(predicate=rule), seq_len=Q_LEN, cp_size=1, kv_seq_len=K_LEN)
-    (item,) = plan.items(0, 0)
-    grid = Grid(*size, False, by_columns, torch.device("cpu"), plan.blocks)
+    program = ring_program(
+        make_plan(Mask(predicate=rule), seq_len=Q_LEN, cp_size=1, kv_seq_len=K_LEN)
+    )
+    (item,) = program.items(0, 0)
+    grid = Grid(*size, False, by_columns, torch.device("cpu"), program.plan.blocks)
     lists = block_lists(item, grid, None)
-    rows, columns = plan.q_positions(0)[item.q_slice], plan.k_positions(0)[item.k_slice]
+    rows, columns = (
+        program.plan.q_positions(0)[item.q_slice],
+        program.plan.k_positions(0)[item.k_slice],
+    )
     shown = np.zeros((1, Q_LEN, K_LEN), bool)
     shown[0, : len(rows), : len(columns)] = rule(rows[:, None], columns)
     assert (len(rows), len(columns)) == (Q_LEN, K_LEN)

@@ -9,12 +9,20 @@ import pytest
 import torch
 from cases import diagonals
 
-from ring_core import BlockGeometry, KernelConfig, Mask, Request, UnsupportedError, make_plan
+from ring_core import (
+    BlockGeometry,
+    KernelConfig,
+    Mask,
+    Request,
+    UnsupportedError,
+    make_plan,
+    ring_program,
+)
 from ring_torch.kernels import choose
 from ring_torch.kernels import triton as adapter
 
 REQUEST = Request("cuda", "bfloat16", 128, 128, bias=True, grad=True)
-PLAN = make_plan(Mask(causal=True), seq_len=256, cp_size=2, layout="zigzag")
+PROGRAM = ring_program(make_plan(Mask(causal=True), seq_len=256, cp_size=2, layout="zigzag"))
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +34,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _chosen(config: KernelConfig | None = None, **changes: Any) -> str:
     return choose(
-        config or KernelConfig(), replace(REQUEST, **changes), PLAN
+        config or KernelConfig(), replace(REQUEST, **changes), PROGRAM
     ).kernel.capabilities.name
 
 
@@ -54,11 +62,13 @@ def test_settings_it_cannot_do(
 
 
 def test_predicates_of_too_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(Mask(predicate=diagonals), seq_len=256, cp_size=2, layout="contiguous")
+    program = ring_program(
+        make_plan(Mask(predicate=diagonals), seq_len=256, cp_size=2, layout="contiguous")
+    )
     monkeypatch.setattr(BlockGeometry, "tiles", None)
     with pytest.raises(UnsupportedError, match="more than 64 MiB"):
-        choose(KernelConfig("triton"), REQUEST, plan)
-    assert choose(KernelConfig(), REQUEST, plan).kernel.capabilities.name == "eager"
+        choose(KernelConfig("triton"), REQUEST, program)
+    assert choose(KernelConfig(), REQUEST, program).kernel.capabilities.name == "eager"
 
 
 @pytest.mark.parametrize(

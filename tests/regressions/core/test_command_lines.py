@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ring_core import Mask, make_plan, viz
+from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
 from ring_core.tools.cli import main
 
@@ -69,8 +69,10 @@ def test_bench_runs_without_a_progress_bar(
 
 @pytest.mark.parametrize("cp_size", [1, 8, 64])
 def test_figures_of_a_plan_fit_a_screen(cp_size: int) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=65536, cp_size=cp_size, layout="zigzag")
-    lines = viz.describe(plan, pictures=False).splitlines()
+    program = ring_program(
+        make_plan(Mask(causal=True), seq_len=65536, cp_size=cp_size, layout="zigzag")
+    )
+    lines = viz.describe(program, pictures=False).splitlines()
     assert len(lines) <= 8
     assert max(map(len, lines)) <= 80
-    assert set(lines) <= set(viz.describe(plan).splitlines())
+    assert set(lines) <= set(viz.describe(program).splitlines())

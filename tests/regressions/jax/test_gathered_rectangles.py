@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, Plan, make_plan
+from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, RingProgram, make_plan, ring_program
 from ring_jax.rank_view import remote_table, step_table
 
 LOCAL = 12
@@ -32,11 +32,11 @@ def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDAr
     return seen
 
 
-def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
+def _one_by_one(program: RingProgram, rank: int) -> npt.NDArray[np.int64]:
     seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
-    for n, step in enumerate(plan.steps):
+    for n, step in enumerate(program.steps):
         if step.shift:
-            rows = step_table(plan, n).own[rank]
+            rows = step_table(program, n).own[rank]
             seen += _seen(rows, rows[:, TABLE_COLUMNS.index("kv_rank")].astype(np.int64) * LOCAL)
     return seen
 
@@ -44,13 +44,13 @@ def _one_by_one(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) -> None:
-    plan = make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, layout=layout)
-    others = remote_table(plan)
+    program = ring_program(make_plan(MASKS[name], seq_len=4 * LOCAL, cp_size=4, layout=layout))
+    others = remote_table(program)
     assert others is not None
     for rank in range(4):
         rows = others.own[rank]
         found = _seen(rows, np.zeros(len(rows), dtype=np.int64))
-        np.testing.assert_array_equal(found, _one_by_one(plan, rank))
+        np.testing.assert_array_equal(found, _one_by_one(program, rank))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) ->
     [("causal", "contiguous", 1), ("full", "contiguous", 2), ("full", "zigzag", 2)],
 )
 def test_rectangles_that_touch_are_one(name: str, layout: LayoutSpec, most: int) -> None:
-    plan = make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, layout=layout)
-    others = remote_table(plan)
+    program = ring_program(make_plan(MASKS[name], seq_len=64 * LOCAL, cp_size=64, layout=layout))
+    others = remote_table(program)
     assert others is not None
     assert others.own.shape[1] <= most

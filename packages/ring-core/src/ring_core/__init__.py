@@ -1,7 +1,8 @@
 """Exact attention over sequences longer than one device holds: the part without a framework.
 
-A ring-attention call is a :class:`Plan`: for every rank and step, which slice of Q meets which
-slice of K/V under which band. Backends execute it.
+A ring-attention call is a :class:`Plan`: for every pair of ranks, which slice of Q meets which
+slice of K/V under which band. A strategy orders it in time (:class:`RingProgram`,
+:class:`GatherProgram`), and backends execute that.
 """
 
 from ring_core.base.capabilities import Capabilities as Capabilities
@@ -31,8 +32,6 @@ from ring_core.layouts.layout import Run as Run
 from ring_core.layouts.layout import divisor_of as divisor_of
 from ring_core.masks.mask import Mask as Mask
 from ring_core.plan.items import WorkItem as WorkItem
-from ring_core.plan.plan import TABLE_COLUMNS as TABLE_COLUMNS
-from ring_core.plan.plan import TABLE_UNBOUNDED as TABLE_UNBOUNDED
 from ring_core.plan.plan import Plan as Plan
 from ring_core.plan.plan import make_plan as make_plan
 from ring_core.plan.tile_mask import BlockGeometry as BlockGeometry
@@ -42,8 +41,12 @@ from ring_core.programs.gather import gather_memory as gather_memory
 from ring_core.programs.gather import gather_program as gather_program
 from ring_core.programs.gather import gather_refusals as gather_refusals
 from ring_core.programs.gather import longest_gather as longest_gather
-from ring_core.programs.ring import HELP_PIECES as HELP_PIECES
-from ring_core.programs.ring import Stage as Stage
-from ring_core.programs.ring import Step as Step
+from ring_core.programs.ring import RingProgram as RingProgram
+from ring_core.programs.ring import ring_program as ring_program
+from ring_core.programs.steps import HELP_PIECES as HELP_PIECES
+from ring_core.programs.steps import Stage as Stage
+from ring_core.programs.steps import Step as Step
+from ring_core.programs.table import TABLE_COLUMNS as TABLE_COLUMNS
+from ring_core.programs.table import TABLE_UNBOUNDED as TABLE_UNBOUNDED
 
 __version__ = "0.1.0"

@@ -25,7 +25,8 @@ from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
-from ring_core.programs.ring import HELP_PIECES, Stage
+from ring_core.programs.ring import RingProgram, ring_program
+from ring_core.programs.steps import HELP_PIECES, Stage
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -164,8 +165,10 @@ class Cost:
     time_s: float
 
 
-def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = True) -> Cost:
-    """What a plan costs.
+def estimate(
+    program: RingProgram, model: Model, hardware: Hardware, *, backward: bool = True
+) -> Cost:
+    """What a ring costs.
 
     A message carries, in bytes:
 
@@ -184,34 +187,34 @@ def estimate(plan: Plan, model: Model, hardware: Hardware, *, backward: bool = T
     its own: an upper bound, since ranks do one or the other, often with a part of the queries.
 
     Args:
-        plan: The plan; its ``work()`` gives the visible pairs of every rank and step.
+        program: The ring's program; its ``work()`` gives the visible pairs of every rank and step.
         model: Heads, dims, batch, bytes an element.
         hardware: Rates; see :func:`hardware` for presets.
         backward: Count the backward as well.
     """
     for name, value, kind in (
-        ("plan", plan, Plan), ("model", model, Model), ("hardware", hardware, Hardware),
+        ("program", program, RingProgram), ("model", model, Model), ("hardware", hardware, Hardware),
         ("backward", backward, bool),
     ):  # fmt: skip
         check_record(name, value, kind)
-    work = plan.work()
+    work, plan = program.work(), program.plan
     slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(plan.forward, slowest * rate, _forward_bytes(plan, model), hardware)]
+    passes = [_run(program.forward, slowest * rate, _forward_bytes(plan, model), hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
         volumes = _backward_bytes(plan, model)
-        passes.append(_run(plan.backward, slowest * rate, volumes, hardware))
+        passes.append(_run(program.backward, slowest * rate, volumes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,
         bytes_sent=sum(p.bytes_sent for p in passes),
         messages=sum(p.messages for p in passes),
-        active_steps=plan.num_steps,
-        imbalance=plan.imbalance,
-        memory_bytes=_memory(plan, model, backward),
+        active_steps=program.num_steps,
+        imbalance=program.imbalance,
+        memory_bytes=_memory(program, model, backward),
         compute_s=compute_s,
         exposed_s=time_s - compute_s,
         time_s=time_s,
@@ -261,10 +264,10 @@ def compare(
             costs[pair] = str(error)
             continue
         plan = make_plan(
-            mask, seq_len=seq_len, cp_size=cp_size, layout=layout, strategy=strategy,
-            kv_seq_len=kv_seq_len,
-        )  # fmt: skip
-        costs[pair] = estimate(plan, model, hardware, backward=backward)
+            mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len
+        )
+        program = ring_program(plan, strategy)
+        costs[pair] = estimate(program, model, hardware, backward=backward)
     return costs
 
 
@@ -335,7 +338,7 @@ def _run(
     return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
 
 
-def _memory(plan: Plan, model: Model, backward: bool) -> int:
+def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     """Bytes beyond the caller's tensors; the larger of the two passes.
 
     Forward, two K/V slots and out in float32; backward, two K/V slots, dQ and three times dK/dV
@@ -343,9 +346,9 @@ def _memory(plan: Plan, model: Model, backward: bool) -> int:
     slot for another rank's q and its float32 out, backward one for its q, dO and float32 dQ. A
     single live step moves nothing: it needs no slots, and dK/dV once.
     """
-    rows, kv = _rows(plan, model)
-    helped = any(step.helps != "none" for step in plan.steps)
-    moves = plan.num_steps > 1
+    rows, kv = _rows(program.plan, model)
+    helped = any(step.helps != "none" for step in program.steps)
+    moves = program.num_steps > 1
     slots = 2 * kv * model.bytes_per_element if moves else 0
     q, dout = (rows * dim * model.bytes_per_element for dim in (model.head_dim, model.value_dim))
     out, dq = (rows * dim * _FLOAT32 for dim in (model.value_dim, model.head_dim))

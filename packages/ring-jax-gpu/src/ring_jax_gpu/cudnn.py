@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, cast
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import Capabilities, KernelConfig, Plan
+from ring_core import Capabilities, KernelConfig, RingProgram
 from ring_jax.collectives import Ranks
 from ring_jax.kernels import compute_capability
 from ring_jax.rank_view import remote_table, step_table
@@ -90,12 +90,12 @@ class CudnnKernel:
     )  # fmt: skip
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
+        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What it has no kernel for, here."""
         del direction, config  # what it cannot do backward it is not asked to do forward
         capability = compute_capability()
-        return (*_refused_here(capability, local), *_refused_steps(local, plan))
+        return (*_refused_here(capability, local), *_refused_steps(local, program))
 
     def forward(
         self,
@@ -138,11 +138,13 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
         yield f"takes head dims up to 128, on Hopper up to 256, not {widest}"
 
 
-def _refused_steps(local: LocalShape, plan: Plan) -> Iterator[str]:
-    """What it cannot do of a plan, and of a bias."""
+def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
+    """What it cannot do of a program, and of a bias."""
     gathers = len(local.k_lens) > 1
-    others = remote_table(plan) if gathers else None
-    parts = [step_table(plan, n) for n, x in enumerate(plan.steps) if not (gathers and x.shift)]
+    others = remote_table(program) if gathers else None
+    parts = [
+        step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
+    ]
     parts += [others] if others is not None else []
     if any(part.helpers for part in parts):
         yield "has no ranks that help each other (strategy 'balanced')"

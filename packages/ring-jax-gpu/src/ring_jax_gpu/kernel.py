@@ -96,7 +96,7 @@ class TritonKernel:
             upstream, into = widened_grads(dims, fast, upstream, into)
             given = widened(dims, fast, static, rows, columns)
             return narrowed_grads(dims, fast, self.backward(*given, upstream, work, into))
-        is_one = _is_one(static.plan.backward)
+        is_one = _is_one(static.program.backward)
         call = self._call(static, rows, columns, work)
         (dq, dkv, dbias), wide = into, into.dkv.dtype
         fused = static.config.fused_backward
@@ -113,7 +113,7 @@ class TritonKernel:
         return Grads(dq, dkv, dbias)
 
     def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
-        is_one = _is_one(static.plan.forward)
+        is_one = _is_one(static.program.forward)
         return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
 
 

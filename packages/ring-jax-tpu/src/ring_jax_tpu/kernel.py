@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ring_core import KernelConfig, Plan, UnsupportedError
+from ring_core import KernelConfig, RingProgram, UnsupportedError
 from ring_core.base.capabilities import EVERYTHING
 from ring_jax.records import (
     AttentionState,
@@ -37,7 +37,7 @@ class PallasKernel:
     )
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
+        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a launch would refuse."""
         shape = Shape(
@@ -48,7 +48,7 @@ class PallasKernel:
             for k_len in local.k_lens:
                 lengths = local.q_len, k_len
                 fitting_blocks(
-                    direction, config, plan.mask, shape, lengths, local.lists, generation
+                    direction, config, program.plan.mask, shape, lengths, local.lists, generation
                 )
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)

@@ -233,7 +233,7 @@ class ContextParallel:
             kernel=kernel, strategy=strategy, transport=transport,
             mask_parts=self._parts(mask, batch, heads),
         )  # fmt: skip
-        return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.plan, pictures=False)}"
+        return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
 
     def _whole(self, q: Array, k: Array) -> Whole:
         """What tells what a device holds of a call."""

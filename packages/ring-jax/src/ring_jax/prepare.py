@@ -15,13 +15,14 @@ from ring_core import (
     KernelConfig,
     LayoutSpec,
     Mask,
-    Plan,
     Request,
+    RingProgram,
     StrategyConfig,
     StrategyName,
     UnsupportedError,
     checks,
     make_plan,
+    ring_program,
 )
 from ring_core.base.strategy import strategy_config
 from ring_jax.dense_mask import split_mask, with_mask
@@ -106,13 +107,14 @@ def check_call(
     checks.check_choice("transport", transport, TRANSPORTS)
     plan = make_plan(
         rule, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout,
-        strategy=named.planned, kv_seq_len=sizes.k_len * shards,
+        kv_seq_len=sizes.k_len * shards,
     )  # fmt: skip
+    program = ring_program(plan, named.ring_strategy)
     scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
     checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         checks.check_flag(name, flag)
-    way = choose_strategy(named.name, plan)
+    way = choose_strategy(named.name, program)
     q_ids, k_ids = check_others(
         sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
         alibi_slopes=alibi_slopes,
@@ -132,11 +134,11 @@ def check_call(
     )  # fmt: skip
     words = None if dropout_seed is None else seed_words(dropout_seed)
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
-    local = _local_shape(inputs, plan, way, whole, has_dropout=dropout_p > 0)
-    choice = choose(kernels, config, request, plan, local)
+    local = _local_shape(inputs, program, way, whole, has_dropout=dropout_p > 0)
+    choice = choose(kernels, config, request, program, local)
     forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
-        plan, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
+        program, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
         sizes.head_dim, way, bias_masks=dense is not None, bias_grad=bias is not None,
         forward_only=forward_only,
     )  # fmt: skip
@@ -155,15 +157,20 @@ def device_kind(x: Array, *meshes: AbstractMesh) -> str:
 
 
 def _local_shape(
-    x: Inputs, plan: Plan, strategy: StrategyName, whole: Whole | None, *, has_dropout: bool
+    x: Inputs,
+    program: RingProgram,
+    strategy: StrategyName,
+    whole: Whole | None,
+    *,
+    has_dropout: bool,
 ) -> LocalShape:
     """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
     parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
     return LocalShape(
-        x.q.shape[0] // parts if apart else 1, plan.q_layout.local_len,
-        STRATEGIES[strategy].key_lengths(plan), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
+        x.q.shape[0] // parts if apart else 1, program.plan.q_layout.local_len,
+        STRATEGIES[strategy].key_lengths(program), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
         x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
         str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
     )  # fmt: skip
@@ -303,15 +310,15 @@ def described_as(name: str, x: object) -> checks.Tensor:
 TRANSPORTS = ("auto", "xla")
 
 
-def choose_strategy(strategy: str, plan: Plan) -> StrategyName:
+def choose_strategy(strategy: str, program: RingProgram) -> StrategyName:
     """The strategy a call named; ``auto`` goes round the ring.
 
     Raises:
         UnsupportedError: The one named cannot do this call.
     """
-    name = plan.strategy if strategy == "auto" else strategy
+    name = program.strategy if strategy == "auto" else strategy
     found = STRATEGIES.get(name)
-    reasons = ["only ring-torch has it"] if found is None else found.refusals(plan)
+    reasons = ["only ring-torch has it"] if found is None else found.refusals(program)
     if reasons:
         raise UnsupportedError(
             f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"

@@ -1,9 +1,9 @@
 """A rank's side of the plan: which work it does of a part, and what belongs to its tokens.
 
-A part is a step of the plan, or all other ranks' keys at once.
+A part is a step of the ring, or all other ranks' keys at once.
 
 The rank is a traced number, so everything that differs between ranks is looked up in small arrays:
-the plan's tables, and where each run of the layout begins.
+the program's tables, and where each run of the layout begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan
+from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan, RingProgram
 from ring_jax.records import (
     Array,
     Inputs,
@@ -54,9 +54,9 @@ class StepTable(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def step_table(plan: Plan, step: int) -> StepTable:
-    """A step: the plan's table, split by whose queries the rows are."""
-    table = plan.table(step)
+def step_table(program: RingProgram, step: int) -> StepTable:
+    """A step: the program's table, split by whose queries the rows are."""
+    plan, table = program.plan, program.table(step)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     live = column["q_stop"] > column["q_start"]
     is_own = column["q_rank"] == np.arange(plan.cp_size)[:, None]
@@ -65,21 +65,21 @@ def step_table(plan: Plan, step: int) -> StepTable:
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
     own = _pick(table, live & is_own)
     rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
-    shift = plan.steps[step].shift
+    shift = program.steps[step].shift
     helped = _pick(table, helped)
     return StepTable(shift, False, own, helped, helpers, has_documents, rectangles, items)
 
 
 @lru_cache(maxsize=256)
-def remote_table(plan: Plan) -> StepTable | None:
+def remote_table(program: RingProgram) -> StepTable | None:
     """All steps but that of the own keys, at once; ``None`` if there are none."""
-    parts = [step_table(plan, n) for n, step in enumerate(plan.steps) if step.shift != 0]
+    parts = [step_table(program, n) for n, step in enumerate(program.steps) if step.shift != 0]
     if not parts:
         return None
     table = np.concatenate([part.own for part in parts], axis=1)
     at = {name: n for n, name in enumerate(TABLE_COLUMNS)}
     live = table[..., at["q_stop"]] > table[..., at["q_start"]]
-    before = np.where(live, table[..., at["kv_rank"]] * plan.k_layout.local_len, 0)
+    before = np.where(live, table[..., at["kv_rank"]] * program.plan.k_layout.local_len, 0)
     for name in ("k_start", "k_stop"):
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)

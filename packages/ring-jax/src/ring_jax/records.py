@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Plan, StrategyName
+from ring_core import Capabilities, KernelConfig, Plan, RingProgram, StrategyName
 
 Array = jax.Array
 Pass = Literal["forward", "backward"]
@@ -75,7 +75,7 @@ class KeyBlock(NamedTuple):
 
 
 class ItemTable(NamedTuple):
-    """The items of one rank in one step, for one side's queries: rows of the plan's table.
+    """The items of one rank in one step, for one side's queries: rows of the program's table.
 
     ``kinds`` are the kinds of the tiles of a predicate mask, ``[ceil(T / TILE), ceil(S / TILE)]``.
     """
@@ -140,7 +140,7 @@ class Item(NamedTuple):
     """All that a rank computes in a step: a rectangle, and the band of it that is seen.
 
     Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; unbounded
-    sides are those of the plan's table.
+    sides are those of the program's table.
     """
 
     rectangle: Rectangle
@@ -166,7 +166,7 @@ class Static:
         forward_only: Those of the kernels whose backward another one does.
     """
 
-    plan: Plan
+    program: RingProgram
     axis_name: Hashable | None
     scale: float
     softcap: float | None
@@ -185,6 +185,11 @@ class Static:
     forward_only: tuple[Kernel, ...] = ()
 
     @property
+    def plan(self) -> Plan:
+        """What meets what."""
+        return self.program.plan
+
+    @property
     def wide(self) -> jnp.dtype:
         """Of accumulators."""
         return jnp.dtype("float64" if self.dtype == "float64" else "float32")
@@ -199,7 +204,7 @@ class Kernel(Protocol):
         ...
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, plan: Plan, /
+        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...

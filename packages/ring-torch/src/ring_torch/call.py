@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import KernelConfig, Mask, Plan, StrategyConfig, StrategyName
+from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import come_in_eights
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     """Everything static about a call."""
 
     ring: Ranks
-    plan: Plan
+    program: RingProgram
     params: KernelParams
     kernel: Kernel
     choice: Selection
@@ -86,6 +86,11 @@ class Call(NamedTuple):
     forward_signature: CallSignature
     backward_signature: CallSignature
     prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
+
+    @property
+    def plan(self) -> Plan:
+        """What meets what."""
+        return self.program.plan
 
     @property
     def seed(self) -> int:

@@ -257,4 +257,4 @@ class ContextParallel:
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip
         way = describe_strategy(call, widths)
-        return f"{call.choice.describe()}\n{way}\n{viz.describe(call.plan, pictures=False)}"
+        return f"{call.choice.describe()}\n{way}\n{viz.describe(call.program, pictures=False)}"

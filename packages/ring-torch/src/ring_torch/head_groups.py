@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ring_core import Plan, longest_gather
+from ring_core import RingProgram, longest_gather
 from ring_core.checks import Sizes
 
 #: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
@@ -41,10 +41,11 @@ class HeadGroups(NamedTuple):
 ONE_GROUP = HeadGroups(1, 1, early=False)
 
 
-def head_groups_of(plan: Plan, sizes: Sizes, itemsize: int) -> HeadGroups:
-    """Groups for a plan that gathers keys, the same on all ranks."""
+def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
+    """Groups for a call that gathers keys, the same on all ranks."""
     dims = sizes.head_dim + sizes.v_head_dim
-    pairs = int(plan.work().sum()) * sizes.batch // plan.cp_size
+    plan = program.plan
+    pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
     longest = longest_gather(plan).length
     size = longest * sizes.batch * sizes.kv_heads * dims * itemsize

@@ -21,6 +21,7 @@ from ring_core import (
     UnsupportedError,
     checks,
     make_plan,
+    ring_program,
 )
 from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
@@ -172,8 +173,9 @@ def _prepare(
     assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
-        strategy=named.planned, kv_seq_len=sizes.k_len * ring.size,
+        kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
+    program = ring_program(plan, named.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     assert facts[0] is not None
     dtype, device = facts[0].dtype, facts[0].device
@@ -192,12 +194,12 @@ def _prepare(
             options._replace(strategy="auto", transport="auto"), types, grads, False,
             lse_grad=lse_grad,
         )  # fmt: skip
-    choice = choose(config, request, plan) if inner is None else inner.choice
+    choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
     executing = strategy_for(
-        strategy, plan, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
+        strategy, program, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
@@ -205,7 +207,7 @@ def _prepare(
         "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
     }  # fmt: skip
     return Call(
-        ring, plan, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        ring, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], executing, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip

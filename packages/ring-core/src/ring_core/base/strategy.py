@@ -11,8 +11,8 @@ from ring_core.base.arguments import check_choice
 StrategyName = Literal["ring", "balanced", "gather", "ulysses"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
-PlannedStrategy = Literal["ring", "balanced"]  # others are made of a ring's plan
-PLANNED: tuple[PlannedStrategy, ...] = get_args(PlannedStrategy)
+RingStrategy = Literal["ring", "balanced"]  # those that go round in steps
+RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 
 _FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
 _LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
@@ -23,10 +23,10 @@ def takes_layout(strategy: str, layout: object) -> bool:
     return strategy not in _LAYOUTS or layout in _LAYOUTS[strategy]
 
 
-def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, PlannedStrategy]]:
-    """The layouts, and strategies of plans, that go together."""
+def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStrategy]]:
+    """The layouts, and strategies of a ring, that go together."""
     for layout in layouts:
-        for strategy in PLANNED:
+        for strategy in RING_STRATEGIES:
             if takes_layout(strategy, layout):
                 yield layout, strategy
 
@@ -64,8 +64,8 @@ class StrategyConfig:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
 
     @property
-    def planned(self) -> PlannedStrategy:
-        """What a plan is made for; all but ``balanced`` take that of a ring."""
+    def ring_strategy(self) -> RingStrategy:
+        """How a ring would do it: kernels and times are chosen by the items of its steps."""
         return "balanced" if self.name == "balanced" else "ring"
 
 

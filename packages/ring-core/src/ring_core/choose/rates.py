@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ring_core.base.capabilities import Request
-from ring_core.plan.plan import Plan
+from ring_core.masks.mask import Mask
+from ring_core.programs.ring import RingProgram
 
 Framework = Literal["torch", "jax"]
 Option = Literal[
@@ -165,7 +166,12 @@ class Rates:
 
 
 def expected(
-    cases: Sequence[Case], request: Request, plan: Plan, names: Sequence[str], *, grad: bool
+    cases: Sequence[Case],
+    request: Request,
+    program: RingProgram,
+    names: Sequence[str],
+    *,
+    grad: bool,
 ) -> Expected:
     """What kernels should take for a call, if some case has a time of one.
 
@@ -174,16 +180,18 @@ def expected(
     Args:
         cases: Those of the framework and the GPU.
         request: The call.
-        plan: Its plan.
+        program: What its ranks compute in a ring.
         names: The kernels that can do it.
         grad: Whether it has a backward.
     """
     cases = [case for case in cases if request.dtype in case.dtypes]
     size = request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
-    work = int(plan.work().sum(axis=0).max()) * size
+    work = int(program.work().sum(axis=0).max()) * size
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
         counted = [case for case in cases if len(case.took(names, grad=grad)) >= least]
-        near = [_nearest(counted, option, request) for option in options_of(request, plan)]
+        near = [
+            _nearest(counted, option, request) for option in options_of(request, program.plan.mask)
+        ]
         found = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
             for case in near if case is not None
@@ -194,9 +202,8 @@ def expected(
     return UNKNOWN
 
 
-def options_of(request: Request, plan: Plan) -> tuple[Option, ...]:
+def options_of(request: Request, mask: Mask) -> tuple[Option, ...]:
     """What a call has beside a causal mask, in the words of the table."""
-    mask = plan.mask
     asked: dict[Option, bool] = {
         "window": mask.window is not None,
         "documents": mask.cu_seqlens is not None or mask.chunk_size is not None,

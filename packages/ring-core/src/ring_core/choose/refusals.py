@@ -7,10 +7,10 @@ from dataclasses import fields
 
 from ring_core.base.capabilities import OPTION_WORDS, Capabilities, Request
 from ring_core.base.errors import UnsupportedError
-from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 
 
-def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[str, ...]:
+def refusals(capabilities: Capabilities, request: Request, program: RingProgram) -> tuple[str, ...]:
     """Every reason why a kernel cannot do a call; empty if it can."""
     can, reasons = capabilities, []
     if can.devices and request.device not in can.devices:
@@ -30,39 +30,43 @@ def refusals(capabilities: Capabilities, request: Request, plan: Plan) -> tuple[
         reasons.append(f"is deterministic for head dims up to {most}, not {largest}")
     if request.grad and not can.backward:
         reasons.append("has no backward")
-    return (*reasons, *_mask_refusals(can, plan))
+    return (*reasons, *_mask_refusals(can, program))
 
 
-def _mask_refusals(can: Capabilities, plan: Plan) -> list[str]:
-    if plan.mask.predicate is not None:
+def _mask_refusals(can: Capabilities, program: RingProgram) -> list[str]:
+    if program.plan.mask.predicate is not None:
         return [] if can.predicate else ["has no predicate masks"]
     reasons = []
-    traits = plan.traits
-    if traits.several_documents and not can.documents:
+    counts = program.item_counts
+    if counts.several_documents and not can.documents:
         reasons.append("has no blocks of several documents or chunks")
-    if can.bands == "full" and traits.causal + traits.banded:
+    if can.bands == "full" and counts.causal + counts.banded:
         reasons.append(
-            f"takes full blocks only, and this plan has {traits.causal + traits.banded} others"
+            f"takes full blocks only, and this plan has {counts.causal + counts.banded} others"
         )
-    if can.bands == "causal" and traits.banded:
+    if can.bands == "causal" and counts.banded:
         reasons.append(
-            f"takes full and square causal blocks only, and this plan has {traits.banded} with windows"
+            f"takes full and square causal blocks only, and this plan has {counts.banded} with windows"
         )
     return reasons
 
 
 def require(
-    capabilities: Capabilities, request: Request, plan: Plan, *, others: Sequence[Capabilities]
+    capabilities: Capabilities,
+    request: Request,
+    program: RingProgram,
+    *,
+    others: Sequence[Capabilities],
 ) -> None:
     """Raise unless a kernel can do a call.
 
     Raises:
         UnsupportedError: Naming every reason, and which of ``others`` could do it.
     """
-    reasons = refusals(capabilities, request, plan)
+    reasons = refusals(capabilities, request, program)
     if not reasons:
         return
-    able = [other.name for other in others if not refusals(other, request, plan)]
+    able = [other.name for other in others if not refusals(other, request, program)]
     instead = (
         f"use kernel={_either([repr(name) for name in able])} or 'auto'"
         if able

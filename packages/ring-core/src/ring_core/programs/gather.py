@@ -102,8 +102,6 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
     reasons = []
     if plan.q_layout.stride > 1:
         reasons.append(f"layout {plan.q_layout.name!r} assigns tokens one by one")
-    if plan.strategy == "balanced":
-        reasons.append("strategy 'balanced' moves queries to where the keys are")
     if plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")
     return tuple(reasons)
@@ -130,8 +128,8 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
 def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
     """What a rank does with the keys of all ranks, or (``own=False``) of all others.
 
-    The latter is the remote part of its work; step 0 of the plan is the rest. Equal arguments
-    return the same object, from a bounded cache.
+    The latter is the remote part of its work; ``plan.items(rank, rank)`` is the rest. Equal
+    arguments return the same object, from a bounded cache.
     """
     check_record("plan", plan, Plan)
     check_index("rank", rank, plan.cp_size)

@@ -18,6 +18,7 @@ from ring_core.base.arguments import check_choice, check_record
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
 from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
 from ring_core.reference.item_kernel import Params, Precision, RectangleTable, Side
@@ -76,7 +77,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan,
+    program: RingProgram,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
@@ -93,10 +94,10 @@ def simulate(
     dropout_seed: int | None = None,
     precision: Precision = "float64",
 ) -> tuple[Floats, ...]:
-    """Run a plan rank by rank on global arrays.
+    """Run a ring's program rank by rank on global arrays.
 
     Args:
-        plan: The plan; its mask is the call's mask.
+        program: The program; the mask of its plan is the call's mask.
         q, k, v: Global arrays ``[B, T, heads, head_dim]``.
         dout: ``[B, T_q, H, Dv]``; given, the backward runs too.
         dlse: ``[B, H, T_q]``, the gradient that reaches ``lse``.
@@ -110,7 +111,7 @@ def simulate(
         the gradients of sinks and bias too.
     """
     result = run(
-        plan, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale,
+        program, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
         dropout_seed=dropout_seed,
@@ -123,7 +124,7 @@ def simulate(
 
 
 def run(
-    plan: Plan,
+    program: RingProgram,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
@@ -141,7 +142,8 @@ def run(
     precision: Precision = "float64",
 ) -> Simulation:
     """:func:`simulate` with every result by name."""
-    check_record("plan", plan, Plan)
+    check_record("program", program, RingProgram)
+    plan = program.plan
     given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = given.sizes
     if (sizes.q_len, sizes.k_len) != (plan.seq_len, plan.kv_seq_len):
@@ -162,17 +164,18 @@ def run(
     params = Params(plan.mask, scale, cap, float(dropout_p), dropout_seed, precision)
     # What overflows or is not finite shows in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return _results(plan, given, params, upstream)
+        return _results(program, given, params, upstream)
 
 
 def _results(
-    plan: Plan, given: Inputs, params: Params, upstream: tuple[Floats, Floats | None] | None
-) -> Simulation:
-    precision = params.precision
+    program: RingProgram, given: Inputs, params: Params,
+    upstream: tuple[Floats, Floats | None] | None,
+) -> Simulation:  # fmt: skip
+    plan, precision = program.plan, params.precision
     ranks = _deal(plan, given, precision)
     folded = None if given.sinks is None else item_kernel.round_to(given.sinks, precision)
 
-    last = _forward(plan, ranks, params)
+    last = _forward(program, ranks, params)
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
     out = item_kernel.round_to(_gather(plan, [rank.out for rank in ranks], axis=1), precision)
@@ -181,7 +184,7 @@ def _results(
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
-    home = _backward(plan, ranks, params, last)
+    home = _backward(program, ranks, params, last)
     dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
     dk = _gather_keys(plan, [grad.dk for grad in home])
     dv = _gather_keys(plan, [grad.dv for grad in home])
@@ -195,13 +198,13 @@ def _results(
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
 
 
-def _forward(plan: Plan, ranks: list[Rank], params: Params) -> list[Message]:
+def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Message]:
     """Run the forward program; returns the K/V each rank holds at the end."""
     held = [rank.own for rank in ranks]
-    for stage in plan.forward:
+    for stage in program.forward:
         arriving = _rotate(held, stage.kv_hop)
         for r, rank in enumerate(ranks):
-            for item in plan.items(r, stage.step):
+            for item in program.items(r, stage.step):
                 kv = rank.own if item.kv_rank == r else held[r]
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
@@ -214,16 +217,18 @@ def _forward(plan: Plan, ranks: list[Rank], params: Params) -> list[Message]:
     return held
 
 
-def _backward(plan: Plan, ranks: list[Rank], params: Params, held: list[Message]) -> list[Grad]:
+def _backward(
+    program: RingProgram, ranks: list[Rank], params: Params, held: list[Message]
+) -> list[Grad]:
     """Run the backward program; returns each rank's own dK/dV."""
     arrived: list[Grad] | None = None
     home = [_zero_grad(rank.own) for rank in ranks]
-    for stage in plan.backward:
-        own_block = plan.steps[stage.step].shift == 0
+    for stage in program.backward:
+        own_block = program.steps[stage.step].shift == 0
         arriving = _rotate(held, stage.kv_hop)
         step_grads = home if own_block else [_zero_grad(message) for message in held]
         for r, rank in enumerate(ranks):
-            for item in plan.items(r, stage.step):
+            for item in program.items(r, stage.step):
                 kv, grad = (rank.own, home[r]) if item.kv_rank == r else (held[r], step_grads[r])
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)

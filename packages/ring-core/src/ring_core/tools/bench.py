@@ -19,6 +19,7 @@ from ring_core.base.strategy import STRATEGIES, StrategyConfig
 from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
+from ring_core.programs.ring import ring_program
 from ring_core.tools.sizes import size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
@@ -120,10 +121,10 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
     setting = Setting(
         **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
-    make_plan(  # refuses what cannot be planned
-        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout,
-        strategy=StrategyConfig(setting.strategy).planned,
-    )  # fmt: skip
+    plan = make_plan(  # refuses what cannot be planned
+        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout
+    )
+    ring_program(plan, StrategyConfig(setting.strategy).ring_strategy)
     return setting
 
 

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 from ring_core import __version__, viz
-from ring_core.base.strategy import PLANNED, PlannedStrategy, pairs_of
+from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
-from ring_core.plan.plan import Plan, make_plan
+from ring_core.plan.plan import make_plan
+from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
 from ring_core.tools.sizes import size, window
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
     add("--layout", help=f"{', '.join(ALL_LAYOUTS)} (default {DEFAULT_LAYOUT}), or all for a table")
-    add("--strategy", choices=PLANNED, default="ring", help="default: ring")
+    add("--strategy", choices=RING_STRATEGIES, default="ring", help="default: ring")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
     add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
     add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
@@ -91,10 +92,10 @@ def _plan(args: argparse.Namespace) -> str:
     )
     parts = []
     if named or not (args.advise or args.layout):
-        plan = _one_plan(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
-        parts.append(viz.describe(plan, color=_colored(args.color)))
+        program = _one_program(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
+        parts.append(viz.describe(program, color=_colored(args.color)))
         if args.png:
-            viz.plot(plan, args.png)
+            viz.plot(program, args.png)
     if args.layout == "all":
         parts += [_layout_table(args, mask, n) for n in ranks]
     if args.advise:
@@ -119,11 +120,12 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
         )
 
 
-def _one_plan(
-    args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: PlannedStrategy
-) -> Plan:
+def _one_program(
+    args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
+) -> RingProgram:
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
-    return make_plan(mask, layout=layout_for(layout, mask, **sizes), strategy=strategy, **sizes)
+    plan = make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes)
+    return ring_program(plan, strategy)
 
 
 def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
@@ -140,15 +142,20 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
     pairs = tuple(pairs_of(ALL_LAYOUTS))
     for layout, strategy in pairs:
         try:
-            plan = _one_plan(args, mask, cp_size, layout, strategy)
+            program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
             refused.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
-        live = f"{plan.num_steps} of {plan.cp_size}"
-        helped = sum(step.helps != "none" for step in plan.steps)
-        figures = (f"{plan.imbalance:.3f}", f"{plan.lockstep_imbalance:.3f}", live, str(helped))
-        rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(plan))))
+        live = f"{program.num_steps} of {cp_size}"
+        helped = sum(step.helps != "none" for step in program.steps)
+        figures = (
+            f"{program.imbalance:.3f}",
+            f"{program.lockstep_imbalance:.3f}",
+            live,
+            str(helped),
+        )
+        rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(program))))
     if len(refused) == len(pairs):
         raise refused[0]
     return _table(header, rows)

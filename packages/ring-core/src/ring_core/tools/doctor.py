@@ -22,6 +22,7 @@ from ring_core.base.strategy import pairs_of
 from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
+from ring_core.programs.ring import ring_program
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -186,10 +187,8 @@ def _self_test(ranks: int) -> Iterator[Check]:
     example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
     q, k, v, dout = example.inputs
     for layout, strategy in pairs_of(LAYOUTS):
-        plan = make_plan(
-            Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, layout=layout, strategy=strategy
-        )
-        out, _, *grads = reference.simulate(plan, q, k, v, dout=dout)
+        plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, layout=layout)
+        out, _, *grads = reference.simulate(ring_program(plan, strategy), q, k, v, dout=dout)
         where, eps = f"numpy, {ranks} ranks", float(np.finfo(np.float64).eps)
         yield from compared(
             f"{layout}/{strategy}", where, example, (out, *grads), example.expected, eps

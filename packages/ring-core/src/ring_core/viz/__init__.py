@@ -1,7 +1,7 @@
-"""Pictures: a plan in characters for a terminal or drawn to a file, and what layouts cost.
+"""Pictures: who computes what in a ring, for a terminal or drawn to a file; and what layouts cost.
 
-Those of a plan show what its tables say, at sampled positions, never the mask alone: where the two
-disagree, or two ranks compute the same pair, the cell is marked ``!``.
+Those of a program show what its tables say, at sampled positions, never the mask alone: where the
+two disagree, or two ranks compute the same pair, the cell is marked ``!``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ring_core.base.arguments import check_record, check_text
 from ring_core.cost import Cost
-from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY as NOBODY
 from ring_core.viz.cells import WRONG as WRONG
 from ring_core.viz.cells import computing_ranks as computing_ranks
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot(plan: Plan, path: str | Path) -> None:
-    """Draw a plan to a file: who computes what, who holds what, who works when.
+def plot(program: RingProgram, path: str | Path) -> None:
+    """Draw a ring's program to a file: who computes what, who holds what, who works when.
 
     The format follows the name (``.png``, ``.svg``, ``.pdf``); equal plans give equal SVG files.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    check_record("plan", plan, Plan)
-    from ring_core.viz.figure import draw_plan
+    check_record("program", program, RingProgram)
+    from ring_core.viz.figure import draw_program
 
-    _save(partial(draw_plan, plan), (11, 6), path)
+    _save(partial(draw_program, program), (11, 6), path)
 
 
 def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Who computes what, at sampled positions, as the plan's tables say it."""
+"""Who computes what, at sampled positions, as a program's tables say it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ring_core.base.tiles import EMPTY, FULL, TILE
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -17,17 +18,18 @@ Bools = npt.NDArray[np.bool_]
 NOBODY, WRONG = -1, -2  # stand in for the rank of a cell
 
 
-def kv_messages(plan: Plan) -> int:
+def kv_messages(program: RingProgram) -> int:
     """K/V messages a rank sends in the forward pass."""
-    return sum(stage.kv_hop is not None for stage in plan.forward)
+    return sum(stage.kv_hop is not None for stage in program.forward)
 
 
-def computing_ranks(plan: Plan, q: Ints, k: Ints) -> Ints:
+def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     """The rank that computes each pair of queries ``q [n]`` and keys ``k [m]``, global indices.
 
-    ``[n, m]``, read from the plan's tables; ``NOBODY`` where no rank does, ``WRONG`` where the
+    ``[n, m]``, read from the program's tables; ``NOBODY`` where no rank does, ``WRONG`` where the
     tables and the mask disagree or several ranks compute the pair.
     """
+    plan = program.plan
     q_rank, q_local = (x[:, None] for x in located(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in located(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
@@ -35,11 +37,11 @@ def computing_ranks(plan: Plan, q: Ints, k: Ints) -> Ints:
     pairs = _Pairs(*np.broadcast_arrays(*places))
     claims, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
-    for n, step in enumerate(plan.steps):
+    for n, step in enumerate(program.steps):
         own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
         if not (own.any() or helped.any()):
             continue
-        table = plan.table(n)
+        table = program.table(n)
         for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
             some = _Pairs(*(x[which] for x in pairs))
             shown = _shown(table[by[which]].astype(np.int64), some)
@@ -113,10 +115,10 @@ def _samples(layout: Layout, most: int) -> Ints:
     return np.stack([middle, start, edges[1:] - 1], axis=1)
 
 
-def sampled(plan: Plan, most: int) -> Ints:
+def sampled(program: RingProgram, most: int) -> Ints:
     """``[q_cells, k_cells]``: who computes the first visible pair sampled in each cell."""
-    q, k = _samples(plan.q_layout, most), _samples(plan.k_layout, most)
-    ranks = computing_ranks(plan, q.reshape(-1), k.reshape(-1))
+    q, k = (_samples(x, most) for x in (program.plan.q_layout, program.plan.k_layout))
+    ranks = computing_ranks(program, q.reshape(-1), k.reshape(-1))
     ranks = ranks.reshape(*q.shape, *k.shape).transpose(0, 2, 1, 3).reshape(len(q), len(k), -1)
     first = np.take_along_axis(ranks, (ranks >= 0).argmax(axis=-1)[..., None], axis=-1)[..., 0]
     return np.where((ranks == WRONG).any(axis=-1), WRONG, first)

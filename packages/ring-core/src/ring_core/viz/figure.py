@@ -1,4 +1,4 @@
-"""A plan drawn to a file: who computes what, who holds what, who works when."""
+"""A ring's program drawn to a file: who computes what, who holds what, who works when."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
 from ring_core.viz.text import SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS, percent
 
@@ -17,26 +18,27 @@ if TYPE_CHECKING:
 _DRAWN_CELLS, _DRAWN, _LEGEND = 192, 256, 16
 
 
-def draw_plan(plan: Plan, figure: Figure) -> None:
-    """Draw a plan on a figure."""
+def draw_program(program: RingProgram, figure: Figure) -> None:
+    """Draw a ring's program on a figure."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
+    plan = program.plan
     turbo = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
     colors = ListedColormap(0.7 * turbo + 0.3).with_extremes(under="black")
     halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
     left = halves[0].subgridspec(2, 1, height_ratios=(1, 18))
     _draw_layout(plan, figure.add_subplot(left[0]), colors)
-    _draw_mask(plan, figure.add_subplot(left[1]), colors)
-    _draw_work(plan, figure.add_subplot(halves[1]))
+    _draw_mask(program, figure.add_subplot(left[1]), colors)
+    _draw_work(program, figure.add_subplot(halves[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if plan.strategy == "ring" else f", {plan.strategy}"
+    strategy = "" if program.strategy == "ring" else f", {program.strategy}"
     figure.suptitle(
         f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
-        f"imbalance {plan.imbalance:.3f}, in lockstep {plan.lockstep_imbalance:.3f}, "
-        f"{plan.num_steps} of {plan.cp_size} steps live, {kv_messages(plan)} K/V messages per rank",
+        f"imbalance {program.imbalance:.3f}, in lockstep {program.lockstep_imbalance:.3f}, "
+        f"{program.num_steps} of {plan.cp_size} steps live, {kv_messages(program)} K/V messages per rank",
         fontsize=11,
     )
 
@@ -55,12 +57,13 @@ def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
     axes.set_title(f"who holds what: {title}", loc="left")
 
 
-def _draw_mask(plan: Plan, axes: Axes, colors: Any) -> None:
+def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
     from matplotlib.patches import Patch
 
+    plan = program.plan
     striped = plan.q_layout.stride > 1
     stripes = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
-    ranks = sampled(plan, stripes if striped else _DRAWN_CELLS)
+    ranks = sampled(program, stripes if striped else _DRAWN_CELLS)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -87,15 +90,15 @@ def _draw_mask(plan: Plan, axes: Axes, colors: Any) -> None:
     )  # fmt: skip
 
 
-def _draw_work(plan: Plan, axes: Axes) -> None:
+def _draw_work(program: RingProgram, axes: Axes) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
-    work = plan.work()
-    rank_every, step_every = -(-plan.cp_size // _DRAWN), -(-plan.num_steps // _DRAWN)
+    work, cp_size = program.work(), program.plan.cp_size
+    rank_every, step_every = -(-cp_size // _DRAWN), -(-program.num_steps // _DRAWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
     heat = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
-    box = (-0.5, plan.num_steps - 0.5, plan.cp_size - 0.5, -0.5)
+    box = (-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5)
     axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
     image = axes.imshow(
         np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * heat + 0.25), vmin=0, vmax=200,
@@ -103,15 +106,17 @@ def _draw_work(plan: Plan, axes: Axes) -> None:
     )  # fmt: skip
     bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40, extend="max")
     bar.set_label("pairs a rank and step, % of the mean of all")
-    if plan.cp_size <= SHOWN_RANKS and plan.num_steps <= SHOWN_STEPS:
+    if cp_size <= SHOWN_RANKS and program.num_steps <= SHOWN_STEPS:
         for (rank, step), value in np.ndenumerate(share):
             text = percent(float(value)) if value else ""
             axes.text(step, rank, text, ha="center", va="center", fontsize=8)
     steps = (
-        np.linspace(0, plan.num_steps - 1, min(plan.num_steps, SHOWN_STEPS)).astype(int).tolist()
+        np.linspace(0, program.num_steps - 1, min(program.num_steps, SHOWN_STEPS))
+        .astype(int)
+        .tolist()
     )
-    axes.set_xticks(steps, [str(plan.steps[n].shift) for n in steps])
-    axes.set_yticks(np.linspace(0, plan.cp_size - 1, min(plan.cp_size, SHOWN_RANKS)).astype(int))
+    axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
+    axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
     idle = " (hatched: idle)" if (share == 0).any() else ""
     axes.set_title(f"who works when{idle}", loc="left")

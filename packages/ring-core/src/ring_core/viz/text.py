@@ -1,4 +1,4 @@
-"""A plan in characters, for a terminal."""
+"""A ring's program in characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from ring_core.base.arguments import check_record, is_integer
 from ring_core.plan.plan import Plan
+from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
 
 WIDEST = 1024
@@ -17,11 +18,13 @@ _SYMBOLS = string.digits + string.ascii_letters
 _BACKGROUNDS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
 
 
-def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool = True) -> str:
-    """The plan in characters: who computes what, who holds what, who works when.
+def describe(
+    program: RingProgram, *, color: bool = False, width: int = 64, pictures: bool = True
+) -> str:
+    """A ring's program in characters: who computes what, who holds what, who works when.
 
     Args:
-        plan: The plan.
+        program: The program.
         color: Colour ranks with ANSI escapes.
         width: Characters the pictures may take, 8 to 1024; lines take up to 16 more.
         pictures: Else the heading and the figures alone.
@@ -29,25 +32,26 @@ def describe(plan: Plan, *, color: bool = False, width: int = 64, pictures: bool
     Raises:
         ValueError: ``width`` below 8 or above 1024.
     """
-    check_record("plan", plan, Plan)
+    check_record("program", program, RingProgram)
     check_record("color", color, bool)
     check_record("pictures", pictures, bool)
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
+    plan = program.plan
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if plan.strategy == "ring" else f" strategy={plan.strategy}"
+    strategy = "" if program.strategy == "ring" else f" strategy={program.strategy}"
     heading = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:
-        return "\n".join([heading, *_summary(plan)])
+        return "\n".join([heading, *_summary(program)])
     parts = [
         [heading],
-        _mask_lines(plan, color, min(SHOWN_CELLS, width // 2)),
+        _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
         _layout_lines(plan, color, width),
-        _work_lines(plan, color, min(SHOWN_STEPS, width // 4)),
-        _summary(plan),
+        _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
+        _summary(program),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -70,8 +74,8 @@ def _painted(text: str, rank: int, color: bool) -> str:
     return f"\x1b[{paint}m{text}\x1b[0m"
 
 
-def _mask_lines(plan: Plan, color: bool, most: int) -> list[str]:
-    ranks = sampled(plan, most)
+def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+    plan, ranks = program.plan, sampled(program, most)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
     size = f"{q_size:g} x {k_size:g}"
     lines = [f"who computes what: queries down, keys across, a cell is {size}; . nobody"]
@@ -102,13 +106,13 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
     return [f"who holds what: {title}", strip]
 
 
-def _work_lines(plan: Plan, color: bool, most: int) -> list[str]:
+def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
     """One row per rank, one column per live step."""
-    work = plan.work()
+    work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
-    steps, ranks = min(plan.num_steps, most), min(plan.cp_size, SHOWN_RANKS)
-    totals = work.sum(axis=0)[:ranks] * (share / plan.num_steps)
-    shifts = "".join(f"{step.shift:>4}" for step in islice(plan.steps, steps))
+    steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)
+    totals = work.sum(axis=0)[:ranks] * (share / program.num_steps)
+    shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
         "who works when: 100 is the mean of all ranks and steps, - is idle",
         f"shift {shifts}  total",
@@ -117,7 +121,7 @@ def _work_lines(plan: Plan, color: bool, most: int) -> list[str]:
         label = _painted(f"{rank:>5}", rank, color)
         cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
         lines.append(f"{label} {cells}  {percent(float(totals[rank])):>5}")
-    more = ((plan.cp_size - ranks, "ranks"), (plan.num_steps - steps, "steps"))
+    more = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
     if hidden := [f"{n} more {what}" for n, what in more if n]:
         lines.append(f"  ... {', '.join(hidden)}")
     return lines
@@ -132,16 +136,16 @@ def percent(share: float) -> str:
     return f"{share:.0f}" if share < 999.5 else f"{share / 100:.0f}x"
 
 
-def _summary(plan: Plan) -> list[str]:
-    helped = sum(step.helps != "none" for step in plan.steps)
+def _summary(program: RingProgram) -> list[str]:
+    helped = sum(step.helps != "none" for step in program.steps)
     lines = [
-        f"imbalance   {plan.imbalance:.3f}  the busiest rank's pairs over the mean",
+        f"imbalance   {program.imbalance:.3f}  the busiest rank's pairs over the mean",
         (
-            f"in lockstep {plan.lockstep_imbalance:.3f}  the slowest rank's pairs, summed over "
+            f"in lockstep {program.lockstep_imbalance:.3f}  the slowest rank's pairs, summed over "
             f"steps, over the mean"
         ),
-        f"live        {plan.num_steps} of {plan.cp_size} steps",
-        f"K/V         {kv_messages(plan)} messages a rank, forward",
+        f"live        {program.num_steps} of {program.plan.cp_size} steps",
+        f"K/V         {kv_messages(program)} messages a rank, forward",
     ]
     if helped:
         lines.append(

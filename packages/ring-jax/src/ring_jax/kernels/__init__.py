@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, refusals, require
+from ring_core import (
+    Capabilities,
+    KernelConfig,
+    Request,
+    RingProgram,
+    UnsupportedError,
+    refusals,
+    require,
+)
 from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
 from ring_jax.records import Kernel, LocalShape
 
@@ -53,7 +61,11 @@ def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def choose(
-    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape
+    kernels: Sequence[Kernel],
+    config: KernelConfig,
+    request: Request,
+    program: RingProgram,
+    local: LocalShape,
 ) -> Selection:
     """The kernel a call named, or with ``auto`` the fastest for each platform that can do it.
 
@@ -71,31 +83,31 @@ def choose(
     every = [kernel.capabilities for kernel in kernels]
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
-        require(kernel.capabilities, _on_its_device(request, kernel), plan, others=every)
-        why_not = kernel.refusals("forward", local, config, plan)
+        require(kernel.capabilities, _on_its_device(request, kernel), program, others=every)
+        why_not = kernel.refusals("forward", local, config, program)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
-        times = expected(timed(kernels), request, plan, [config.name], grad=True)
-        forward_only = _forward_only((kernel,), local, config, plan)
+        times = expected(timed(kernels), request, program, [config.name], grad=True)
+        forward_only = _forward_only((kernel,), local, config, program)
         return Selection((kernel,), (), forward_only, times)
     cases = timed(kernels)
-    able, refused = _sorted_out(kernels, config, request, plan, local, cases)
+    able, refused = _sorted_out(kernels, config, request, program, local, cases)
     if not any(not kernel.capabilities.devices for kernel in able):
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
     for_gpus = [kernel for kernel in able if "cuda" in kernel.capabilities.devices]
     names = [kernel.capabilities.name for kernel in for_gpus]
-    times = expected(cases, request, plan, names, grad=True)
+    times = expected(cases, request, program, names, grad=True)
     fastest = times.fastest(names, grad=True) if names else ""
     slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
     chosen = tuple(kernel for kernel in able if kernel not in slower)
     why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
-    forward_only = _forward_only(chosen, local, config, plan)
+    forward_only = _forward_only(chosen, local, config, program)
     return Selection(chosen, (*why_slower, *refused), forward_only, times)
 
 
 def _sorted_out(
-    kernels: Sequence[Kernel], config: KernelConfig, request: Request, plan: Plan, local: LocalShape,
+    kernels: Sequence[Kernel], config: KernelConfig, request: Request, program: RingProgram, local: LocalShape,
     cases: Sequence[Case],
 ) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:  # fmt: skip
     """The kernels that can do a call, the last for all platforms, and why others cannot.
@@ -110,8 +122,8 @@ def _sorted_out(
         can = kernel.capabilities
         if can.devices and served.issuperset(can.devices) and can.name not in measured:
             continue
-        reasons = refusals(can, _on_its_device(request, kernel), plan)
-        reasons = reasons or kernel.refusals("forward", local, config, plan)
+        reasons = refusals(can, _on_its_device(request, kernel), program)
+        reasons = reasons or kernel.refusals("forward", local, config, program)
         if reasons:
             refused.append((can, reasons))
             continue
@@ -143,10 +155,10 @@ def compute_capability() -> int | None:
 
 
 def _forward_only(
-    kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, plan: Plan
+    kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, program: RingProgram
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
     """The kernels that cannot do the backward, and why not."""
-    each = ((one, one.refusals("backward", local, config, plan)) for one in kernels)
+    each = ((one, one.refusals("backward", local, config, program)) for one in kernels)
     return tuple((kernel, reasons) for kernel, reasons in each if reasons)
 
 

@@ -99,7 +99,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, item: Array) -> Bounds:
-        """From a row of the plan's table."""
+        """From a row of the program's table."""
         values = [item[TABLE_COLUMNS.index(name)] for name in cls._fields]
         return cls(*values[:4], *(jnp.clip(x, -_FAR, _FAR) for x in values[4:]))
 

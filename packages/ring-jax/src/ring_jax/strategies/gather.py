@@ -7,7 +7,7 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 
 from __future__ import annotations
 
-from ring_core import Plan
+from ring_core import RingProgram
 from ring_jax.overlap import order_after, overlap, reload_after
 from ring_jax.rank_view import StepTable, remote_table, step_table
 from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
@@ -22,7 +22,7 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     Returns:
         The wide result, and the keys of all ranks (``None`` if no other rank's are seen).
     """
-    loop, others, mine = StepRunner.of(static, x), remote_table(static.plan), _own_part(static)
+    loop, others, mine = StepRunner.of(static, x), remote_table(static.program), _own_part(static)
     q, own = to_bhtd(x.q), own_message(x)
     everyone = None if others is None else _gathered(loop, own)
     into = loop.nothing_seen(q, x.v.shape[3])
@@ -42,7 +42,7 @@ def _backward(
 
     The others' keys come first: the sums of their gradients travel beside the own block.
     """
-    loop, others, mine = StepRunner.of(static, x), remote_table(static.plan), _own_part(static)
+    loop, others, mine = StepRunner.of(static, x), remote_table(static.program), _own_part(static)
     q, own = to_bhtd(x.q), own_message(x)
     rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)
@@ -68,32 +68,30 @@ def _gathered(loop: StepRunner, own: KVPayload) -> KVPayload:
 
 def _own_part(static: Static) -> StepTable | None:
     """The step of the own keys, unless no rank sees any of its own."""
-    found = (n for n, step in enumerate(static.plan.steps) if step.shift == 0)
-    return next((step_table(static.plan, n) for n in found), None)
+    found = (n for n, step in enumerate(static.program.steps) if step.shift == 0)
+    return next((step_table(static.program, n) for n in found), None)
 
 
-def _refusals(plan: Plan) -> list[str]:
+def _refusals(program: RingProgram) -> list[str]:
     """Why keys cannot be gathered."""
     reasons = []
-    if any(step.helps != "none" for step in plan.steps):
-        reasons.append("strategy 'balanced' moves queries to where the keys are")
-    if plan.blocks is not None:
+    if program.plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")
         return reasons
-    others = remote_table(plan)
-    if others is not None and others.has_documents and plan.k_layout.name != "contiguous":
+    others = remote_table(program)
+    if others is not None and others.has_documents and program.plan.k_layout.name != "contiguous":
         reasons.append(
             f"packed documents and chunks have to lie in natural order, and in layout "
-            f"{plan.k_layout.name!r} they do not (in 'contiguous' they do)"
+            f"{program.plan.k_layout.name!r} they do not (in 'contiguous' they do)"
         )
     return reasons
 
 
-def _key_lengths(plan: Plan) -> tuple[int, ...]:
+def _key_lengths(program: RingProgram) -> tuple[int, ...]:
     """A rank's own, and those of all ranks together if others' are seen."""
-    own = plan.k_layout.local_len
-    gathers = any(step.shift for step in plan.steps)
-    return (own, own * plan.cp_size) if gathers else (own,)
+    own = program.plan.k_layout.local_len
+    gathers = any(step.shift for step in program.steps)
+    return (own, own * program.plan.cp_size) if gathers else (own,)
 
 
 GATHER = Strategy(_forward, _backward, _refusals, _key_lengths)

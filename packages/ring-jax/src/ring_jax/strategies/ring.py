@@ -29,7 +29,7 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     Returns:
         The wide result, and the K/V that arrived last (``None`` if nothing travelled).
     """
-    loop, stages = StepRunner.of(static, x), static.plan.forward
+    loop, stages = StepRunner.of(static, x), static.program.forward
     q, own = to_bhtd(x.q), own_message(x)
     held, into = own, loop.nothing_seen(q, x.v.shape[3])
     helping, home = loop.ship(stages[0], q), None
@@ -37,7 +37,7 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q)
         fresh, last = stage is stages[0], following is None and home is None and helping is None
-        part = step_table(static.plan, stage.step)
+        part = step_table(static.program, stage.step)
         into = loop.attend(part, q, held, into, fresh=fresh, last=last)
         if home is not None:
             into, home = merge(into, home), None
@@ -53,7 +53,7 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
 
 def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPayload | None) -> Grads:
     """Gradients of this device's shards, wide, heads first; starts from the K/V that came last."""
-    loop, stages = StepRunner.of(static, x), static.plan.backward
+    loop, stages = StepRunner.of(static, x), static.program.backward
     q, own = to_bhtd(x.q), own_message(x)
     held = own if last is None else last
     rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
@@ -61,7 +61,7 @@ def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPaylo
     in_flight: Array | None = None  # dK/dV on their way to the ranks ahead
     helping, returning = loop.ship(stages[0], q, upstream), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
-        part = step_table(static.plan, stage.step)
+        part = step_table(static.program, stage.step)
         is_own = part.shift == 0
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q, upstream)
@@ -92,5 +92,8 @@ def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPaylo
 
 
 RING = Strategy(
-    _forward, _backward, refusals=lambda _: [], key_lengths=lambda plan: (plan.k_layout.local_len,)
+    _forward,
+    _backward,
+    refusals=lambda _: [],
+    key_lengths=lambda program: (program.plan.k_layout.local_len,),
 )

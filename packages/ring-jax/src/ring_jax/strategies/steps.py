@@ -1,6 +1,6 @@
 """The loop of one program on all devices: move K/V, call a kernel for each step, merge.
 
-The step program is the plan's. What overlaps is said by data dependencies (``overlap``): the K/V
+The stages are the program's. What overlaps is said by data dependencies (``overlap``): the K/V
 that arrive for the next step are tied to the result of this step's kernel (twice, see
 ``order_after``), so that the compiler starts the transfer before that kernel, and waits for it when
 it is done. dK/dV travel one step late: while a step's kernel runs, the sum of those before does.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Plan, Stage
+from ring_core import RingProgram, Stage
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import RankView, StepTable, step_table
 from ring_jax.records import (
@@ -49,8 +49,8 @@ class Strategy(NamedTuple):
 
     forward: Callable[[Static, Inputs], tuple[AttentionState, KVPayload | None]]
     backward: Callable[[Static, Inputs, BackwardInputs, KVPayload | None], Grads]
-    refusals: Callable[[Plan], list[str]]
-    key_lengths: Callable[[Plan], tuple[int, ...]]
+    refusals: Callable[[RingProgram], list[str]]
+    key_lengths: Callable[[RingProgram], tuple[int, ...]]
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -160,7 +160,7 @@ class StepRunner:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
-        part = step_table(self.static.plan, stage.step)
+        part = step_table(self.static.program, stage.step)
         queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
         upstream = None if upstream is None else upstream._replace(out=None)
         return self.ring.move(RemoteBlock(queries, upstream), part.shift, part.helpers)

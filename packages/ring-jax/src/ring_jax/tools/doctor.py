@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ring_jax
-from ring_core import Capabilities, Mask, Request, make_plan, refusals
+from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import doctor
 from ring_core.tools.doctor import Check
 from ring_jax.attention import RingAttention
@@ -139,8 +139,8 @@ def self_test(kernel: Kernel) -> Iterator[Check]:
 
 def _report(package: str, can: Capabilities) -> KernelReport:
     """Whether a kernel could do the self-test on the default devices."""
-    plan = make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1)
-    reasons = refusals(can, replace(_request(can), device=_platform()), plan)
+    program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
+    reasons = refusals(can, replace(_request(can), device=_platform()), program)
     return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
 
 

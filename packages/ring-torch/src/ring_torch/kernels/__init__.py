@@ -10,8 +10,8 @@ import torch
 from ring_core import (
     Capabilities,
     KernelConfig,
-    Plan,
     Request,
+    RingProgram,
     UnsupportedError,
     refusals,
     require,
@@ -60,7 +60,7 @@ class Selection:
         return "\n".join(lines)
 
 
-def choose(config: KernelConfig, request: Request, plan: Plan) -> Selection:
+def choose(config: KernelConfig, request: Request, program: RingProgram) -> Selection:
     """The kernel a call named, or with ``auto`` the fastest that can do it.
 
     Without times of this GPU that is the first.
@@ -73,17 +73,17 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Selection:
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    cases, has_predicate = timed(request.device), plan.mask.predicate is not None
+    cases, has_predicate = timed(request.device), program.plan.mask.predicate is not None
     if config.name != "auto":
-        kernel = _named(config, request, plan)
-        times = expected(cases, request, plan, [config.name], grad=request.grad)
+        kernel = _named(config, request, program)
+        times = expected(cases, request, program, [config.name], grad=request.grad)
         return Selection(kernel, (), times, has_predicate)
-    able, refused = _sorted_out(config, request, plan, cases)
+    able, refused = _sorted_out(config, request, program, cases)
     if not able:
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
     names = [kernel.capabilities.name for kernel in able]
-    times = expected(cases, request, plan, names, grad=request.grad)
+    times = expected(cases, request, program, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
     slower = [kernel.capabilities for kernel in able if kernel is not chosen]
     rejected = (*((can, (times.time(can.name),)) for can in slower), *refused)
@@ -91,7 +91,7 @@ def choose(config: KernelConfig, request: Request, plan: Plan) -> Selection:
 
 
 def _sorted_out(
-    config: KernelConfig, request: Request, plan: Plan, cases: Sequence[Case]
+    config: KernelConfig, request: Request, program: RingProgram, cases: Sequence[Case]
 ) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
     """The kernels that can do a call, in the fixed order, and why others cannot.
 
@@ -103,8 +103,8 @@ def _sorted_out(
     for kernel in in_order(request.device):
         if able and kernel.capabilities.name not in measured:
             continue
-        reasons = refusals(kernel.capabilities, request, plan) or _absence(kernel, request)
-        reasons = reasons or _misfits(kernel, config, request, plan)
+        reasons = refusals(kernel.capabilities, request, program) or _absence(kernel, request)
+        reasons = reasons or _misfits(kernel, config, request, program)
         if reasons:
             refused.append((kernel.capabilities, reasons))
         else:
@@ -141,27 +141,29 @@ def in_order(device: str) -> tuple[Kernel, ...]:
     return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))
 
 
-def _named(config: KernelConfig, request: Request, plan: Plan) -> Kernel:
+def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kernel:
     """The kernel of a name; it never falls back."""
     name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
     fitting = [kernel for kernel in named if request.device in kernel.capabilities.devices]
     kernel = (fitting or named)[0]
     here = [k.capabilities for k in KERNELS if not _absence(k, request)]
-    require(kernel.capabilities, request, plan, others=here)
+    require(kernel.capabilities, request, program, others=here)
     if absent := _absence(kernel, request):
         raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
-    if config_refusals := _misfits(kernel, config, request, plan):
+    if config_refusals := _misfits(kernel, config, request, program):
         raise UnsupportedError(
             f"kernel {name!r}: {'; '.join(config_refusals)}. Instead: use kernel='auto'"
         )
     return kernel
 
 
-def _misfits(kernel: Kernel, config: KernelConfig, request: Request, plan: Plan) -> tuple[str, ...]:
+def _misfits(
+    kernel: Kernel, config: KernelConfig, request: Request, program: RingProgram
+) -> tuple[str, ...]:
     """What a call's settings ask of a kernel that it cannot do on this machine."""
     if isinstance(kernel, TritonKernel | FlashKernel):
-        return kernel.config_refusals(config, request, plan)
+        return kernel.config_refusals(config, request, program)
     return ()
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, Plan, Request
+from ring_core import Capabilities, Request, RingProgram
 from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.records import AttentionState
@@ -79,9 +79,9 @@ def _missing() -> str | None:
     return None
 
 
-def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
+def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """Head dims that were measured to be right on Hopper, with one version."""
-    del plan
+    del program
     dims = request.head_dim, request.v_head_dim
     if dims[0] == dims[1] <= _WIDE:
         return ()

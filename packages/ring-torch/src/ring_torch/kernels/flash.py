@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, WorkItem
+from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import SplitBackward
 from ring_torch.kernels.flash_library import (
@@ -65,7 +65,7 @@ class FlashKernel:
     needs_delta: bool = False
     parts: SplitBackward | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
-    limits: Callable[[Request, Plan], tuple[str, ...]] = no_limits
+    limits: Callable[[Request, RingProgram], tuple[str, ...]] = no_limits
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
 
@@ -74,14 +74,14 @@ class FlashKernel:
         return self.flash.unavailable_reason()
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, plan: Plan
+        self, config: KernelConfig, request: Request, program: RingProgram
     ) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
         del config
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
-        return self.limits(request, plan)
+        return self.limits(request, program)
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ring_core import BlockGeometry, Plan, Request, WorkItem
+from ring_core import BlockGeometry, Request, RingProgram, WorkItem
 from ring_torch.records import AttentionState
 
 Window = tuple[int | None, int | None]
@@ -82,9 +82,9 @@ def rounded_up(dim: int, multiple: int) -> int:
     return -(-dim // multiple) * multiple
 
 
-def no_limits(request: Request, plan: Plan) -> tuple[str, ...]:
+def no_limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """Nothing to refuse, for libraries that take all they can do together."""
-    del request, plan
+    del request, program
     return ()
 
 

@@ -6,7 +6,7 @@ May import ``call``, ``transports`` and what is below. A new strategy is one fil
 
 from __future__ import annotations
 
-from ring_core import Plan, StrategyName
+from ring_core import RingProgram, StrategyName
 from ring_core.checks import Sizes
 from ring_torch.call import Call, Strategy
 from ring_torch.head_groups import ONE_GROUP, head_groups_of
@@ -22,7 +22,7 @@ HEAD_STRATEGIES: frozenset[StrategyName] = frozenset({"ulysses"})
 
 
 def strategy_for(
-    name: StrategyName, plan: Plan, kernel: Kernel, sizes: Sizes, *, itemsize: int,
+    name: StrategyName, program: RingProgram, kernel: Kernel, sizes: Sizes, *, itemsize: int,
     needs_index: bool, sinks: bool, segment_ids: bool, inner: Call | None,
 ) -> Strategy:  # fmt: skip
     """What runs calls of a strategy's name: by what its kernel can do, and on one rank."""
@@ -32,6 +32,6 @@ def strategy_for(
         if kernel.capabilities.bands != "any":
             return TwoStageGather()
         whole = needs_index or segment_ids
-        return Gather(ONE_GROUP if whole else head_groups_of(plan, sizes, itemsize))
-    item = only_item(plan, kernel, batch=sizes.batch, sinks=sinks, segment_ids=segment_ids)
+        return Gather(ONE_GROUP if whole else head_groups_of(program, sizes, itemsize))
+    item = only_item(program.plan, kernel, batch=sizes.batch, sinks=sinks, segment_ids=segment_ids)
     return Ring(name) if item is None else Single(item, name)

@@ -76,11 +76,11 @@ class RemoteQueries:
         if following is None:
             return QueryChunk(DONE, [])
         step, piece = following
-        ring, plan = self.call.ring, self.call.plan
-        helper = ring.ahead(plan.steps[step].shift)
-        helped = _piece(plan.helped(ring.rank, step), piece)
+        ring, program = self.call.ring, self.call.program
+        helper = ring.ahead(program.steps[step].shift)
+        helped = _piece(program.remote_items(ring.rank, step), piece)
         sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
-        others = [item for item in plan.items(ring.rank, step) if item.q_rank != ring.rank]
+        others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
         arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
         return QueryChunk(ring.start(sends, receives), arriving)
@@ -89,9 +89,9 @@ class RemoteQueries:
         self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own."""
-        ring, plan = self.call.ring, self.call.plan
-        helper = ring.ahead(plan.steps[step].shift)
-        helped = [item.q_slice for item in _piece(plan.helped(ring.rank, step), piece)]
+        ring, program = self.call.ring, self.call.program
+        helper = ring.ahead(program.steps[step].shift)
+        helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
         expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
         transfer = ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],

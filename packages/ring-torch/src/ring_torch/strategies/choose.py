@@ -59,7 +59,7 @@ def choose_strategy(
     Raises:
         UnsupportedError: What was named cannot do this call.
     """
-    planned = StrategyConfig(strategy).planned
+    alone = StrategyConfig(strategy).ring_strategy
     pairs = [(name, way) for name, way in _pairs(strategy) if transport in ("auto", way)]
     if not pairs:
         raise UnsupportedError(
@@ -67,7 +67,7 @@ def choose_strategy(
             f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
         )
     if ring.size == 1:
-        return planned, "p2p"
+        return alone, "p2p"
     reasons: list[str] = []
     for name, way in pairs:
         reasons = []

@@ -48,7 +48,7 @@ class Ring:
         K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the
         other.
         """
-        plan, ring = call.plan, call.ring
+        program, ring = call.program, call.ring
         agree(ring, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), keys_of(inputs)
         own = columns = call.columns(ring.rank, keys)
@@ -56,11 +56,11 @@ class Ring:
         packing = packing_of(keys)
         kv: Tensor | None = None
         spare: Tensor | None = None
-        if plan.num_steps > 1:
+        if program.num_steps > 1:
             kv, spare = packing.pack(keys, call.device), packing.buffer(call.device)
         remote = RemoteQueries(
             call,
-            plan.forward,
+            program.forward,
             take=lambda part: rows_tensors(rows.take(part)),
             like=into.take,
             add=lambda part, tensors: merge_into(into.take(part), *tensors),
@@ -69,7 +69,7 @@ class Ring:
         def attend_remote(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
             return _attend_for(call, item, helped_rows(call, item, rows, tensors), own, inputs)
 
-        for stage in plan.forward:
+        for stage in program.forward:
             transfer = DONE
             if stage.kv_hop is not None:
                 assert kv is not None and spare is not None
@@ -85,7 +85,7 @@ class Ring:
                 assert kv is not None and spare is not None
                 kv, spare = spare, kv
                 columns = call.columns(
-                    ring.behind(plan.steps[stage.step + 1].shift), packing.views(kv)
+                    ring.behind(program.steps[stage.step + 1].shift), packing.views(kv)
                 )
         remote.collect()
         return into, () if kv is None else (kv,)
@@ -97,18 +97,18 @@ class Ring:
         K/V they belong to, one stage late: while a stage computes its own, those of the ranks
         before are still arriving. The own block, run last, hides the last hop.
         """
-        plan, ring = call.plan, call.ring
+        program, ring = call.program, call.ring
         agree(ring, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), keys_of(inputs)
         own = columns = call.columns(ring.rank, keys)
-        packing, kv = packing_of(keys), saved[0] if plan.num_steps > 1 else None
+        packing, kv = packing_of(keys), saved[0] if program.num_steps > 1 else None
         if kv is not None:
-            columns = call.columns(ring.behind(plan.steps[-1].shift), packing.views(kv))
+            columns = call.columns(ring.behind(program.steps[-1].shift), packing.views(kv))
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
         grads = row_grads, key_grads
         remote, differentiate_remote = _remote_backward(call, rows, own, upstream, *grads)
-        for stage in plan.backward:
+        for stage in program.backward:
             transfer, arriving = DONE, kv
             if stage.kv_hop is not None:
                 assert kv is not None
@@ -120,13 +120,13 @@ class Ring:
             remote.collect()
             if stage.helps:
                 remote.help(stage.step, differentiate_remote)
-            key_grads.hop(stage.grad_hop, home=plan.steps[stage.step].shift == 0)
+            key_grads.hop(stage.grad_hop, home=program.steps[stage.step].shift == 0)
             transfer.wait()
             kv = arriving
             if stage.kv_hop is not None:
                 assert kv is not None
                 columns = call.columns(
-                    ring.behind(plan.steps[stage.step - 1].shift), packing.views(kv)
+                    ring.behind(program.steps[stage.step - 1].shift), packing.views(kv)
                 )
         remote.collect()
         home = key_grads.grads(home=True)
@@ -142,7 +142,7 @@ def _attend(
     call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, step: int, into: AttentionState
 ) -> None:
     """Run a step's items for this rank's own queries."""
-    for item in call.plan.items(call.ring.rank, step):
+    for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             keys = own if item.kv_rank == call.ring.rank else columns
             part = rows.take(item.q_slice), keys.take(item.k_slice)
@@ -229,7 +229,7 @@ def _remote_backward(
 
     remote = RemoteQueries(
         call,
-        call.plan.backward,
+        call.program.backward,
         take=lambda part: [
             *rows_tensors(rows.take(part)),
             *(x for x in upstream.take(part) if x is not None),
@@ -246,7 +246,7 @@ def _differentiate(
     key_grads: RotatingKeyGrads,
 ) -> None:  # fmt: skip
     """Run a step's items for this rank's own queries."""
-    for item in call.plan.items(call.ring.rank, step):
+    for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             is_own = item.kv_rank == call.ring.rank
             keys = own if is_own else columns

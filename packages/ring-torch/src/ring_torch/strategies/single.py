@@ -72,7 +72,7 @@ def only_item(
     """The one launch of a plan, if it is of one rank, and all that there is to do."""
     if plan.cp_size > 1 or kernel.capabilities.bands != "any" or batch == 0:
         return None
-    items = [item for step in range(plan.num_steps) for item in plan.items(0, step)]
+    items = plan.items(0, 0)
     if len(items) != 1:
         return None
     # The launch can add sinks where every row sees something, as nothing is masked.

@@ -40,7 +40,7 @@ class TwoStageGather:
         rows, rank = call.rows(inputs), call.ring.rank
         into = empty_state(rows.q, inputs.v.shape[3])
         own = call.columns(rank, keys_of(inputs))
-        work = [(own, item, 0) for item in call.plan.items(rank, 0)]
+        work = [(own, item, 0) for item in call.plan.items(rank, rank)]
         work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
         for keys, item, waits_for in work:
             arriving.wait(waits_for)
@@ -73,7 +73,7 @@ class TwoStageGather:
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
         returning = session.return_grads(gather, sums, others, 0, overlapped=True)
-        for item in plan.items(rank, 0):
+        for item in plan.items(rank, rank):
             own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         returning.add_to(home, keys.length, lambda source: source)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Mask, UnsupportedError, make_plan
+from ring_core import Mask, UnsupportedError, make_plan, ring_program
 from ring_core.choose.rates import Case, Option, Rates, Times, default, read, written
 from ring_core.tools.bench import progress
 from ring_torch.attention import ring_attention
@@ -104,12 +104,12 @@ def renew(path: Path, length: int | None, cases: Sequence[Sizes] = CASES) -> Rat
 
 
 def _case(sizes: Sizes, length: int, capability: int, times: dict[str, Times]) -> Case:
-    plan = make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1)
+    program = ring_program(make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1))
     name = torch.cuda.get_device_name() if capability else platform.machine()
     every = versions()
     return Case(
         "torch", capability, name, tuple((one, every[one]) for one in LIBRARIES if one in every),
-        length, int(plan.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
+        length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
     )  # fmt: skip
 
 

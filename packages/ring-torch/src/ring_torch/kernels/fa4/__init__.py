@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, Plan, Request
+from ring_core import Capabilities, Request, RingProgram
 from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
@@ -116,10 +116,10 @@ def _common(options: Options) -> dict[str, Any]:
     return given
 
 
-def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
+def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """What it has on Hopper alone, and not together."""
-    listed = request.segment_ids or plan.mask.predicate is not None
-    documents = plan.traits.several_documents
+    listed = request.segment_ids or program.plan.mask.predicate is not None
+    documents = program.item_counts.several_documents
     found = {
         "has segment_ids, predicates and alibi_slopes on Hopper only": (
             (listed or request.alibi) and capability()[0] != 9
@@ -131,7 +131,7 @@ def _limits(request: Request, plan: Plan) -> tuple[str, ...]:
         "has no segment_ids together with documents": request.segment_ids and documents,
         "has no alibi_slopes together with documents": request.alibi and documents,
         "the partial tiles of this predicate take more than 64 MiB": (
-            plan.blocks is not None and plan.blocks.tiles is None
+            program.plan.blocks is not None and program.plan.blocks.tiles is None
         ),
     }
     return tuple(reason for reason, holds in found.items() if holds)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, UnsupportedError, WorkItem
+from ring_core import Capabilities, KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
@@ -54,7 +54,7 @@ class TritonKernel(KernelBase):
         return None
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, plan: Plan
+        self, config: KernelConfig, request: Request, program: RingProgram
     ) -> tuple[str, ...]:
         """What the settings of a call, or its predicate, ask of it that it cannot do here."""
         reasons = []
@@ -63,7 +63,7 @@ class TritonKernel(KernelBase):
                 "fused_backward=True adds to dQ in an order that differs from run to run, which "
                 "deterministic=True rules out"
             )
-        if plan.blocks is not None and plan.blocks.tiles is None:
+        if program.plan.blocks is not None and program.plan.blocks.tiles is None:
             reasons.append("the partial tiles of this predicate take more than 64 MiB")
         return (*reasons, *_no_room(config, request))
 
