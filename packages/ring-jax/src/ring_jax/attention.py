@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -14,10 +14,7 @@ from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig
 from ring_jax.autodiff import attend
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
-from ring_jax.records import Kernel
-
-Array = jax.Array
-Window = tuple[int | None, int | None]
+from ring_jax.records import Array, AttentionOptions, Kernel, Options, Window
 
 
 @dataclass(frozen=True)
@@ -29,27 +26,18 @@ class RingAttention:
     @overload
     def __call__(
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
-        causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
-        cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
-        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
-        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ...,
-        strategy: str | StrategyConfig = ..., transport: str = ...,
+        return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
     ) -> Array: ...  # fmt: skip
     @overload
     def __call__(
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
-        causal: bool = ..., window: Window | None = ..., chunk_size: int | None = ...,
-        cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
-        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
-        dropout_seed: int | Array | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-        kernel: str | KernelConfig = ...,
-        strategy: str | StrategyConfig = ..., transport: str = ...,
+        return_lse: Literal[True], **options: Unpack[AttentionOptions],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
+        return_lse: bool, **options: Unpack[AttentionOptions],
+    ) -> Array | tuple[Array, Array]: ...  # fmt: skip
     def __call__(
         self,
         q: Array,
@@ -147,12 +135,12 @@ class RingAttention:
         near-infinite context", arXiv 2310.01889.
         """
         static, inputs, _ = check_call(
-            self.kernels, axis_name, layout, axis_size(axis_name), q, k, v, causal=causal,
-            window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
-            mask=mask, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, bias=bias,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            deterministic=deterministic, return_lse=return_lse, kernel=kernel, strategy=strategy,
-            transport=transport,
+            self.kernels, axis_name, layout, axis_size(axis_name), q, k, v,
+            Options(
+                causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap,
+                sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse,
+                kernel, strategy, transport,
+            ),
         )  # fmt: skip
         inputs = prepared(static, inputs)
         run = partial(attend, static)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import (
-    KernelConfig,
     Layout,
     LayoutSpec,
-    Mask,
-    StrategyConfig,
     checks,
     divisor_of,
     viz,
 )
-from ring_jax.attention import Array, Window
+from ring_core.base.arguments import with_options_of
+from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
 from ring_jax.dense_mask import split_mask
 from ring_jax.kernels.xla import XlaKernel
@@ -38,8 +36,8 @@ from ring_jax.mesh import (
     split,
     spread,
 )
-from ring_jax.prepare import Whole, check_call, prepared
-from ring_jax.records import Inputs, Kernel, Static
+from ring_jax.prepare import CheckedCall, Whole, check_call, prepared
+from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
 
 class ContextParallel:
@@ -126,114 +124,57 @@ class ContextParallel:
 
     @overload
     def attention(
-        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
-        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
-        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
-        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[False] = ..., kernel: str | KernelConfig = ...,
-        strategy: str | StrategyConfig = ..., transport: str = ...,
+        self, q: Array, k: Array, v: Array, *, return_lse: Literal[False] = ...,
+        **options: Unpack[AttentionOptions],
     ) -> Array: ...  # fmt: skip
     @overload
     def attention(
-        self, q: Array, k: Array, v: Array, *, causal: bool = ..., window: Window | None = ...,
-        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Array | tuple[Array, Array] | None = ..., mask: Mask | Array | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Array | None = ...,
-        bias: Array | None = ..., alibi_slopes: Array | None = ..., dropout_p: float = ...,
-        dropout_seed: int | Array | None = ..., deterministic: bool = ...,
-        return_lse: Literal[True], kernel: str | KernelConfig = ...,
-        strategy: str | StrategyConfig = ..., transport: str = ...,
+        self, q: Array, k: Array, v: Array, *, return_lse: Literal[True],
+        **options: Unpack[AttentionOptions],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+    @overload
     def attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        causal: bool = False,
-        window: Window | None = None,
-        chunk_size: int | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-        segment_ids: Array | tuple[Array, Array] | None = None,
-        mask: Mask | Array | None = None,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        bias: Array | None = None,
-        alibi_slopes: Array | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | Array | None = None,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        kernel: str | KernelConfig = "auto",
-        strategy: str | StrategyConfig = "auto",
-        transport: str = "auto",
-    ) -> Array | tuple[Array, Array]:
+        self, q: Array, k: Array, v: Array, *, return_lse: bool,
+        **options: Unpack[AttentionOptions],
+    ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+    @with_options_of(RingAttention.__call__)
+    def attention(
+        self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Array | tuple[Array, Array]:  # fmt: skip
         """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
 
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
         ``mask`` that is an array. Arrays that lie otherwise are resharded first.
         """
-        self._check(q, k, v)
+        given = Options(return_lse=return_lse, **options)
+        static, inputs, _ = self._check_call(q, k, v, given)
         batch, heads = self._axes(q, k)
-        static, inputs, _ = check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v,
-            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
-            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, strategy=strategy, transport=transport,
-            mask_parts=self._parts(mask, batch, heads),
-        )  # fmt: skip
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
         laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
         out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
         return (out, lse) if return_lse else out
 
+    @with_options_of(RingAttention.__call__)
     def explain(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        causal: bool = False,
-        window: Window | None = None,
-        chunk_size: int | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-        segment_ids: Array | tuple[Array, Array] | None = None,
-        mask: Mask | Array | None = None,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        bias: Array | None = None,
-        alibi_slopes: Array | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | Array | None = None,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        kernel: str | KernelConfig = "auto",
-        strategy: str | StrategyConfig = "auto",
-        transport: str = "auto",
-    ) -> str:
+        self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
 
         The kernel of each platform, why not the faster ones, and the plan.
         """
-        self._check(q, k, v)
-        batch, heads = self._axes(q, k)
-        static, _, choice = check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v,
-            whole=self._whole(q, k), causal=causal, window=window, chunk_size=chunk_size,
-            cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask, softmax_scale=softmax_scale,
-            softcap=softcap, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            kernel=kernel, strategy=strategy, transport=transport,
-            mask_parts=self._parts(mask, batch, heads),
-        )  # fmt: skip
+        given = Options(return_lse=return_lse, **options)
+        static, _, choice = self._check_call(q, k, v, given)
         return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
+
+    def _check_call(self, q: Array, k: Array, v: Array, options: Options) -> CheckedCall:
+        self._check(q, k, v)
+        return check_call(
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options,
+            whole=self._whole(q, k), mask_parts=self._parts(options.mask, *self._axes(q, k)),
+        )  # fmt: skip
 
     def _whole(self, q: Array, k: Array) -> Whole:
         """What tells what a device holds of a call."""

@@ -17,7 +17,6 @@ from ring_core import (
     Mask,
     Request,
     RingProgram,
-    StrategyConfig,
     StrategyName,
     UnsupportedError,
     checks,
@@ -27,7 +26,7 @@ from ring_core import (
 from ring_core.base.strategy import strategy_config
 from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
-from ring_jax.records import Array, Inputs, Kernel, LocalShape, Static
+from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
 from ring_jax.strategies import STRATEGIES
 from ring_jax.varying import match_varying, varying_axes
 
@@ -49,35 +48,10 @@ class Whole(NamedTuple):
 
 
 def check_call(
-    kernels: Sequence[Kernel],
-    axis_name: Hashable | None,
-    layout: LayoutSpec,
-    cp_size: int,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    chunk_size: int | None,
-    cu_seqlens: Sequence[int] | None,
-    segment_ids: Array | tuple[Array, Array] | None,
-    mask: Mask | Array | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Array | None,
-    bias: Array | None,
-    alibi_slopes: Array | None,
-    dropout_p: float,
-    dropout_seed: int | Array | None,
-    deterministic: bool,
-    return_lse: bool,
-    kernel: str | KernelConfig,
-    strategy: str | StrategyConfig,
-    transport: str,
-    whole: Whole | None = None,
+    kernels: Sequence[Kernel], axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
+    q: Array, k: Array, v: Array, options: Options, *, whole: Whole | None = None,
     mask_parts: int = 1,
-) -> CheckedCall:
+) -> CheckedCall:  # fmt: skip
     """Check all arguments of a call, plan it and choose its kernel.
 
     The arrays are one device's shards, or with ``whole`` those of all devices, a ``mask`` that is
@@ -87,62 +61,80 @@ def check_call(
         ValueError: An argument is malformed, or traced where it must be static.
         UnsupportedError: No kernel, or not the one named, can do the call.
     """
-    _check_static(
-        causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic, return_lse=return_lse,
-    )  # fmt: skip
+    _check_static(options)
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
     shards = cp_size if whole is None else 1
-    rule, dense = split_mask(mask)
-    if dense is not None:
-        shape, keys = described[0].shape, sizes.k_len * shards
-        checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=mask_parts)
-        dense = dense if dense.ndim == 4 else dense[None, None]
-    rule = checks.check_mask(
-        rule, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
-    )
-    named = strategy_config(strategy)
-    checks.check_choice("transport", transport, TRANSPORTS)
+    keys = sizes.k_len * shards
+    mask, dense = _check_mask(options, described[0].shape, keys, mask_parts)
+    named = strategy_config(options.strategy)
+    checks.check_choice("transport", options.transport, TRANSPORTS)
     plan = make_plan(
-        rule, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout,
-        kv_seq_len=sizes.k_len * shards,
-    )  # fmt: skip
+        mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+    )
     program = ring_program(plan, named.ring_strategy)
-    scale, cap = checks.check_scale(softmax_scale, sizes.head_dim), checks.check_softcap(softcap)
-    checks.check_dropout(dropout_p, None if dropout_seed is None else 0)
-    for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
-        checks.check_flag(name, flag)
+    request, scale, cap = _request(options, sizes, described[0].dtype, whole, dense is not None)
     way = choose_strategy(named.name, program)
-    q_ids, k_ids = check_others(
-        sizes, plan.kv_seq_len, segment_ids=segment_ids, sinks=sinks, bias=bias,
-        alibi_slopes=alibi_slopes,
+    q_ids, k_ids = _check_others(sizes, keys, options)
+    config = _kernel_config(options.kernel, kernels)
+    seed = options.dropout_seed
+    inputs = Inputs(
+        q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
+        None if seed is None else seed_words(seed), None, dense,
     )  # fmt: skip
+    local = _local_shape(inputs, program, way, whole, has_dropout=options.dropout_p > 0)
+    choice = choose(kernels, config, request, program, local)
+    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
+    static = Static(
+        program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
+        described[0].dtype, sizes.head_dim, way, bias_masks=dense is not None,
+        bias_grad=options.bias is not None, forward_only=forward_only,
+    )  # fmt: skip
+    return CheckedCall(static, inputs, choice)
+
+
+def _check_mask(
+    options: Options, shape: tuple[int, ...], keys: int, parts: int
+) -> tuple[Mask, Array | None]:
+    """The rule of a call, and its mask if that is an array, ``[B or 1, H or 1, T, T_kv]``."""
+    rule, dense = split_mask(options.mask)
+    if dense is not None:
+        checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=parts)
+        dense = dense if dense.ndim == 4 else dense[None, None]
+    mask = checks.check_mask(
+        rule, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        cu_seqlens=options.cu_seqlens,
+    )  # fmt: skip
+    return mask, dense
+
+
+def _request(
+    options: Options, sizes: checks.Sizes, dtype: str, whole: Whole | None, has_mask: bool
+) -> tuple[Request, float, float | None]:
+    """What a call asks of a kernel, and its scale and softcap."""
+    scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
+    cap = checks.check_softcap(options.softcap)
+    checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
+    for name in ("deterministic", "return_lse"):
+        checks.check_flag(name, getattr(options, name))
+    batch_parts, head_parts = (1, 1) if whole is None else (whole.batch_size, whole.head_size)
+    request = Request(
+        device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
+        segment_ids=options.segment_ids is not None, softcap=cap is not None,
+        bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
+        dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
+        lse_grad=options.return_lse, batch=sizes.batch // batch_parts,
+        q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
+    )  # fmt: skip
+    return request, scale, cap
+
+
+def _kernel_config(kernel: str | KernelConfig, kernels: Sequence[Kernel]) -> KernelConfig:
     config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
     if not isinstance(config, KernelConfig):
         raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
     checks.check_choice("kernel", config.name, kernel_names(kernels))
-    batch_parts, head_parts = (1, 1) if whole is None else (whole.batch_size, whole.head_size)
-    request = Request(
-        device="", dtype=described[0].dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
-        segment_ids=segment_ids is not None, softcap=cap is not None,
-        bias=bias is not None or dense is not None,
-        alibi=alibi_slopes is not None, dropout=dropout_p > 0, deterministic=deterministic,
-        any_scale=scale <= 0, lse_grad=return_lse, batch=sizes.batch // batch_parts,
-        q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
-    )  # fmt: skip
-    words = None if dropout_seed is None else seed_words(dropout_seed)
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, words, None, dense)
-    local = _local_shape(inputs, program, way, whole, has_dropout=dropout_p > 0)
-    choice = choose(kernels, config, request, program, local)
-    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
-    static = Static(
-        program, axis_name, scale, cap, float(dropout_p), choice.kernels, config, described[0].dtype,
-        sizes.head_dim, way, bias_masks=dense is not None, bias_grad=bias is not None,
-        forward_only=forward_only,
-    )  # fmt: skip
-    return CheckedCall(static, inputs, choice)
+    return config
 
 
 def device_kind(x: Array, *meshes: AbstractMesh) -> str:
@@ -196,30 +188,24 @@ def prepared(
     return varying
 
 
-def check_others(
-    sizes: checks.Sizes,
-    kv_seq_len: int,
-    *,
-    segment_ids: object,
-    sinks: object,
-    bias: object,
-    alibi_slopes: object,
-) -> tuple[Any, Any]:
+def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:
     """Check the arrays beside Q, K and V; the segment ids of queries and of keys.
 
     Raises:
         ValueError: One is malformed.
     """
-    described = {
-        name: None if x is None else described_as(name, x)
-        for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
-    }
-    checks.check_sinks(described["sinks"], sizes, DEVICE)
-    checks.check_bias(described["bias"], sizes, kv_seq_len, DEVICE)
-    checks.check_alibi_slopes(described["alibi_slopes"], sizes, DEVICE)
-    if segment_ids is None:
+    sinks, bias, slopes = (
+        None if x is None else described_as(name, x)
+        for name, x in (
+            ("sinks", options.sinks), ("bias", options.bias), ("alibi_slopes", options.alibi_slopes)
+        )
+    )  # fmt: skip
+    checks.check_sinks(sinks, sizes, DEVICE)
+    checks.check_bias(bias, sizes, keys, DEVICE)
+    checks.check_alibi_slopes(slopes, sizes, DEVICE)
+    if options.segment_ids is None:
         return None, None
-    pair = checks.check_pair(segment_ids, sizes)
+    pair = checks.check_pair(options.segment_ids, sizes)
     for side, ids in zip(("queries", "keys"), pair, strict=True):
         checks.check_segment_ids(described_as("segment_ids", ids), sizes, side, DEVICE)
     return pair
@@ -285,8 +271,16 @@ def _on_host(seed: Any) -> Any:
     return seed if own else int(seed)
 
 
-def _check_static(**values: Any) -> None:
-    for name, value in values.items():
+#: Options that a program is compiled for.
+_STATIC = (
+    "causal", "window", "chunk_size", "cu_seqlens", "softmax_scale", "softcap", "dropout_p",
+    "deterministic", "return_lse",
+)  # fmt: skip
+
+
+def _check_static(options: Options) -> None:
+    for name in _STATIC:
+        value = getattr(options, name)
         inside = value if isinstance(value, tuple | list) else (value,)
         if any(isinstance(x, jax.Array) for x in inside):
             raise ValueError(

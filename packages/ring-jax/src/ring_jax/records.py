@@ -7,17 +7,71 @@ Inside a call tensors are heads first: ``q [B, H, T, D]``, and K and V side by s
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, Plan, RingProgram, StrategyName
+from ring_core import (
+    Capabilities,
+    KernelConfig,
+    Mask,
+    Plan,
+    RingProgram,
+    StrategyConfig,
+    StrategyName,
+)
 
 Array = jax.Array
+Window = tuple[int | None, int | None]
 Pass = Literal["forward", "backward"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of :func:`ring_jax.ring_attention`, for functions that hand them on."""
+
+    causal: bool
+    window: Window | None
+    chunk_size: int | None
+    cu_seqlens: Sequence[int] | None
+    segment_ids: Array | tuple[Array, Array] | None
+    mask: Mask | Array | None
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    dropout_p: float
+    dropout_seed: int | Array | None
+    deterministic: bool
+    kernel: str | KernelConfig
+    strategy: str | StrategyConfig
+    transport: str
+
+
+class Options(NamedTuple):
+    """All of a call but its q, k and v, as given."""
+
+    causal: bool = False
+    window: Window | None = None
+    chunk_size: int | None = None
+    cu_seqlens: Sequence[int] | None = None
+    segment_ids: Array | tuple[Array, Array] | None = None
+    mask: Mask | Array | None = None
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Array | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    kernel: str | KernelConfig = "auto"
+    strategy: str | StrategyConfig = "auto"
+    transport: str = "auto"
 
 
 class Inputs(NamedTuple):

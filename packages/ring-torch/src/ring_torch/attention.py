@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,41 +11,28 @@ from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError
 from ring_torch.autograd import RingAttention
-from ring_torch.call import Options
+from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled import attend_in_graph
 from ring_torch.dense_mask import with_dense_mask
 from ring_torch.prepare import check_call
 
-Window = tuple[int | None, int | None]
-
 
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
-    causal: bool = ...,
-    window: Window | None = ..., chunk_size: int | None = ...,
-    cu_seqlens: Sequence[int] | None = ...,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
-    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
-    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
-    kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
-    transport: str = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
-    causal: bool = ...,
-    window: Window | None = ..., chunk_size: int | None = ...,
-    cu_seqlens: Sequence[int] | None = ...,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
-    softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
-    bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-    kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
-    transport: str = ...,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
+    return_lse: bool, **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -144,48 +131,34 @@ def ring_attention(
     context", arXiv 2310.01889.
     """
     return attend(
-        group, layout, q, k, v,
+        group, layout, Operands(q, k, v, segment_ids, sinks, bias, alibi_slopes),
         Options(
             causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
             dropout_seed, deterministic, return_lse, kernel, strategy, transport,
         ),
-        segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
     )  # fmt: skip
 
 
 def attend(
-    group: Group,
-    layout: LayoutSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
+    group: Group, layout: LayoutSpec, x: Operands, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Check a call and run it, or put it in the graph that is being compiled.
 
     A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
     """
-    q, k, v = _as_autocast(q, k, v)
+    x = _as_autocast(x)
     if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
         only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
         options = options._replace(deterministic=not only_warns)
     if isinstance(options.mask, Tensor):
-        options, bias = with_dense_mask(options, bias, q, k, _size_of(group))
+        x, options = with_dense_mask(x, options, _size_of(group))
     run = _run
     if torch.compiler.is_compiling():
         plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
         run = attend_in_graph if plain else _run_outside
     if options.return_lse is False:  # what is no bool is refused below
         options = options._replace(drops_lse=True)
-    out, lse = run(
-        group, layout, q, k, v, options, segment_ids=segment_ids, sinks=sinks, bias=bias,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    out, lse = run(group, layout, x, options)
     return (out, lse) if options.return_lse else out
 
 
@@ -195,42 +168,28 @@ def _size_of(group: Group) -> int:
     return ranks_of(group).size
 
 
-def _run(
-    group: Group,
-    layout: LayoutSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """``(out, lse)``."""
     _check_transforms()
     ring = ranks_of(group)
-    call, inputs = check_call(
-        ring, ring.next_call(), layout, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
-        bias=bias, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    call, inputs = check_call(ring, ring.next_call(), layout, x, options)
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
     return results
 
 
-def _as_autocast(*qkv: Tensor) -> tuple[Tensor, ...]:
+def _as_autocast(x: Operands) -> Operands:
     """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
-    kind = qkv[0].device.type if isinstance(qkv[0], Tensor) else "none"
+    kind = x.q.device.type if isinstance(x.q, Tensor) else "none"
     if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
-        return qkv
+        return x
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        else x
-        for x in qkv
+    q, k, v = (
+        y.to(dtype)
+        if isinstance(y, Tensor) and y.is_floating_point() and y.dtype != torch.float64
+        else y
+        for y in x[:3]
     )
+    return x._replace(q=q, k=k, v=v)
 
 
 def _check_transforms() -> None:

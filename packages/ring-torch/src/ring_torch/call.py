@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -132,11 +132,48 @@ class Call(NamedTuple):
         return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
 
 
+Window = tuple[int | None, int | None]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
+
+    causal: bool
+    window: Window | None
+    chunk_size: int | None
+    cu_seqlens: Sequence[int] | None
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None
+    mask: Mask | Tensor | None
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    kernel: str | KernelConfig
+    strategy: str | StrategyConfig
+    transport: str
+
+
+class Operands(NamedTuple):
+    """A call's tensors, as given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
 class Options(NamedTuple):
     """A call's options beside tensors, as given."""
 
     causal: bool = False
-    window: tuple[int | None, int | None] | None = None
+    window: Window | None = None
     chunk_size: int | None = None
     cu_seqlens: Sequence[int] | None = None
     mask: Mask | Tensor | None = None  # no tensor once the bias says it

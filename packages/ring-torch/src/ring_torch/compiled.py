@@ -26,7 +26,7 @@ from ring_core import (
 )
 from ring_core.base.strategy import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
-from ring_torch.call import Call, Options
+from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import owned
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
@@ -157,13 +157,12 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
     """
     static = _read(text)
     ids = None if inputs.q_ids is None or inputs.k_ids is None else (inputs.q_ids, inputs.k_ids)
+    x = Operands(
+        inputs.q, inputs.k, inputs.v, ids, inputs.sinks, inputs.bias, inputs.slopes
+    )  # fmt: skip
 
     def checked(options: Options) -> tuple[Call, Inputs]:
-        return check_call(
-            static.ring, number, static.layout, inputs.q, inputs.k, inputs.v, options,
-            segment_ids=ids, sinks=inputs.sinks, bias=inputs.bias, alibi_slopes=inputs.slopes,
-            grad=static.grad,
-        )  # fmt: skip
+        return check_call(static.ring, number, static.layout, x, options, grad=static.grad)
 
     options = static.options(numbers)
     named = (strategy_config(options.strategy).name, options.transport)
@@ -179,23 +178,14 @@ def _widest(numbers: Numbers) -> Numbers:
 
 
 def attend_in_graph(
-    group: Any,
-    layout: LayoutSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
+    group: Any, layout: LayoutSpec, x: Operands, options: Options
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, of an operation in the graph that is being traced."""
+    q, k, v, segment_ids, sinks, bias, alibi_slopes = x
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
     grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, sinks, bias)
+        y is not None and y.requires_grad for y in (q, k, v, sinks, bias)
     )
     q_ids, k_ids = (
         (segment_ids[0], segment_ids[1])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, Literal, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ring_core import KernelConfig, Layout, LayoutSpec, Mask, StrategyConfig, viz
-from ring_torch.attention import Window, attend
-from ring_torch.call import Options
+from ring_core import Layout, LayoutSpec, viz
+from ring_core.base.arguments import with_options_of
+from ring_torch.attention import ring_attention
+from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
 from ring_torch.dense_mask import with_dense_mask
 from ring_torch.gradients import reduce_gradients
@@ -157,102 +159,45 @@ class ContextParallel:
 
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
-        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
-        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
-        kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
-        transport: str = ...,
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ...,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window | None = ...,
-        chunk_size: int | None = ..., cu_seqlens: Sequence[int] | None = ...,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = ..., mask: Mask | Tensor | None = ...,
-        softmax_scale: float | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
-        bias: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-        dropout_seed: int | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-        kernel: str | KernelConfig = ..., strategy: str | StrategyConfig = ...,
-        transport: str = ...,
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
+        **options: Unpack[AttentionOptions],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: Window | None = None,
-        chunk_size: int | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-        mask: Mask | Tensor | None = None,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        kernel: str | KernelConfig = "auto",
-        strategy: str | StrategyConfig = "auto",
-        transport: str = "auto",
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @with_options_of(ring_attention)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of this rank's shards: :func:`ring_attention` with this group and layout."""
         check_group(self._sharding)
-        return attend(
-            self._sharding.group, self._sharding.layout_name, q, k, v,
-            Options(
-                causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-                dropout_seed, deterministic, return_lse, kernel, strategy, transport,
-            ),
-            segment_ids=segment_ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes,
+        return ring_attention(
+            q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
+            return_lse=return_lse, **options,
         )  # fmt: skip
 
+    @with_options_of(ring_attention)
     def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: Window | None = None,
-        chunk_size: int | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-        mask: Mask | Tensor | None = None,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        kernel: str | KernelConfig = "auto",
-        strategy: str | StrategyConfig = "auto",
-        transport: str = "auto",
-    ) -> str:
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
 
         The kernel it would choose, why not the faster ones, how keys travel, and the plan in
         figures; :func:`ring_core.viz.describe` draws it.
         """
-        options = Options(
-            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-            dropout_seed, deterministic, return_lse, kernel, strategy, transport,
-        )  # fmt: skip
-        if isinstance(mask, Tensor):
-            options, bias = with_dense_mask(options, bias, q, k, self.cp_size)
-        call, _ = check_call(
-            self._sharding.ring, 0, self.layout_name, q, k, v, options, segment_ids=segment_ids, sinks=sinks,
-            bias=bias, alibi_slopes=alibi_slopes,
-        )  # fmt: skip
+        given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
+        tensors = {name: given.pop(name) for name in Operands._fields if name in given}
+        x, static = with_dense_mask(Operands(q, k, v, **tensors), Options(**given), self.cp_size)
+        call, _ = check_call(self._sharding.ring, 0, self.layout_name, x, static)
         widths = (
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip

@@ -9,30 +9,26 @@ import torch
 from torch import Tensor
 
 from ring_core import checks
-from ring_torch.call import Options
+from ring_torch.call import Operands, Options
 
 
-def with_dense_mask(
-    options: Options, bias: Tensor | None, q: Tensor, k: Tensor, ranks: int
-) -> tuple[Options, Tensor | None]:
-    """Options without an array for a mask, and the bias that says the same.
+def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands, Options]:
+    """Options without an array for a mask, and tensors with a bias that says the same.
 
     Args:
-        options: A call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
+        x: A call's tensors; its bias is added where the mask is true.
+        options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
             T_local, T_kv]``, rows in layout order, columns for all keys in natural order.
-        bias: The call's, added where the mask is true.
-        q: ``[B, T_local, H, D]``.
-        k: ``[B, T_kv_local, K, D]``.
         ranks: That hold a sequence.
 
     Raises:
         ValueError: The mask is malformed or too large.
     """
-    mask = options.mask
+    mask, (q, k), bias = options.mask, x[:2], x.bias
     if not isinstance(mask, Tensor):
-        return options, bias
+        return x, options
     if q.ndim != 4 or k.ndim != 4:
-        return options._replace(mask=None), bias  # which is refused for that
+        return x, options._replace(mask=None)  # which is refused for that
     fact = checks.Tensor(
         tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
     )
@@ -40,4 +36,5 @@ def with_dense_mask(
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
-    return options._replace(mask=None, bias_masks=True), torch.where(shown, zero, hidden)
+    masked = torch.where(shown, zero, hidden)
+    return x._replace(bias=masked), options._replace(mask=None, bias_masks=True)

@@ -26,7 +26,7 @@ from ring_core import (
 from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
-from ring_torch.call import Call, Options
+from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import ALONE, Ranks
@@ -42,15 +42,9 @@ def check_call(
     ring: Ranks,
     number: int,
     layout: LayoutSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: Operands,
     options: Options,
     *,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     grad: bool | None = None,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
@@ -63,10 +57,11 @@ def check_call(
         UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
             CUDA graph with an option or a kernel that a graph cannot hold.
     """
+    q, k, v, segment_ids, sinks, bias, alibi_slopes = x
     q_ids, k_ids = None, None
     if segment_ids is not None:
         sizes = checks.check_qkv(
-            *(_fact(x, name).described() for x, name in zip((q, k, v), "qkv", strict=True))
+            *(_fact(y, name).described() for y, name in zip((q, k, v), "qkv", strict=True))
         )
         q_ids, k_ids = checks.check_pair(segment_ids, sizes)
         for ids in (q_ids, k_ids):

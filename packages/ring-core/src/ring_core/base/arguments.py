@@ -6,7 +6,8 @@ Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,20 @@ def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Options that name something are one of the known names."""
     if not any(type(value) is type(name) and value == name for name in known):
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+
+def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -> Callable[[F], F]:
+    """Show in a method's signature, in place of ``**options``, the keywords of a function.
+
+    Those before its first option, ``causal``, say where the function runs: the method knows that.
+    """
+    keywords = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    options = keywords[[x.name for x in keywords].index("causal") :]
+
+    def shown(method: F) -> F:
+        own = signature(method)
+        first = [x for x in own.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        method.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        return method
+
+    return shown

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutName, checks
-from ring_torch.attention import Window
 from ring_torch.autograd import RingAttention
-from ring_torch.call import Call
+from ring_torch.call import Call, Operands, Window
 from ring_torch.call import Options as CallOptions
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
@@ -60,14 +59,13 @@ def checked(
     checks.check_flag("causal", options.causal)
     checks.check_flag("return_attn_probs", options.return_attn_probs)
     return check_call(
-        ring, ring.next_call(), layout, q, k, v,
+        ring, ring.next_call(), layout, Operands(q, k, v, alibi_slopes=options.alibi_slopes),
         CallOptions(
             causal=options.causal, window=window_of(options.window_size), chunk_size=None,
             cu_seqlens=cu_seqlens, mask=None, softmax_scale=options.softmax_scale, softcap=None,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
             deterministic=options.deterministic, return_lse=False, kernel="auto", transport="auto",
         ),
-        alibi_slopes=options.alibi_slopes,
     )  # fmt: skip
 
 

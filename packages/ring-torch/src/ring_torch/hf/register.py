@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.strategy import strategy_config
 from ring_torch.attention import attend
-from ring_torch.call import Options
+from ring_torch.call import Operands, Options
 from ring_torch.kernels import KERNEL_NAMES
 from ring_torch.models.batch import ShardedMask
 from ring_torch.models.check import SERVED_LAYERS
@@ -256,7 +256,10 @@ class _RingAttention:
         ids = batch.segment_ids
         check_group(batch.sharding)
         out = attend(
-            batch.sharding.group, batch.sharding.layout_name, q, k, v,
+            batch.sharding.group, batch.sharding.layout_name,
+            Operands(
+                q, k, v, None if is_told or ids is None else ids.to(query.device), sinks=s_aux
+            ),
             Options(
                 causal=mask.causal, window=mask.window,
                 cu_seqlens=None if is_told else batch.cu_seqlens,
@@ -265,8 +268,6 @@ class _RingAttention:
                 deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
                 transport=self.transport,
             ),
-            segment_ids=None if is_told or ids is None else ids.to(query.device), sinks=s_aux,
-            bias=None, alibi_slopes=None,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out, None
