@@ -97,9 +97,9 @@ def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> 
 @pytest.mark.parametrize("strategy", ["ring", "balanced"])
 def test_steps_are_sent_in_messages(strategy: str) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
-        chosen((strategy, "symm_mem"), program(strategy=strategy))
+        chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), program(strategy=strategy))
+        found = chosen((strategy, transport), program())
         assert found == (strategy, "p2p")
 
 

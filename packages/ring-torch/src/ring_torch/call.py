@@ -71,7 +71,8 @@ class Call(NamedTuple):
     """Everything static about a call."""
 
     ring: Ranks
-    program: RingProgram
+    plan: Plan
+    program: RingProgram  # the plan in the order of a ring
     params: KernelParams
     kernel: Kernel
     choice: Selection
@@ -86,11 +87,6 @@ class Call(NamedTuple):
     forward_signature: CallSignature
     backward_signature: CallSignature
     prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
-
-    @property
-    def plan(self) -> Plan:
-        """What meets what."""
-        return self.program.plan
 
     @property
     def seed(self) -> int:

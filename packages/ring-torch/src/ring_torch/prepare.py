@@ -202,7 +202,7 @@ def _prepare(
         "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
     }  # fmt: skip
     return Call(
-        ring, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], executing, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip
