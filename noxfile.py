@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import nox
@@ -42,13 +45,11 @@ ALSO = {"torch": ["torch-triton"]}
 #: start processes of their own.
 WORKERS = {"torch": "2"}
 
-#: What has to pass before a change is accepted, in two halves that take about equally long:
-#: `.ci/run` runs them at the same time, as much of either takes one core whatever there are.
-CI_OF_JAX = ["packaging", *(f"tests-3.12({backend})" for backend in BACKENDS if "jax" in backend)]
-CI_OF_THE_REST = [
-    "lint", "types", "tests-3.12(torch)", "tests-3.12(core)", "tests-3.13(core)", "docs",
+#: What has to pass before a change is accepted, what takes longest first.
+CI = [
+    "tests-3.12(jax)", "tests-3.12(torch)", "tests-3.12(jax-gpu)", "tests-3.12(jax-tpu)",
+    "tests-3.12(core)", "tests-3.13(core)", "types", "docs", "packaging", "lint",
 ]  # fmt: skip
-CI = [*CI_OF_THE_REST, *CI_OF_JAX]
 
 #: Packages with a command that tests them.
 DOCTORS = ("ring-core", "ring-torch", "ring-jax")
@@ -203,22 +204,31 @@ def packaging(session: nox.Session) -> None:
     session.run("pytest", "tests/packaging", "--backend=none", *session.posargs)
 
 
-@nox.session(venv_backend="none", default=False, tags=["ci"], requires=CI)
+@nox.session(venv_backend="none", default=False, tags=["ci"])
 def ci(session: nox.Session) -> None:
-    """Run all that has to pass before a change is accepted."""
+    """Run all that has to pass before a change is accepted, two sessions at a time.
+
+    Installing, types and pages take one core whatever there are; the tests of a session get half.
+    """
+    env = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str(max(1, (os.cpu_count() or 1) // 2))}
+
+    def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
+        command = (sys.executable, "-m", "nox", "--error-on-missing-interpreters", "-s", name)
+        return name, subprocess.run(  # noqa: S603 - this program itself
+            (*command, "--", *session.posargs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env=os.environ | env, check=False,
+        )  # fmt: skip
+
+    failed = []
+    with ThreadPoolExecutor(2) as pool:
+        for future in as_completed([pool.submit(run, name) for name in CI]):
+            name, ended = future.result()
+            sys.stdout.write(ended.stdout)
+            sys.stdout.flush()
+            failed += [name] if ended.returncode else []
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
     session.log("passed: %s", ", ".join(CI))
-
-
-@nox.session(venv_backend="none", default=False, requires=CI_OF_JAX)
-def ci_of_jax(session: nox.Session) -> None:
-    """Run what of `ci` is about JAX, and packaging."""
-    session.log("passed: %s", ", ".join(CI_OF_JAX))
-
-
-@nox.session(venv_backend="none", default=False, requires=CI_OF_THE_REST)
-def ci_of_the_rest(session: nox.Session) -> None:
-    """Run what of `ci` is not."""
-    session.log("passed: %s", ", ".join(CI_OF_THE_REST))
 
 
 @nox.session(python="3.12", default=False)
