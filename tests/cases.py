@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from internals.core import PlannedStrategy
 
 from ring_core import (
     ChunkLayout,
@@ -20,7 +21,6 @@ from ring_core import (
     make_plan,
     reference,
 )
-from ring_core.base.strategy import PlannedStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from cases import RINGS, diagonals, prefix
 from hypothesis import strategies as st
+from internals.core import PlannedStrategy
 
 from ring_core import ChunkLayout, Mask, Plan, WorkItem, divisor_of, make_plan
-from ring_core.base.strategy import PlannedStrategy
 
 
 @st.composite

@@ -10,6 +10,7 @@ import pytest
 from cases import diagonals
 from hypothesis import given
 from hypothesis import strategies as st
+from internals.core import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 from ring_core import (
     ChunkLayout,
@@ -19,7 +20,6 @@ from ring_core import (
     make_plan,
     viz,
 )
-from ring_core.choose.balance import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import pytest
 from cases import prefix
 from hypothesis import given
 from hypothesis import strategies as st
+from internals.core import UNBOUNDED, RectangleTable
 from plans import plans
 
 from ring_core import (
@@ -18,8 +19,6 @@ from ring_core import (
     Plan,
     make_plan,
 )
-from ring_core.masks.band import UNBOUNDED
-from ring_core.plan.geometry import RectangleTable
 
 
 @given(plans(), st.data())

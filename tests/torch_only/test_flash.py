@@ -16,6 +16,23 @@ from backends.torch_ranks import gather as put_together
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals.torch import (
+    AttentionState,
+    BackwardInputs,
+    FlashKernel,
+    HeadDims,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    Pass,
+    QueryBlock,
+    QueryGrads,
+    Selection,
+    aligned,
+    empty_state,
+    prepare,
+)
+from internals.torch import FlashOptions as Options
 from plans import plans, shown
 from tolerances import assert_close
 from torch import Tensor
@@ -29,20 +46,6 @@ from ring_core import (
     gather_program,
     gather_refusals,
     make_plan,
-)
-from ring_torch import prepare
-from ring_torch.kernels import Selection
-from ring_torch.kernels.flash import FlashKernel, aligned
-from ring_torch.kernels.flash_library import HeadDims, Options, Pass
-from ring_torch.records import (
-    AttentionState,
-    BackwardInputs,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    QueryBlock,
-    QueryGrads,
-    empty_state,
 )
 
 
