@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from internals.core import RingStrategy
 
 from ring_core import (
     ChunkLayout,
@@ -22,7 +23,6 @@ from ring_core import (
     reference,
     ring_program,
 )
-from ring_core.base.strategy import RingStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]

@@ -10,14 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from internals.core import band as _band
+from internals.core import gather as _gather
+from internals.core import geometry as _geometry
+from internals.core import item_kernel, simulator
+from internals.core import plan as _plan
+from internals.core import ring as _ring
 
 from ring_core import finalize
-from ring_core.masks import band as _band
-from ring_core.plan import geometry as _geometry
-from ring_core.plan import plan as _plan
-from ring_core.programs import gather as _gather
-from ring_core.programs import ring as _ring
-from ring_core.reference import item_kernel, simulator
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -40,19 +40,19 @@ def applied(name: str | None) -> Iterator[None]:
         _plan._make_plan.cache_clear()
 
 
-def _torch(module: str) -> Any:
-    """A module of ring_torch, or nothing where torch is not installed."""
-    return _installed(f"ring_torch.{module}", ("torch", "ring_torch"))
+def _torch(name: str) -> Any:
+    """A module or name inside ring_torch, or nothing where torch is not installed."""
+    return _installed("torch", name, ("torch", "ring_torch"))
 
 
-def _jax(module: str) -> Any:
-    """A module of ring_jax, or nothing where jax is not installed."""
-    return _installed(f"ring_jax.{module}", ("jax", "ring_jax"))
+def _jax(name: str) -> Any:
+    """A module or name inside ring_jax, or nothing where jax is not installed."""
+    return _installed("jax", name, ("jax", "ring_jax"))
 
 
-def _installed(module: str, needs: tuple[str, ...]) -> Any:
+def _installed(package: str, name: str, needs: tuple[str, ...]) -> Any:
     try:
-        return importlib.import_module(module)
+        return getattr(importlib.import_module(f"internals.{package}"), name)
     except ModuleNotFoundError as error:
         if error.name not in needs:
             raise
@@ -85,7 +85,7 @@ def _last_step_dropped() -> Patches:
                 return found
             return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
 
-        users = (_jax("strategies.ring"), _jax("strategies.steps"))
+        users = (_jax("ring_strategy"), _jax("steps"))
         patches += [(user, "step_table", tables) for user in users]
     return patches
 
@@ -95,7 +95,7 @@ def _ring_reversed() -> Patches:
         return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
 
     patches: Patches = [(simulator, "_rotate", rotate)]
-    if comm := _torch("comm.ranks"):
+    if comm := _torch("ranks"):
 
         def start(ring: Any, sends: Any, receives: Any) -> Any:
             def turned(pairs: Any) -> Any:
@@ -121,14 +121,14 @@ def _merge_without_rescale() -> Patches:
         return out_a + np.where(seen, out_b, 0), np.logaddexp(lse_a, lse_b)
 
     patches: Patches = [(simulator, "merge", merge)]
-    if sdpa := _torch("kernels.sdpa"):
+    if sdpa := _torch("sdpa"):
 
         def merge_into(into: Any, out: Any, lse: Any) -> None:
             into.out.add_(out)
             into.lse.copy_(into.lse.logaddexp(lse))
 
         patches.append((sdpa, "merge_into", merge_into))
-    if ring := _jax("strategies.ring"):
+    if ring := _jax("ring_strategy"):
         import jax.numpy as jnp
 
         def added(a: Any, b: Any) -> Any:
@@ -145,7 +145,7 @@ def _sink_per_step() -> Patches:
         return right(*right(out, lse, sinks), sinks)
 
     patches: Patches = [(simulator, "finalize", wrong)]
-    if loop := _torch("strategies.finalize"):
+    if loop := _torch("finalize"):
         add = loop.add_sinks
         patches.append((loop, "add_sinks", lambda *state: add(*add(*state), state[2])))
     if autodiff := _jax("autodiff"):
@@ -174,7 +174,7 @@ def _grads_not_sent_home() -> Patches:
         return home
 
     patches: Patches = [(simulator, "_backward", wrong)]
-    if loop := _torch("strategies.ring"):
+    if loop := _torch("ring_strategy"):
         hop = loop.RotatingKeyGrads.hop
 
         def kept(grads: Any, distance: int | None, *, home: bool) -> None:
@@ -184,7 +184,7 @@ def _grads_not_sent_home() -> Patches:
             hop(grads, distance, home=home)
 
         patches.append((loop.RotatingKeyGrads, "hop", kept))
-    if steps := _jax("strategies.steps"):
+    if steps := _jax("steps"):
         import jax.numpy as jnp
 
         travel = steps.StepRunner.hop
@@ -214,12 +214,12 @@ def _lse_in_base_2() -> Patches:
         return out, lse / math.log(2)
 
     patches: Patches = [(item_kernel, "forward", wrong)]
-    if sdpa := _torch("kernels.sdpa"):
+    if sdpa := _torch("sdpa"):
         merge = sdpa.merge_into
         patches.append(
             (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
         )
-    if xla := _jax("kernels.xla"):
+    if xla := _jax("xla"):
         forward = xla.XlaKernel.forward
 
         def other_base(*args: Any) -> Any:
@@ -235,7 +235,7 @@ def _wrong_kv_head() -> Patches:
         return np.tile(x.swapaxes(1, 2), (1, count // x.shape[2], 1, 1))
 
     patches: Patches = [(item_kernel, "_heads", heads)]
-    if sdpa := _torch("kernels.sdpa"):
+    if sdpa := _torch("sdpa"):
 
         def groups(q: Any, columns: Any) -> Any:
             kv_heads = columns.k.shape[2]
@@ -244,7 +244,7 @@ def _wrong_kv_head() -> Patches:
             return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
 
         patches.append((sdpa, "_head_groups", groups))
-    if ring := _jax("strategies.ring"):
+    if ring := _jax("ring_strategy"):
         message = ring.own_message
 
         def turned(x: Any) -> Any:
@@ -298,7 +298,7 @@ def _help_not_returned() -> Patches:
             found = right(program, step)
             return found._replace(helped=np.zeros_like(found.helped))
 
-        users = (_jax("strategies.ring"), _jax("strategies.steps"))
+        users = (_jax("ring_strategy"), _jax("steps"))
         patches += [(user, "step_table", tables) for user in users]
     return patches
 
@@ -316,7 +316,7 @@ def _fetched_from_the_wrong_rank() -> Patches:
 
 def _gathered_grads_dropped(*, overlapped: bool | None = None) -> Patches:
     """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
-    gather = _torch("transports.p2p")
+    gather = _torch("p2p")
     if gather is None:
         return []
     right = gather.Messages.return_grads
@@ -353,7 +353,7 @@ def _scattered_grads_dropped() -> Patches:
 
 def _groups_swapped() -> Patches:
     """The backward takes the gathered keys of the wrong heads."""
-    gathered = _torch("strategies.gather")
+    gathered = _torch("gather_strategy")
     if gathered is None:
         return []
     right = gathered._keys_by_group
@@ -372,9 +372,7 @@ def _in_groups() -> Patches:
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return _torch("head_groups").HeadGroups(
-            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True
-        )
+        return _torch("HeadGroups")(*(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True)
 
     return [(strategies, "head_groups_of", groups_of)]
 
@@ -417,6 +415,6 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [
-        (_torch("transports.peer_copies"), "fits_one_kernel", lambda *_: False)
+        (_torch("peer_copies"), "fits_one_kernel", lambda *_: False)
     ],  # short calls, too
 }

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 from cases import RINGS
+from internals.core import plan as _plan
+from internals.torch import handshake, prepare
+from internals.torch import ranks as _ranks
 from torch import Tensor
 
-import ring_core.plan.plan
-import ring_torch.comm.ranks
-import ring_torch.prepare
 from ring_core import reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
@@ -61,11 +61,9 @@ class Held:
             memory=pages * os.sysconf("SC_PAGE_SIZE"),
             files=len(list(Path("/proc/self/fd").iterdir())),
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
-            plans=ring_core.plan.plan._make_plan.cache_info().currsize,
-            calls=ring_torch.prepare._prepare.cache_info().currsize,
-            agreed=max(
-                (len(state.agreed) for state in ring_torch.comm.ranks._states.values()), default=0
-            ),
+            plans=_plan._make_plan.cache_info().currsize,
+            calls=prepare._prepare.cache_info().currsize,
+            agreed=max((len(state.agreed) for state in _ranks._states.values()), default=0),
         )
 
 
@@ -136,9 +134,9 @@ def growth(warm: Held, end: Held) -> list[str]:
     if end.threads > warm.threads:
         wrong.append(f"threads grew from {warm.threads} to {end.threads}")
     limits = {
-        "plans": ring_core.plan.plan._make_plan.cache_info().maxsize,
-        "calls": ring_torch.prepare._prepare.cache_info().maxsize,
-        "agreed": ring_torch.comm.handshake._MOST_AGREED,
+        "plans": _plan._make_plan.cache_info().maxsize,
+        "calls": prepare._prepare.cache_info().maxsize,
+        "agreed": handshake._MOST_AGREED,
     }
     for name, limit in limits.items():
         if getattr(end, name) != limit:  # fewer: the calls did not show that there is a bound

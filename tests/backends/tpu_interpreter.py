@@ -11,10 +11,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax._src import callback as jax_callback
-from jax.experimental.pallas import tpu as pltpu
-
-from ring_jax.records import (
+from internals.jax import (
     AttentionState,
     BackwardInputs,
     Grads,
@@ -22,9 +19,13 @@ from ring_jax.records import (
     KeyBlock,
     QueryBlock,
     Static,
+    match_varying,
+    varying_axes,
 )
-from ring_jax.varying import match_varying, varying_axes
-from ring_jax_tpu.kernel import PallasKernel
+from jax._src import callback as jax_callback
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax_tpu import PallasKernel
 
 #: Kept at a time: a process may map no more than some ten thousand pieces of memory.
 _MOST_PROGRAMS = 200

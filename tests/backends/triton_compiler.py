@@ -15,13 +15,20 @@ from typing import Any
 
 import jax
 import pytest
+from internals.jax_gpu import (
+    Launch,
+    arguments_of,
+    arrays_of,
+    kernel_of,
+    launches_of,
+    stages_of,
+    triton_launch_p,
+)
 
 from backends.cubins import taken_by
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
-from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
-from ring_jax_gpu.primitive import triton_launch_p
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
@@ -33,8 +40,8 @@ STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
 
 def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
     """Have calls on one device compute as a step of a ring does."""
-    from ring_jax.strategies import steps
-    from ring_jax_gpu import kernel as _triton
+    from internals.jax import steps
+    from internals.jax_gpu import kernel as _triton
 
     fresh, last = STEPS[step]
     patched.setattr(_triton, "_is_one", lambda _: False)
@@ -159,7 +166,8 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave."""
-    from ring_jax_gpu.hopper import ffi, run
+    from internals.jax_gpu import hopper_ffi as ffi
+    from internals.jax_gpu import hopper_run as run
 
     modules: list[Any] = []
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ring_core.masks.band import UNBOUNDED, Rectangles, clip, count, local_band, trim
+from internals.core import UNBOUNDED, Rectangles, clip, count, local_band, trim
 
 SIZE = 5
 SIDES = st.integers(-SIZE, SIZE)

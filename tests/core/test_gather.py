@@ -11,10 +11,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from internals.core import Interval, _subtract
 from plans import plans, shown
 
 from ring_core import (
     ChunkLayout,
+    Fetch,
     GatherProgram,
     Mask,
     Plan,
@@ -24,8 +26,6 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core.programs.gather import Fetch, _subtract
-from ring_core.programs.intervals import Interval
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:

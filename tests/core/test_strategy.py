@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from internals.core import pairs_of, require_heads, strategy_config, takes_layout
 
 from ring_core import (
     LAYOUTS,
@@ -16,8 +17,6 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_core.base.strategy import pairs_of, strategy_config, takes_layout
-from ring_core.choose.refusals import require_heads
 
 
 def test_a_name_stands_for_its_record() -> None:

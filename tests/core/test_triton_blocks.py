@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from ring_core.triton.tile_sizes import come_in_eights, parts_of_tiles
+from internals.core import come_in_eights, parts_of_tiles
 
 
 @pytest.mark.parametrize(

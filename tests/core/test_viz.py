@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from internals.core import RingStrategy
 from matplotlib.image import imread
 
 from ring_core import (
@@ -29,7 +30,6 @@ from ring_core import (
     ring_program,
     viz,
 )
-from ring_core.base.strategy import RingStrategy
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:

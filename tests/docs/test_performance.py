@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ring_core.choose import rates
+from internals.core import rates
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import backends.triton_interpreter  # noqa: F401  # runs the kernels
 import pytest
-
-from ring_core.triton import tile_configs as table
-from ring_core.triton.tile_configs import Row
-from ring_jax_gpu.tools import tune
-from ring_jax_gpu.tools.cli import main
+from internals.core import Row
+from internals.core import tile_configs as table
+from internals.jax_gpu import main, tune
 
 ROW = Row("attend", 2, 64, crowded=False, q=128, k=128, warps=8, stages=3)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from cases import RINGS
+from internals.jax import step_table
 
 from ring_core import TABLE_COLUMNS, Mask, make_plan, ring_program
-from ring_jax.rank_view import step_table
 
 MASKS = {
     "full": Mask(),

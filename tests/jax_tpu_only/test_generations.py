@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from internals.jax import Pass
+from internals.jax_tpu import (
+    GENERATIONS,
+    UNKNOWN,
+    Generation,
+    Shape,
+    choose_blocks,
+    default_sizes,
+    generation_of,
+    vmem_mib,
+)
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_core import KernelConfig, UnsupportedError
-from ring_jax.records import Pass
 from ring_jax_tpu import ring_attention
-from ring_jax_tpu.block_sizes import Shape, choose_blocks, default_sizes, vmem_mib
-from ring_jax_tpu.generations import GENERATIONS, UNKNOWN, Generation, generation_of
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 ROWS = {row.name: row for row in (UNKNOWN, *GENERATIONS.values())}

@@ -7,8 +7,7 @@ keeps would hide changes of what makes them.
 from __future__ import annotations
 
 from cases import CASES
-
-from ring_core.plan import plan
+from internals.core import plan
 
 
 def pytest_sessionstart() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ring_torch.tools import rates
+from internals.torch import rates
 
 
 def test_every_case_has_times(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from internals.torch import EagerKernel
 
-from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

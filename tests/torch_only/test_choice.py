@@ -13,6 +13,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from internals.core import Case, Rates, Times, written
+from internals.torch import (
+    FlashKernel,
+    Ranks,
+    TritonKernel,
+    _prepare,
+    choose_strategy,
+    cudnn,
+    fa2,
+    fa3,
+    fa4,
+    kernels,
+    prepare,
+    symm_buffer,
+)
 
 from ring_core import (
     KernelConfig,
@@ -25,16 +40,8 @@ from ring_core import (
     refusals,
     ring_program,
 )
-from ring_core.choose.rates import Case, Rates, Times, written
-from ring_torch import ContextParallel, kernels, prepare, ring_attention
-from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels import cudnn, fa2, fa3, fa4
-from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.triton import TritonKernel
+from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
-from ring_torch.prepare import _prepare
-from ring_torch.strategies.choose import choose_strategy
-from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)

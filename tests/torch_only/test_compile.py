@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from internals.torch import CallOptions as Options
+from internals.torch import compiled as _compiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig
 from ring_torch import ContextParallel, KernelConfig, ring_attention
-from ring_torch import compiled as _compiled
-from ring_torch.call import Options
 from ring_torch.local import LocalRanks
 
 LENGTH = 64

@@ -16,6 +16,23 @@ from backends.torch_ranks import gather as put_together
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals.torch import (
+    AttentionState,
+    BackwardInputs,
+    FlashKernel,
+    HeadDims,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    Pass,
+    QueryBlock,
+    QueryGrads,
+    Selection,
+    aligned,
+    empty_state,
+    prepare,
+)
+from internals.torch import FlashOptions as Options
 from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
@@ -30,20 +47,6 @@ from ring_core import (
     gather_refusals,
     make_plan,
     ring_program,
-)
-from ring_torch import prepare
-from ring_torch.kernels import Selection
-from ring_torch.kernels.flash import FlashKernel, aligned
-from ring_torch.kernels.flash_library import HeadDims, Options, Pass
-from ring_torch.records import (
-    AttentionState,
-    BackwardInputs,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    QueryBlock,
-    QueryGrads,
-    empty_state,
 )
 
 

@@ -8,17 +8,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from internals.core import own_key_rows
+from internals.torch import (
+    ONE_GROUP,
+    BackwardInputs,
+    EagerKernel,
+    HeadGroups,
+    Kernel,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+    Selection,
+    SplitBackward,
+    prepare,
+    strategies,
+)
+from internals.torch import fa4_hopper as hopper
 from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem
-from ring_core.programs import own_key_rows
-from ring_torch import ContextParallel, prepare, strategies
-from ring_torch.head_groups import ONE_GROUP, HeadGroups
-from ring_torch.kernels import Selection
-from ring_torch.kernels.api import Kernel, SplitBackward
-from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.fa4 import hopper
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch import ContextParallel
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 

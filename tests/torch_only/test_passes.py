@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
-from ring_torch import memory_ops as passes
-from ring_torch.transports.p2p import add_staged
+from internals.torch import add_staged
+from internals.torch_triton import memory_ops as passes
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from ring_torch.tools.cli import main
+from internals.torch import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 

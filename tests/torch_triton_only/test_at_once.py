@@ -17,23 +17,26 @@ import torch
 import torch.distributed as dist
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
+from internals.torch import (
+    BufferSpec,
+    GatherSession,
+    KVPayload,
+    Ranks,
+    SessionSpec,
+    _room,
+    agree,
+    one_kernel,
+    sessions,
+)
+from internals.torch import ranks as _comm
+from internals.torch_triton import exchange_kernel as kernels
 from tolerances import assert_close
 from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from ring_core import gather_refusals
-from ring_torch.buffers import BufferSpec
-from ring_torch.comm import ranks as _comm
-from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.payload import KVPayload
-from ring_torch.strategies import sessions
-from ring_torch.transports import exchange_kernel as kernels
-from ring_torch.transports import one_kernel
-from ring_torch.transports.api import GatherSession, SessionSpec
-from ring_torch.transports.peer_copies import _room
 
 Arrays = dict[str, npt.NDArray[Any]]
 

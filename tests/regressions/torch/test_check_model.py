@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide
+from internals.torch import context
 from sweep.compare import build
 from sweep.tiny import config_of
 from torch import Tensor, nn
@@ -237,7 +238,7 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
         calls.append(model)
         return hf.check_model(model)
 
-    monkeypatch.setattr("ring_torch.context.check_model", counted)
+    monkeypatch.setattr(context, "check_model", counted)
     cp, model = ContextParallel(), build("BertForMaskedLM", "bert")
     for _ in range(3):
         cp.shard_batch({"input_ids": TOKENS}, model=model)

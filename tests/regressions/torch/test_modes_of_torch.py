@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from internals.torch import attention, autograd, capture, prepare
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, attention, autograd, capture, prepare, ring_attention
+from ring_torch import ContextParallel, ring_attention
 
 
 def _x(dtype: torch.dtype = torch.float32) -> Tensor:

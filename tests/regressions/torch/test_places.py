@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from internals.torch import Place, Ranks, Ring, describe_strategy, refusals
 
 from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
-from ring_torch.comm.ranks import Ranks
-from ring_torch.strategies.choose import describe_strategy
-from ring_torch.strategies.ring import Ring
-from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts
 ALL = [[1, 1], [1, 1]]

@@ -1,0 +1,25 @@
+"""Of ring_jax_gpu."""
+
+from ring_jax_gpu import cudnn as cudnn
+from ring_jax_gpu import fmha as fmha
+from ring_jax_gpu import kernel as kernel
+from ring_jax_gpu import operands as operands
+from ring_jax_gpu.fmha import Pattern as Pattern
+from ring_jax_gpu.hopper import ffi as hopper_ffi
+from ring_jax_gpu.hopper import run as hopper_run
+from ring_jax_gpu.hopper.ffi import Taken as Taken
+from ring_jax_gpu.hopper.stream_k import helped_tiles as helped_tiles
+from ring_jax_gpu.hopper.stream_k import of_keys as of_keys
+from ring_jax_gpu.hopper.stream_k import of_queries as of_queries
+from ring_jax_gpu.hopper.stream_k import shared_tiles as shared_tiles
+from ring_jax_gpu.launch import Kernel as Kernel
+from ring_jax_gpu.launch import Launch as Launch
+from ring_jax_gpu.launch import arguments_of as arguments_of
+from ring_jax_gpu.launch import arrays_of as arrays_of
+from ring_jax_gpu.launch import kernel_of as kernel_of
+from ring_jax_gpu.launch import launches_of as launches_of
+from ring_jax_gpu.launch import stages_of as stages_of
+from ring_jax_gpu.primitive import triton_launch_p as triton_launch_p
+from ring_jax_gpu.tools import tune as tune
+from ring_jax_gpu.tools.cli import main as main
+from ring_jax_gpu.xla_flags import XLA_FLAGS as XLA_FLAGS
