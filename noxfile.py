@@ -261,42 +261,42 @@ def demo_jax(session: nox.Session) -> None:
 def bench_cpu(session: nox.Session) -> None:
     """Time plans and the CPU kernels; arguments go to the benchmark."""
     install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
-    session.run("python", "benchmarks/cpu.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.torch.cpu", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/gpu.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.torch.scaling", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def bench_options(session: nox.Session) -> None:
     """Time head dims, masks and options beside other kernels on one GPU; arguments go to it."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/gpu_options.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.torch.options", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def bench_jax_gpu(session: nox.Session) -> None:
     """Time the Triton kernels beside cuDNN in JAX on this machine's GPUs; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/jax_gpu.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.jax.scaling", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def bench_jax_options(session: nox.Session) -> None:
     """Time head dims, a window and a bias beside cuDNN in JAX on one GPU; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/jax_gpu_options.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.jax.options", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def tpu_static(session: nox.Session) -> None:
     """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
     install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)
-    session.run("python", "benchmarks/tpu_static.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.jax.tpu_static", *session.posargs)
 
 
 @nox.session(default=False)

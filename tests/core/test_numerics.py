@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.common import numerics
+from ring_core import LayoutName
+from ring_core.reference.item_kernel import Precision
+
 PRECISIONS = ("float32", "bfloat16", "float16")
-
-
-@pytest.fixture
-def numerics(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("numerics")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_error_is_flat_in_the_ring_size(precision: str, layout: str, numerics: Any) -> None:
+def test_error_is_flat_in_the_ring_size(precision: Precision, layout: LayoutName) -> None:
     table = numerics.errors(precision, layout, (1, 2, 4, 8, 16))
     assert (table > 0).all()
     assert (table <= 1.25 * table[0]).all(), f"{precision} {layout}:\n{table}"
 
 
 @pytest.mark.parametrize(("precision", "most"), [("float32", 2), ("bfloat16", 1.25)])
-def test_error_on_many_ranks(precision: str, most: float, numerics: Any) -> None:
+def test_error_on_many_ranks(precision: Precision, most: float) -> None:
     """Of 64 merges in float32 something shows; half precision rounds far more than they do."""
     one, many = numerics.errors(precision, "contiguous", (1, 64))
     assert (many <= most * one).all(), f"{precision}: {one} {many}"
 
 
-def test_tables_are_printed(capsys: pytest.CaptureFixture[str], numerics: Any) -> None:
+def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert numerics.main((1, 2)) == 0
     printed = capsys.readouterr().out
     assert all(f"{precision}, causal, zigzag" in printed for precision in PRECISIONS)

@@ -49,6 +49,8 @@ def test_commands_name_what_there_is(path: Path) -> None:
     for line in Page.read(path).commands:
         for named in re.findall(r"\b(?:packages|examples|benchmarks)/[\w/.-]+", line):
             assert (ROOT / named).exists(), line
+        for module in re.findall(r"\bpython -m (benchmarks[\w.]+)", line):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
         for session in re.findall(r"\bnox -s (\w+)", line):
             assert f"def {session}(" in noxfile, line
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from internals.core import rates
+
+from benchmarks.common.chart import WIDTH, bar, chart
+from benchmarks.common.tables import summary, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,22 +35,14 @@ def _tables_of(page: str) -> dict[str, str]:
         ("docs/performance.md", JAX_RANKS),
     ],
 )
-def test_the_table_of_jax_is_that_of_its_file(
-    page: str, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, paste what ``python benchmarks/jax_gpu_table.py FILE`` prints."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    import jax_gpu_table
-
+def test_the_table_of_jax_is_that_of_its_file(page: str, file: str) -> None:
+    """If this fails, paste what ``python -m benchmarks.jax.scaling --table FILE`` prints."""
     rows = json.loads((ROOT / file).read_text())["rows"]
-    assert _tables_of(page)[file] == jax_gpu_table.table(rows)
+    assert _tables_of(page)[file] == table(rows)
 
 
-def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, paste what ``python benchmarks/gpu_options.py --table FILE`` prints."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    from gpu_options_table import table
-
+def test_the_table_of_options_is_that_of_its_file() -> None:
+    """If this fails, paste what ``python -m benchmarks.torch.options --table FILE`` prints."""
     tables = _tables_of("docs/performance.md")
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob(OPTIONS)}
     assert {name for name in tables if (ROOT / name).match(OPTIONS)} == measured
@@ -56,11 +50,8 @@ def test_the_table_of_options_is_that_of_its_file(monkeypatch: pytest.MonkeyPatc
         assert tables[name] == table(json.loads((ROOT / name).read_text())["rows"])
 
 
-def test_the_table_of_options_of_jax_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, paste what ``python benchmarks/jax_gpu_options.py --table FILE`` prints."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    from jax_gpu_options_table import table
-
+def test_the_table_of_options_of_jax_is_that_of_its_file() -> None:
+    """If this fails, paste what ``python -m benchmarks.jax.options --table FILE`` prints."""
     rows = json.loads((ROOT / JAX_OPTIONS).read_text())["rows"]
     assert _tables_of("docs/performance.md")[JAX_OPTIONS] == table(rows)
 
@@ -82,11 +73,8 @@ def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
         assert dict(case.versions) == {"jax": report["environment"]["jax"]}
 
 
-def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, paste what ``python benchmarks/gpu.py --table FILE`` prints."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    import gpu_table
-
+def test_tables_are_those_of_their_files() -> None:
+    """If this fails, paste what ``python -m benchmarks.torch.scaling --table FILE`` prints."""
     tables = _tables_of("docs/performance.md")
     others = {JAX, JAX_RANKS, JAX_OPTIONS}
     assert others <= tables.keys()
@@ -95,32 +83,26 @@ def test_tables_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> Non
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/h200*.json")}
     assert tables.keys() == measured
     for name, shown in tables.items():
-        assert shown == gpu_table.table(json.loads((ROOT / name).read_text())["rows"])
+        assert shown == table(json.loads((ROOT / name).read_text())["rows"])
     begin, end = "<!-- summary of benchmarks/results/h200x4.json -->", "<!-- end of summary -->"
     _, _, rest = (ROOT / "docs" / "performance.md").read_text().partition(begin)
     rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
     settings = ("causal 32k 32/8", "causal 128k 32/8", "window 512k 32/8")
-    summary = gpu_table.summary(rows, settings, ("one", "zigzag/fa4/gather/symm_mem", "ulysses"))
-    assert rest.partition(end)[0].strip() == summary
+    shown = summary(rows, settings, ("one", "zigzag/fa4/gather/symm_mem", "ulysses"))
+    assert rest.partition(end)[0].strip() == shown
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
-def test_the_chart_is_that_of_its_file(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, paste what ``python benchmarks/gpu_chart.py`` prints into the page."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    import gpu_chart
-
+def test_the_chart_is_that_of_its_file(page: str) -> None:
+    """If this fails, paste what ``python -m benchmarks.common.chart`` prints into the page."""
     begin, end = "<!-- chart of benchmarks/results/h200x4.json -->", "<!-- end of chart -->"
     _, found, rest = (ROOT / page).read_text().partition(begin)
     assert found
     rows = json.loads((ROOT / "benchmarks" / "results" / "h200x4.json").read_text())["rows"]
-    assert rest.partition(end)[0].strip() == f"```text\n{gpu_chart.chart(rows)}\n```"
+    assert rest.partition(end)[0].strip() == f"```text\n{chart(rows)}\n```"
 
 
-def test_bars_are_drawn_to_the_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    from gpu_chart import WIDTH, bar
-
+def test_bars_are_drawn_to_the_eighth() -> None:
     assert bar(0) == ""
     assert bar(0.5) == "█" * (WIDTH // 2)
     assert bar(1) == "█" * WIDTH

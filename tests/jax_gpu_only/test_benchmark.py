@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,20 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, pairs_of, windowed
+from benchmarks.jax import scaling
+from benchmarks.jax.columns import COLUMNS, Column, cudnn, exact, layered, ours
+from benchmarks.jax.methods import RIVALS, mesh_of
+from benchmarks.jax.methods import ours as over_gpus
+from benchmarks.jax.profile import (
+    Operation,
+    operations_of,
+    overlap,
+    profiled,
+    summary,
+    total,
+    united,
+)
 
 #: Two GPUs; times in picoseconds. On the first, attention from 10 to 50 ns and from 70 to 90, a
 #: kernel of NCCL from 40 to 80, a cast from 95 to 100: 20 ns of transfer beside nothing, 5 idle.
@@ -43,27 +55,17 @@ planes { name: "/device:GPU:1"
 """
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark, with little work."""
-    import jax_gpu
-    from jax_gpu_columns import Seen
-
-    sizes = {"HEADS": 4, "KV_HEADS": 2, "DIM": 16, "GATE_LENGTH": 128, "WINDOW": 32}
+    sizes = {"HEADS": 4, "KV_HEADS": 2, "DIM": 16, "GATE_LENGTH": 128}
     for name, size in sizes.items():
-        monkeypatch.setattr(jax_gpu, name, size)
-    monkeypatch.setitem(jax_gpu.MASKS, "window", Seen(causal=True, window=32))
-    return jax_gpu
+        monkeypatch.setattr(scaling, name, size)
+    monkeypatch.setitem(scaling.MASKS, "window", windowed(32))
+    return scaling
 
 
 def test_spans() -> None:
-    from jax_gpu_profile import overlap, total, united
-
     spans = [(4.0, 6.0), (0.0, 1.0), (5.0, 9.0), (1.0, 2.0), (5.5, 5.75)]
     assert united(spans) == [(0, 2), (4, 9)]
     assert united([]) == []
@@ -74,8 +76,6 @@ def test_spans() -> None:
 
 def test_shares_of_random_spans() -> None:
     """Against counting them one by one."""
-    from jax_gpu_profile import Operation, summary
-
     random = np.random.default_rng(0)
     for _ in range(50):
         begins, lengths = random.integers(0, 40, 12), random.integers(1, 9, 12)
@@ -100,8 +100,6 @@ def test_shares_of_random_spans() -> None:
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of jaxlib's classes
 def test_a_trace() -> None:
-    from jax_gpu_profile import operations_of, summary
-
     packed = ProfileData.text_proto_to_serialized_xspace(TRACE)
     found = operations_of(ProfileData.from_serialized_xspace(packed))
     assert set(found) == {"0", "1"}
@@ -117,33 +115,28 @@ def test_a_trace() -> None:
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
 def test_a_trace_without_gpus() -> None:
-    from jax_gpu_profile import profiled
-
     with pytest.raises(ValueError, match="nothing of GPUs"):
         profiled(lambda: jax.numpy.ones(3) + 1, calls=1)
 
 
 def test_pairs() -> None:
-    from jax_gpu_columns import Seen, exact
-
     x = np.ones((1, 64, 1, 4), np.float32)
     v = np.eye(64, dtype=np.float32).reshape(1, 64, 1, 64)  # the output is the weights
-    for seen, expected in (
-        (Seen(causal=False), 64 * 64),
-        (Seen(causal=True, window=16), Seen(causal=True, window=16).pairs(64)),
-        (Seen(causal=True, window=1), 64),
-        (Seen(causal=True), 64 * 65 // 2),
+    for mask, expected in (
+        (FULL, 64 * 64),
+        (windowed(16), pairs_of(windowed(16), 64)),
+        (windowed(1), 64),
+        (CAUSAL, 64 * 65 // 2),
     ):
-        assert (np.asarray(exact(x, x, v, seen=seen)) > 0).sum() == expected
-    assert Seen(causal=True).pairs(64) == 64 * 64 // 2  # as is usual, the diagonal counts half
+        assert (np.asarray(exact(x, x, v, mask=mask)) > 0).sum() == expected
+    flops = 4 * HEADS * DIM * 64 * 64 // 2  # as is usual, the diagonal counts half
+    assert scaling.teraflops(CAUSAL, 64) == flops / 1e12
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["all-gather", "two-stage", "zigzag"])
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
 def test_ways_in_plain_jax(name: str, implementation: Any, size: int, small: Any) -> None:
-    from jax_gpu_methods import RIVALS, mesh_of
-
     mesh = mesh_of(size)
     assert small.largest_error(mesh, RIVALS[name](mesh, implementation)) < 0.02
 
@@ -151,10 +144,7 @@ def test_ways_in_plain_jax(name: str, implementation: Any, size: int, small: Any
 @pytest.mark.parametrize("name", ["ring", "all-gather", "zigzag"])
 def test_layers(name: str, small: Any) -> None:
     """Each does all of its work, though all have the same keys."""
-    from jax_gpu_columns import layered
-    from jax_gpu_methods import RIVALS, mesh_of, ours
-
-    make: Any = ours if name == "ring" else RIVALS[name]
+    make: Any = over_gpus if name == "ring" else RIVALS[name]
     attend = make(mesh_of(2), "xla")
     q, k, v, _ = (small._split(mesh_of(2), x) for x in small.inputs(128, seed=0))
     once, thrice = (jax.jit(layered(attend, n)).lower(q, k, v).compile() for n in (1, 3))
@@ -169,22 +159,21 @@ def test_layers(name: str, small: Any) -> None:
 
 def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On host devices, with kernels of XLA in place of cuDNN's and ours."""
-    from jax_gpu_columns import COLUMNS, Column, cudnn, exact, ours
 
-    def plain(*qkv: Any, seen: Any) -> Any:
-        return exact(*qkv, seen=seen).astype(qkv[0].dtype)
+    def plain(*qkv: Any, mask: Any) -> Any:
+        return exact(*qkv, mask=mask).astype(qkv[0].dtype)
 
-    def wrong(*qkv: Any, seen: Any) -> Any:
-        return plain(*qkv, seen=seen) * 1.1
+    def wrong(*qkv: Any, mask: Any) -> Any:
+        return plain(*qkv, mask=mask) * 1.1
 
-    def broken(*qkv: Any, seen: Any) -> Any:
-        raise ValueError(f"no {seen}\nfor {len(qkv)} arrays")
+    def broken(*qkv: Any, mask: Any) -> Any:
+        raise ValueError(f"no {scaling.name_of(mask)}\nfor {len(qkv)} arrays")
 
     columns = {"triton": Column(plain), "cudnn": Column(plain), "mosaic": Column(wrong)}
     monkeypatch.setattr(small, "COLUMNS", {**columns, "ejkernel": Column(broken)})
-    ways = {"triton": (small.RIVALS["zigzag"], "xla")}
-    ways |= {f"{name} {kernel}": (small.RIVALS[name], kernel)
-             for name in small.RIVALS for kernel in ("xla", "cudnn")}  # fmt: skip
+    ways = {"triton": (RIVALS["zigzag"], "xla")}
+    ways |= {f"{name} {kernel}": (RIVALS[name], kernel)
+             for name in RIVALS for kernel in ("xla", "cudnn")}  # fmt: skip
     monkeypatch.setattr(small, "METHODS", ways)
     path = tmp_path / "found" / "figures.json"
     given = ["--lengths", "128", "--window-lengths", "256", "--gpus", "2", "--split-lengths", "256"]

@@ -3,60 +3,50 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.common.cases import JAX_ROWS, Rival
+from benchmarks.jax import options
+from benchmarks.jax.columns import exact, ours
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark, with little work, of ways that are right, wrong, and refuse."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import jax_gpu_options
 
-    def right(setting: Any, q: Any, *x: Any) -> Any:
-        return jax_gpu_options.exact(setting, *(y.astype("float32") for y in (q, *x))).astype(
-            q.dtype
-        )
+    def right(q: Any, *x: Any, mask: Any) -> Any:
+        return exact(*(y.astype("float32") for y in (q, *x)), mask=mask).astype(q.dtype)
 
-    def forgets_the_scale(setting: Any, q: Any, *x: Any) -> Any:
-        return right(setting, 2 * q, *x)
+    def forgets_the_scale(q: Any, *x: Any, mask: Any) -> Any:
+        return right(2 * q, *x, mask=mask)
 
-    def refuses(*_: Any) -> Any:
-        raise ValueError("no such head dims\nand more")
+    def refuses(*_: Any, mask: Any) -> Any:
+        raise ValueError(f"no such head dims\nfor {mask}")
 
-    ring = partial(jax_gpu_options.ours, "xla")
+    ring = partial(ours, kernel="xla")
     methods = {"ring": ring, "triton": right, "cudnn": forgets_the_scale, "other": refuses}
-    monkeypatch.setattr(jax_gpu_options, "METHODS", methods)
-    for name, value in {"GATE_LENGTH": 96, "ROUNDS": 3, "TURN": 0.001}.items():
-        monkeypatch.setattr(jax_gpu_options, name, value)
-    monkeypatch.setattr(
-        jax_gpu_options,
-        "SETTINGS",
-        tuple(
-            x._replace(
-                heads=4,
-                kv_heads=2,
-                dim=x.dim // 8,
-                v_dim=x.v_dim // 8,
-                window=x.window and 20,
-                methods=tuple(methods),
-            )
-            for x in jax_gpu_options.SETTINGS
-        ),
+    rivals = tuple(Rival(name, name) for name in methods if name != "ring")
+    rows = tuple(
+        replace(x, heads=4, kv_heads=2, dim=x.dim // 8, v_dim=x.v_dim // 8, rivals=rivals)
+        for x in JAX_ROWS
     )
-    return jax_gpu_options
+    for name, value in (
+        ("METHODS", methods), ("JAX_ROWS", rows), ("WINDOW", 20), ("GATE_LENGTH", 96),
+        ("ROUNDS", 3), ("TURN", 0.001),
+    ):  # fmt: skip
+        monkeypatch.setattr(options, name, value)
+    return options
 
 
 def test_what_is_wrong_is_not_timed(small: Any) -> None:
-    for setting in small.SETTINGS:
-        if setting.name in ("window 1,024", "192/128", "bias"):
-            wrong = small.errors(setting)
+    for row in small.JAX_ROWS:
+        if row.name in ("window 1,024", "192/128", "bias"):
+            wrong = small.errors(row)
             assert wrong["other"] == "ValueError: no such head dims"
             assert small.passing(wrong) == ["ring", "triton"]
             assert small.passing({**wrong, "other": float("nan")}) == ["ring", "triton"]
@@ -77,7 +67,7 @@ def test_the_whole_run(small: Any, tmp_path: Path) -> None:
 
 def test_ratios_are_of_rounds(small: Any) -> None:
     times = {"ring": [2.0, 3.0, 2.0], "cudnn": [4.0, 2.0, 2.0]}
-    row = small.row_of(small.SETTINGS[0], {"ring": 0.1}, {"both": times}, "cudnn")
+    row = small.row_of(small.JAX_ROWS[0], {"ring": 0.1}, {"both": times}, "cudnn")
     assert row["ratio"] == {"both": {"cudnn": [0.5, 1.0, 1.5]}}
-    without = small.row_of(small.SETTINGS[0], {"ring": "no"}, {"both": {"cudnn": [1.0]}}, "")
+    without = small.row_of(small.JAX_ROWS[0], {"ring": "no"}, {"both": {"cudnn": [1.0]}}, "")
     assert without["ratio"] == {"both": {}}

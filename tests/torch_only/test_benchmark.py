@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from internals.torch import EagerKernel
 
+from benchmarks.common.cases import CAUSAL
+from benchmarks.torch.alone import as_rank
+from benchmarks.torch.methods import method
 from ring_torch.local import LocalRanks
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def errors(rank: int) -> list[tuple[bool, float]]:
     """Of the gradients of q and k, against those with communication: without, and after that."""
-    sys.path.insert(0, str(BENCHMARKS))
-    from gpu_methods import Mask, method
-
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    ways = [method(f"zigzag/eager/gather/p2p{end}", Mask(), 128) for end in ("", "/alone", "")]
+    ways = [method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128) for end in ("", "/alone", "")]
     found = []
     for way in ways:
         with way.around():
-            found.append(
-                torch.cat(
-                    [x.flatten() for x in torch.autograd.grad(way.attend(q, k, v).sum(), (q, k))]
-                )
-            )
+            _, dq, dk, _ = way.both(q, k, v, torch.ones_like(q))
+            found.append(torch.cat([dq.flatten(), dk.flatten()]))
     right, *others = found
     return [(bool(x.isfinite().all()), float((x - right).abs().max())) for x in others]
 
@@ -44,16 +36,13 @@ def test_alone_does_all_but_communicate() -> None:
             assert after == (True, 0.0)
 
 
-def test_one_process_plays_the_ranks_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_plays_the_ranks_of_a_ring() -> None:
     """Each as it would run among the others: the same launches, without their keys."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    from gpu_alone import as_rank
-    from gpu_methods import Mask, method
 
     def attend(rank: int) -> list[tuple[int, int]]:
         torch.manual_seed(rank)
         q, k, v = (torch.randn(1, 32, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-        way = method("zigzag/eager/gather/p2p/alone", Mask(), 128)
+        way = method("zigzag/eager/gather/p2p/alone", CAUSAL, 128)
         pairs: list[tuple[int, int]] = []
         right = EagerKernel.attend
 
@@ -62,8 +51,8 @@ def test_one_process_plays_the_ranks_of_a_ring(monkeypatch: pytest.MonkeyPatch) 
             return right(kernel, rows, columns, item, *rest)
 
         with way.around(), patch.object(EagerKernel, "attend", counted):
-            way.attend(q, k, v).sum().backward()
-        assert q.grad is not None and bool(q.grad.isfinite().all())
+            _, dq, *_ = way.both(q, k, v, torch.ones_like(q))
+        assert bool(dq.isfinite().all())
         return sorted(pairs)
 
     assert not dist.is_initialized()

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.common.cases import FA4, ROWS, Rival, Row
+from benchmarks.common.tables import table
+from benchmarks.common.turns import passing
+from benchmarks.torch import fa4_by_hand, options
+from benchmarks.torch.cases import OPTIONS, Case, striped
+from benchmarks.torch.methods import METHODS, Method, exact
+
 COMPARED = (
     "causal", "softcap", "alibi", "segment_ids", "cu_seqlens", "predicate", "sinks", "window",
     "bias",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def small(row: Any) -> Any:
@@ -37,42 +38,30 @@ def small(row: Any) -> Any:
 def test_ours_is_right_in_each_row_and_what_forgets_the_option_is_not(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gpu_options
-    from gpu_options_methods import METHODS, Method
-    from gpu_options_rows import ROWS, Case, Rival
-
     def forgets(case: Case) -> Method:
         shown = "bias" if option == "causal" else "causal"
         return METHODS["ring"](case._replace(row=replace(case.row, option=shown)))
 
-    monkeypatch.setattr(gpu_options, "GATE_LENGTH", 640)
+    monkeypatch.setattr(options, "GATE_LENGTH", 640)
     rivals = Rival("again", "ring"), Rival("forgets", "forgets")
     for row in [x for x in ROWS if x.option == option][:3:2]:
         compared = replace(small(row), rivals=rivals)
-        wrong = gpu_options.errors(compared, "cpu", METHODS | {"forgets": forgets})
-        assert gpu_options.passing(wrong) == ["ring", "again"], wrong
+        wrong = options.errors(compared, "cpu", METHODS | {"forgets": forgets})
+        assert passing(wrong) == ["ring", "again"], wrong
         assert isinstance(wrong["ring"], float) and wrong["ring"] < 0.01
 
 
 def test_all_options_are_compared_but_random_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_options
-    from gpu_options_methods import METHODS
-    from gpu_options_rows import OPTIONS, ROWS
-
     assert {name for name, x in OPTIONS.items() if not x.random} == set(COMPARED)
     assert {row.option for row in ROWS} == OPTIONS.keys()
-    monkeypatch.setattr(gpu_options, "GATE_LENGTH", 64)
+    monkeypatch.setattr(options, "GATE_LENGTH", 64)
     (row,) = (replace(small(x), rivals=()) for x in ROWS if x.option == "dropout")
-    wrong = gpu_options.errors(row, "cpu", METHODS)
+    wrong = options.errors(row, "cpu", METHODS)
     assert wrong == {"ring": None}
-    assert gpu_options.passing(wrong) == ["ring"]
+    assert passing(wrong) == ["ring"]
 
 
 def test_what_is_wrong_or_raises_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_options
-    from gpu_options_methods import METHODS, Method, exact
-    from gpu_options_rows import Case, Rival, Row
-
     def forgets_the_scale(case: Case) -> Method:
         right = exact(case)
         return right._replace(both=lambda q, *rest: right.both(2 * q.float(), *as_float(rest)))
@@ -83,20 +72,16 @@ def test_what_is_wrong_or_raises_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     def refuses(_: Case) -> Method:
         raise ValueError("no such head dims\nand more")
 
-    monkeypatch.setattr(gpu_options, "GATE_LENGTH", 256)
+    monkeypatch.setattr(options, "GATE_LENGTH", 256)
     rivals = tuple(Rival(x, x) for x in ("fa4", "cudnn", "other"))
     row = Row("a row", rivals, dim=24, v_dim=16, heads=4, kv_heads=2)
     methods = {"ring": METHODS["ring"], "fa4": METHODS["ring"], "cudnn": forgets_the_scale}
-    wrong = gpu_options.errors(row, "cpu", methods | {"other": refuses})
-    assert wrong["other"] == "no such head dims"
-    assert gpu_options.passing(wrong) == ["ring", "fa4"]
+    wrong = options.errors(row, "cpu", methods | {"other": refuses})
+    assert wrong["other"] == "ValueError: no such head dims"
+    assert passing(wrong) == ["ring", "fa4"]
 
 
 def test_a_row_is_met_by_the_best_other() -> None:
-    import gpu_options
-    from gpu_options_rows import Row
-    from gpu_options_table import table
-
     row = Row("a row", (), goal=1.1)
     wrong: dict[str, float | str | None] = {
         "ring": 0.1,
@@ -106,21 +91,19 @@ def test_a_row_is_met_by_the_best_other() -> None:
     }
     times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0], "cudnn": [5.0, 5.0, 5.0]}
     slow = times | {"ring": [3.0, 3.0, 3.0]}
-    found = gpu_options.row_of(row, wrong, {"forward": times, "both": slow})
+    found = options.row_of(row, wrong, {"forward": times, "both": slow})
     assert found["best"] == {"forward": "fa4", "both": "fa4"}
     assert found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
     assert found["met"] == {"forward": True, "both": False}
     shown = table([found | {"kernel": "fa4"}]).splitlines()[-1]
     assert "fa4 2.00<br>cudnn 5.00<br>flex none | 0.75 **1.00** 1.25" in shown
     assert shown.endswith("| 1.10 | yes, no |")
-    alone = gpu_options.row_of(row, wrong, {"forward": {"fa4": [1.0, 1.0]}, "both": {}})
+    alone = options.row_of(row, wrong, {"forward": {"fa4": [1.0, 1.0]}, "both": {}})
     assert alone["met"] == {"forward": False, "both": False}
     assert table([alone | {"kernel": None}])
 
 
 def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_options
-
     order: list[str] = []
 
     def measured(run: Any, calls: int) -> float:
@@ -128,9 +111,9 @@ def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatc
             run()
         return {"a": 5.0, "b": 50.0}[order[-1]]
 
-    monkeypatch.setattr(gpu_options, "_milliseconds", measured)
+    monkeypatch.setattr(options, "_milliseconds", measured)
     runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    times = gpu_options.rounds(runs, 16)
+    times = options.rounds(runs, 16)
     assert times == {"a": [5.0] * 16, "b": [50.0] * 16}
     once = "".join(order)[8:]  # after what says how many calls fill a turn
     turns = [once[n : n + 5] for n in range(0, len(once), 5)]
@@ -138,18 +121,15 @@ def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_of_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
-    import gpu_options
-    from gpu_options_rows import ROWS
-
     names = [row.name for row in ROWS]
-    parts = [gpu_options.chosen(names, f"{n}/3") for n in (1, 2, 3)]
+    parts = [options.chosen(names, f"{n}/3") for n in (1, 2, 3)]
     assert sorted(row.name for part in parts for row in part) == sorted(names)
-    assert gpu_options.chosen(["96", "80"], "2/2")[0].name == "80"
+    assert options.chosen(["96", "80"], "2/2")[0].name == "80"
     with pytest.raises(ValueError, match="1/2"):
-        gpu_options.chosen(names, "0/2")
+        options.chosen(names, "0/2")
     path = tmp_path / "new" / "rows.json"
     for name, where in (("80", "here"), ("96", "here"), ("80", "there")):
-        gpu_options.keep(path, {"row": name}, {"gpu": where})
+        options.keep(path, {"row": name}, {"gpu": where})
     kept = json.loads(path.read_text())["rows"]
     assert [(one["row"], one["environment"]["gpu"]) for one in kept] == [
         ("96", "here"), ("80", "there"),
@@ -159,9 +139,6 @@ def test_rows_of_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
 def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import gpu_options
-    from gpu_options_rows import FA4, ROWS
-
     rows = tuple(replace(small(row), rivals=(FA4,)) for row in ROWS if row.name in {"80", "sinks"})
     for name, value in (
         ("ROWS", rows),
@@ -170,22 +147,22 @@ def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
         ("_milliseconds", lambda run, _: float(run() is not None)),
         ("environment", lambda *given: {"given": given}),
     ):
-        monkeypatch.setattr(gpu_options, name, value)
-    for module in ("flash_attn.cute.interface", "fa4_mods"):
+        monkeypatch.setattr(options, name, value)
+    for module in ("flash_attn.cute.interface", "benchmarks.torch.fa4_mods"):
         monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / "rows.json"
     given = ["--length", "128", "--rounds", "3", "--json", str(path)]
-    assert gpu_options.main([*given, "--part", "2/2"]) == 0
-    assert gpu_options.main([*given, "--rows", "80"]) == 0
+    assert options.main([*given, "--part", "2/2"]) == 0
+    assert options.main([*given, "--rows", "80"]) == 0
     kept = json.loads(path.read_text())["rows"]
     assert [(row["row"], row["kernel"]) for row in kept] == [("80", "eager"), ("sinks", "eager")]
     for row in kept:
         assert row["milliseconds"] == {"forward": {"ring": [1.0] * 3}, "both": {"ring": [1.0] * 3}}
         assert "flash_attn" in row["error"]["fa4"] and row["environment"] == {"given": [128, 3]}
     assert "1 of 1: sinks" in capsys.readouterr().err
-    assert gpu_options.main(["--table", str(path)]) == 0
+    assert options.main(["--table", str(path)]) == 0
     assert "| sinks | `eager` | 1.00 | fa4 none |" in capsys.readouterr().out
-    assert gpu_options.main(["--compile", "--rows", "80", "--length", "64"]) == 0
+    assert options.main(["--compile", "--rows", "80", "--length", "64"]) == 0
     assert not capsys.readouterr().out
 
 
@@ -204,8 +181,6 @@ def listed(count: Tensor, index: Tensor) -> list[list[int]]:
 def test_blocks_of_segment_ids_are_those_of_brute_force(
     lengths: tuple[int, ...], *, ordered: bool
 ) -> None:
-    import fa4_by_hand
-
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
     if not ordered:
         ids = ids.view(-1, 8)[torch.randperm(len(ids) // 8, generator=torch.manual_seed(3))]
@@ -217,19 +192,16 @@ def test_blocks_of_segment_ids_are_those_of_brute_force(
     assert bool(((found.partial | found.full) | ~some).all())
     if ordered:
         assert torch.equal(found.partial, some & ~every)
-    for lists, table in zip(
+    for lists, blocks in zip(
         fa4_by_hand.lists_of(found, found.transposed), (found, found.transposed), strict=True
     ):
         assert lists.partial.dtype == lists.full_count.dtype == torch.int32
-        for given, wanted in (((lists[0], lists[1]), table[0]), ((lists[2], lists[3]), table[1])):
+        for given, wanted in (((lists[0], lists[1]), blocks[0]), ((lists[2], lists[3]), blocks[1])):
             assert listed(*given) == [row.nonzero().flatten().tolist() for row in wanted]
 
 
 @pytest.mark.parametrize("keys", [64, 128])
 def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
-    import fa4_by_hand
-    from gpu_options_rows import striped
-
     at = torch.arange(1536)
     some, every = blocks_of(striped(at[:, None], at), 128, keys)
     found = fa4_by_hand.predicate_blocks(striped, 1536, 128, keys, "cpu")
@@ -239,9 +211,6 @@ def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
 
 
 def test_by_hand_is_given_lists_of_keys_then_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fa4_by_hand
-    from gpu_options_rows import ROWS, Case
-
     given: list[dict[str, Any]] = []
 
     def forward(q: Tensor, _: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor, None]:
@@ -260,7 +229,7 @@ def test_by_hand_is_given_lists_of_keys_then_of_queries(monkeypatch: pytest.Monk
         ("flash_attn.cute", SimpleNamespace()),
         ("flash_attn.cute.interface", library),
         ("flash_attn.cute.block_sparsity", sparse),
-        ("fa4_mods", mods),
+        ("benchmarks.torch.fa4_mods", mods),
     ):
         monkeypatch.setitem(sys.modules, name, module)
     for option, keys in (("segment_ids", 128), ("predicate", 64), ("cu_seqlens", 128)):

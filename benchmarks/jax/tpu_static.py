@@ -7,12 +7,6 @@ where ``--json`` says, for this project's kernels, at the block sizes they choos
 for jax's own splash attention, at those that are best for it, with the ratio. Forward is what
 training runs: ``lse`` is kept.
 
-The loop of a kernel walks over blocks. What lies outside all branches runs for each of them, and so
-does a branch that starts copies; a branch with products of matrices runs for the blocks of its
-kind, the first for full blocks and the second for partly masked ones; another branch runs once for
-each row of blocks. Left out are the branch for NaN and infinity and what a branch jumps over
-inside: waiting for the first block of dQ.
-
 At the end stands how many blocks are computed where documents are told by ids that only the device
 knows, beside how many show something.
 """
@@ -23,23 +17,22 @@ import argparse
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks.common.report import parser_of, write
+from benchmarks.jax.bundles import DIRECTIONS, Blocks, Pass, StepRunner, kernels_in
+
+ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 LENGTH, HEADS, KV_HEADS, DIM = 8192, 8, 2, 128
 WINDOW = 1024
 SPLASH_SIZES = ((512, 512), (512, 1024), (1024, 1024), (1024, 2048))
-
-Pass = Literal["forward", "backward"]
-DIRECTIONS: tuple[Pass, Pass] = ("forward", "backward")
 
 #: Steps of a plain ring as ``(mask, offset of the queries)``; all shards but the first run these.
 MASKS: dict[str, tuple[tuple[str, int], ...]] = {
@@ -52,38 +45,10 @@ MASKS: dict[str, tuple[tuple[str, int], ...]] = {
 PROGRAMS = {"full": "causal", "causal": "causal", "window over a ring": "window"}
 
 
-class Blocks(NamedTuple):
-    """How many blocks a kernel visits, and what it finds."""
-
-    full: int
-    partial: int
-    empty: int  # visited all the same
-    rows: int
-
-
-@dataclass(frozen=True)
-class StepRunner:
-    """Bundles of a kernel's loop: always run, once a row of blocks, with products of matrices."""
-
-    always: int
-    rare: int
-    full: int
-    partial: int
-
-    def total(self, blocks: Blocks) -> int:
-        """Bundles issued."""
-        visits = blocks.full + blocks.partial + blocks.empty
-        products = self.full * blocks.full + self.partial * blocks.partial
-        return self.always * visits + self.rare * blocks.rows + products
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compile everything and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, tables=False)
     parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
     # Compilations, in a process of their own.
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -99,8 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\nblocks of packed documents: {computed} computed, {showing} show something, "
           f"ratio {computed / showing:.2f}")  # fmt: skip
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        write(options.json, rows)
     return 0
 
 
@@ -213,8 +177,8 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
             "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
         done = subprocess.run(
-            [sys.executable, __file__, "--child", json.dumps(task)],
-            env=environment, capture_output=True, text=True, check=False,
+            [sys.executable, "-m", "benchmarks.jax.tpu_static", "--child", json.dumps(task)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:
             raise RuntimeError(done.stderr[-3000:])
@@ -222,85 +186,6 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
         found = {programs[n]: kernels_in(place, programs[n].direction) for n, place in kept.items()}
     assert all(found.values()), f"a kernel was not dumped for {task}"
     return found
-
-
-def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
-    """The loops of a pass's kernels, by their names."""
-    return {
-        match[1]: parse(path.read_text())
-        for path in folder.glob("*-final_bundles.txt")
-        if "analysis" not in path.name
-        and is_of(direction, path.name)
-        and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
-    }
-
-
-def is_of(direction: str, name: str) -> bool:
-    """Whether a dump is of a kernel of this pass; a backward's program runs the forward, too."""
-    return (direction == "forward") == bool(re.search("attend|fwd", name))
-
-
-class Branch(NamedTuple):
-    """A branch over some bundles."""
-
-    start: int
-    stop: int
-
-    def holds(self, addresses: list[int]) -> bool:
-        """Whether one of the addresses lies inside."""
-        return any(self.start < at < self.stop for at in addresses)
-
-    def covers(self, other: Branch) -> bool:
-        """Whether another branch lies inside."""
-        return self.start <= other.start and other.stop <= self.stop
-
-
-def parse(text: str) -> StepRunner:
-    """Count the bundles of a kernel's loop by what they run for."""
-    lines = re.findall(r"^ *(0x[0-9a-f]+|0) +(?:\w\w)?: +(>*)(.*)$", text, re.MULTILINE)
-    body = [(int(address, 16), rest) for address, depth, rest in lines if depth]
-    ends = {
-        number: address
-        for address, rest in body
-        for number in re.findall(r"Start/End empty region (\d+)", rest)
-    }
-    jumps = [
-        Branch(address, ends[number])
-        for address, rest in body
-        for number in re.findall(r"sbr\.rel.*?target = \$region(\d+)", rest)
-        if ends.get(number, -1) > address
-    ]
-    products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
-    computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
-    chosen = [length_of(b, jumps) for b in sorted(computing)]
-    copies = [address for address, rest in body if re.search(r"dma\.\w+_to_", rest)]
-    skipped = [
-        b
-        for b in jumps
-        if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
-    ]
-    always = [b for b in skipped if b.holds(copies)]
-    once = [b for b in skipped if not any(c.covers(b) for c in always)]
-    rare = sum(b.stop - b.start for b in once if not any(o != b and o.covers(b) for o in once))
-    within = sum(b.stop - b.start for b in computing)
-    return StepRunner(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
-
-
-def length_of(branch: Branch, jumps: list[Branch]) -> int:
-    """Bundles of a branch, without what is branched over inside."""
-    inside = [b for b in jumps if b != branch and branch.covers(b)]
-    largest = [b for b in inside if not any(o != b and o.covers(b) for o in inside)]
-    return branch.stop - branch.start - sum(b.stop - b.start for b in largest)
-
-
-def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
-    """The branches that compute: below those that only wrap others."""
-    largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
-    inside = [b for b in heavy if b not in largest]
-    wraps = all(
-        any(b.holds([at]) for b in inside) for at in products if any(b.holds([at]) for b in largest)
-    )
-    return branches_of_kinds(inside, products) if inside and wraps else largest
 
 
 def blocks_of_documents() -> tuple[int, int]:

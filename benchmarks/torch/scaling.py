@@ -11,15 +11,12 @@ rest takes. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one a
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -29,68 +26,20 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from gpu_alone import as_rank
-from gpu_methods import Mask, Method, method
-from gpu_table import ALONE, table
 
-import ring_core
-from ring_core import make_plan, ring_program
+from benchmarks.common.cases import DIM, PASSES, SETTINGS, K, Setting, mask_of, pairs_of
+from benchmarks.common.cases import SCALING_GATE as GATE_LENGTH
+from benchmarks.common.report import Report, environment, parser_of, rows_of, show
+from benchmarks.common.tables import ALONE
+from benchmarks.torch.alone import as_rank
+from benchmarks.torch.methods import OVER_GPUS, Method, dense, method
+from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch import head_groups, prepare, strategies
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.transports import one_kernel, peer_copies
 
-DIM = 128
-GATE_LENGTH = 2048
-K = 1024
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A sequence to attend over: bf16, batch 1, head dim 128."""
-
-    seq_len: int
-    heads: int = 32
-    kv_heads: int = 8
-    mask: str = "causal"
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
-
-
-SETTINGS = (
-    *(Setting(n * K) for n in (8, 32, 128, 512, 1024)),
-    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
-    Setting(128 * K, mask="full"),
-    Setting(512 * K, mask="window"),
-    Setting(128 * K, mask="documents"),
-)
-METHODS = (
-    "one", "zigzag/fa4/gather/symm_mem", "zigzag/fa4/gather/symm_mem/alone", "zigzag/fa4/gather/symm_mem/graph",
-    "zigzag/fa4/gather/symm_mem/alone/graph", "zigzag/fa4/ring/p2p", "contiguous/fa4/gather/symm_mem", "ulysses", "all-gather",
-    "ring-flash-attn", "torch-cp",
-)  # fmt: skip
-PASSES = {"forward": 1.0, "both": 3.5}  # times the forward's FLOPs
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
-
-
-def mask_of(name: str, seq_len: int) -> Mask:
-    """The masks of the benchmark at a length."""
-    if name == "documents":
-        rng = np.random.default_rng(0)
-        lengths = rng.lognormal(np.log(4096) - 0.5, 1.0, 4 * seq_len // 4096).astype(int) + 1
-        ends = np.cumsum(lengths)
-        return Mask(cu_seqlens=(0, *ends[ends < seq_len].tolist(), seq_len))
-    window = (4096 if seq_len > GATE_LENGTH else 300, 0)
-    return {"causal": Mask(), "full": Mask(causal=False), "window": Mask(window=window)}[name]
-
-
-def pairs_of(setting: Setting) -> int:
-    """Visible (query, key) pairs."""
-    mask = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
-    return int(ring_program(make_plan(mask, seq_len=setting.seq_len, cp_size=1)).work().sum())
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
@@ -115,7 +64,7 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
 @contextmanager
 def _as_long(setting: Setting) -> Iterator[None]:
     """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
-    rule = ring_core.Mask(**mask_of(setting.mask, setting.seq_len).options)
+    rule = mask_of(setting.mask, setting.seq_len)
     world = dist.get_world_size()
     program = ring_program(make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag"))
     length = setting.seq_len // world
@@ -141,14 +90,15 @@ def _errors(
     """Of the output and the gradients, against those of float32 attention."""
     q, k, v, dout = tensors
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    expected = _dense(leaves[0], leaves[1], leaves[2], mask)
+    position = np.arange(q.shape[1])
+    visible = torch.tensor(mask.dense(position, position), device="cuda")
+    expected = dense(*leaves, visible=visible)
     expected.backward(dout.float())
     local, upstream = [way.shard(x).requires_grad_() for x in (q, k, v)], way.shard(dout)
     found: list[torch.Tensor] = []
 
     def both() -> None:
-        out = way.attend(*local)
-        found[:] = [out, *torch.autograd.grad(out, local, upstream)]
+        found[:] = way.both(*local, upstream)
 
     with way.around():
         run = _captured(both) if captured else both
@@ -165,15 +115,6 @@ def _errors(
     return errors
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-    """Attention by definition, in float32."""
-    position = np.arange(q.shape[1])
-    visible = torch.tensor(ring_core.Mask(**mask.options).dense(position, position), device="cuda")
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
-
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Milliseconds forward and forward + backward, spread, host time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
@@ -185,24 +126,19 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
     before = torch.cuda.memory_allocated()
     results: dict[str, Any] = {}
 
-    def forward() -> None:
-        with torch.no_grad():
-            way.attend(*leaves)
-
-    def both() -> None:
-        torch.autograd.grad(way.attend(*leaves), leaves, dout)
-
-    for key, passes in (("forward", forward), ("both", both)):
+    passes: dict[str, Callable[[], Any]]
+    passes = {"forward": partial(way.forward, *leaves), "both": partial(way.both, *leaves, dout)}
+    for key, once in passes.items():
         torch.cuda.reset_peak_memory_stats()
         with way.around():
-            run = _captured(passes) if name.endswith(GRAPH) else passes
+            run = _captured(once) if name.endswith(GRAPH) else once
             results[key] = _timed(run, seconds)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
     return results
 
 
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
+def _captured(run: Callable[[], Any]) -> Callable[[], None]:
     """The same as a CUDA graph; replaying it costs the host next to nothing."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -249,41 +185,36 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the settings asked for, row by row; rows already in the JSON are kept."""
-    how = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
+    parser = parser_of(__doc__, json_path=Path("out/bench_gpu.json"))
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help="emulated by one GPU")
     parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(OVER_GPUS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
-    parser.add_argument("--json", type=Path, default=Path("out/bench_gpu.json"))
-    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
     if options.table:
-        print(table(json.loads(options.table.read_text())["rows"]))
-        return 0
-    rows: list[dict[str, Any]] = []
+        return show(options.table)
+    report = Report(options.json, _environment)
     if options.json.exists():
-        rows = json.loads(options.json.read_text())["rows"]
+        report.rows = rows_of(options.json)
     chosen = [s for s in SETTINGS if s.name in options.settings]
 
     def add(world: int, make: Callable[[Setting, str, float], dict[str, Any]]) -> None:
         for setting, name in product(chosen, options.methods):
             key = {"gpus": world, "setting": setting.name, "method": name}
-            if not any(key.items() <= row.items() for row in rows):
-                rows.append(key | make(setting, name, options.seconds))
-                print(_line(rows[-1]), flush=True)
-                _save(options.json, rows)
+            if not any(key.items() <= row.items() for row in report.rows):
+                report.add(key | make(setting, name, options.seconds))
+                print(_line(report.rows[-1]), flush=True)
 
     for world in options.ranks:
-        add(world, partial(_played, world))
+        add(world, partial(_emulated, world))
     for world in options.gpus if not options.ranks else ():
         with LocalRanks(world, cuda=True, patience=300) as ranks:
             add(world, partial(_row, ranks))
     return 0
 
 
-def _played(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
+def _emulated(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """One line of the table for so many ranks that one GPU emulates, without communication.
 
     Their results mean nothing, so it is the same calls on one rank that have to be right.
@@ -305,7 +236,13 @@ def _wrong(errors: dict[str, float]) -> dict[str, float]:
 
 def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
     """With TFLOP/s of each of so many GPUs."""
-    flops = 4 * pairs_of(setting) * setting.heads * DIM / shares
+    flops = (
+        4
+        * pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
+        * setting.heads
+        * DIM
+        / shares
+    )
     return {
         key: times[key] | {"tflops": factor * flops / times[key]["ms"] / 1e9}
         for key, factor in PASSES.items()
@@ -335,14 +272,11 @@ def _line(row: dict[str, Any]) -> str:
     return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"
 
 
-def _save(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    environment = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "python": platform.python_version(),
-        "settings": [asdict(setting) for setting in SETTINGS],
-    }  # fmt: skip
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+def _environment() -> dict[str, Any]:
+    return environment(
+        torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
+        settings=[asdict(setting) for setting in SETTINGS],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Error against ring size: ``python benchmarks/numerics.py`` prints it for every precision.
+"""Error against ring size: ``python -m benchmarks.common.numerics`` prints it for every precision.
 
 Root mean square errors of the simulated ring against float64, causal attention over tokens that the
 precision holds exactly, so that rounding inputs costs nothing.

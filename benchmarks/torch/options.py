@@ -1,9 +1,8 @@
 """Head dims, masks and options on one GPU, beside other kernels: ``nox -s bench_options``.
 
-Batch 1, bfloat16, causal; ``gpu_options_rows.py`` has the rows, ``gpu_options_methods.py`` the
-methods: ``ring`` is ``ring_attention`` with the kernel it chooses, ``fa4`` flash-attn-4 called by
-hand, ``cudnn`` and ``flash`` torch's attention over these, ``flex`` compiled FlexAttention, whose
-blocks are made once.
+Batch 1, bfloat16, causal; ``common/cases.py`` has the rows, ``methods.py`` the methods: ``ring`` is
+``ring_attention`` with the kernel it chooses, ``fa4`` flash-attn-4 called by hand, ``cudnn`` and
+``flash`` torch's attention over these, ``flex`` compiled FlexAttention, whose blocks are made once.
 
 First out, dQ, dK and dV of each are compared with float32 attention at 1,024 tokens: what errs more
 than twice as much as the best of the others has no time. Times are CUDA events around calls that
@@ -13,35 +12,29 @@ leaves a GPU cooler or warmer; a ratio is one of times in one round. Each is kep
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import random
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_options_methods import METHODS, Method, exact, ring_kernel
-from gpu_options_rows import OPTIONS, ROWS, Case, Rival, Row
-from gpu_options_table import table
 from torch import Tensor
 
-GATE_LENGTH, ROUNDS, MOST_CALLS, ROUND_MS = 1024, 20, 20, 20.0
-OURS, DEVICE = "ring", "cuda"
-Times = dict[str, list[float]]
-Errors = dict[str, float | str | None]
+from benchmarks.common import report, turns
+from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH
+from benchmarks.common.cases import OPTIONS_LENGTH, OURS, ROUNDS, ROWS, Row
+from benchmarks.common.report import reason_of
+from benchmarks.common.turns import Errors, Run, Times, passing
+from benchmarks.torch.cases import OPTIONS, Case
+from benchmarks.torch.methods import METHODS, Method, exact, ring_kernel
 
-
-def entrants(row: Row) -> tuple[Rival, ...]:
-    """Ours and the others."""
-    return (Rival(OURS, "ring"), *row.rivals)
+MOST_CALLS, ROUND_MS = 20, 20.0
+DEVICE = "cuda"
 
 
 def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]]) -> Errors:
@@ -50,13 +43,13 @@ def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]
     ``None`` where results are random: then they are only asked for.
     """
     found: Errors = {}
-    for rival in entrants(row):
+    for rival in row.entrants:
         case = Case(row.of(rival), GATE_LENGTH, device)
         try:
             results = methods[rival.method](case).both(*case.inputs(torch.bfloat16, row.sharpness))
             found[rival.name] = None if OPTIONS[row.option].random else _error(case, results)
         except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-            found[rival.name] = _reason(error)
+            found[rival.name] = reason_of(error)
     return found
 
 
@@ -66,40 +59,18 @@ def _error(case: Case, results: Sequence[Tensor]) -> float:
     return max(float((a.float() - b).square().mean().sqrt() / b.std()) for a, b in pairs)
 
 
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
-
-
-def passing(wrong: Errors) -> list[str]:
-    """Those that err at most twice as much as the best of the others, and all that are random."""
-    numbers = {name: x for name, x in wrong.items() if isinstance(x, float)}
-    right = {
-        name for name, x in numbers.items()
-        if x <= 2 * min((y for other, y in numbers.items() if other != name), default=x)
-    }  # fmt: skip
-    return [name for name, x in wrong.items() if x is None or name in right]
-
-
-def rounds(runs: Mapping[str, Callable[[], Any]], count: int) -> Times:
+def rounds(runs: Mapping[str, Run], count: int) -> Times:
     """Milliseconds per call, a list of all rounds each."""
-    names = list(runs)
-    calls = {name: _calls(run) for name, run in runs.items()}
-    took: Times = {name: [] for name in names}
-    shuffled = random.Random(0)
-    for _ in range(count):
-        for name in shuffled.sample(names, len(names)):
-            took[name].append(_milliseconds(runs[name], calls[name]))
-    return took
+    return turns.take_turns(runs, count, _calls, _milliseconds)
 
 
-def _calls(run: Callable[[], Any]) -> int:
+def _calls(run: Run) -> int:
     """How many calls fill a turn."""
     took = min(_milliseconds(run, 2) for _ in range(2))
     return max(1, min(MOST_CALLS, round(ROUND_MS / took)))
 
 
-def _milliseconds(run: Callable[[], Any], calls: int) -> float:
+def _milliseconds(run: Run, calls: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -115,9 +86,9 @@ def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times
 
     What raises at this length has its reason in ``wrong``, and no time.
     """
-    runs: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "both": {}}
+    runs: dict[str, dict[str, Run]] = {"forward": {}, "both": {}}
     names = passing(wrong)
-    for rival in (x for x in entrants(row) if x.name in names):
+    for rival in (x for x in row.entrants if x.name in names):
         case = Case(row.of(rival), length, DEVICE)
         x = case.inputs(torch.bfloat16)
         try:
@@ -125,7 +96,7 @@ def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times
             method.forward(*x[:3])
             method.both(*x)
         except Exception as error:  # noqa: BLE001 - as above
-            wrong[rival.name] = _reason(error)
+            wrong[rival.name] = reason_of(error)
             continue
         runs["forward"][rival.name] = partial(method.forward, *x[:3])
         runs["both"][rival.name] = partial(method.both, *x)
@@ -140,21 +111,16 @@ def quartiles(times: Sequence[float]) -> list[float]:
 
 def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]:
     """What is kept of a row."""
-    found: dict[str, Any] = {
-        "row": row.name, "goal": row.goal, "error": wrong, "milliseconds": {}, "ratio": {},
-        "best": {}, "met": {},
-    }  # fmt: skip
+    kept = turns.kept(took, quartiles)
+    found: dict[str, Any] = {"row": row.name, "goal": row.goal, "error": wrong, **kept}
+    found |= {"best": {}, "met": {}}
     for way, times in took.items():
         medians = {name: statistics.median(x) for name, x in times.items() if name != OURS}
         best = min(medians, key=lambda name: medians[name], default=None)
-        ratios = {
-            name: quartiles([a / b for a, b in zip(times[OURS], times[name], strict=True)])
-            for name in medians if OURS in times
-        }  # fmt: skip
-        found["milliseconds"][way] = {name: quartiles(x) for name, x in times.items()}
-        found["ratio"][way], found["best"][way] = ratios, best
+        found["best"][way] = best
         if row.goal is not None:
-            found["met"][way] = best in ratios and ratios[best][1] <= row.goal
+            ratio = kept["ratio"][way].get(best)
+            found["met"][way] = ratio is not None and ratio[1] <= row.goal
     return found
 
 
@@ -169,27 +135,18 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
 
 def environment(length: int, count: int) -> dict[str, Any]:
     """What the figures depend on beside the rows."""
-    libraries = {}
-    for name in ("flash-attn-4", "triton"):
-        try:
-            libraries[name] = version(name)
-        except PackageNotFoundError:
-            libraries[name] = "not installed"
-    return {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), **libraries,
-        "python": platform.python_version(), "length": length, "rounds": count,
-        "command": shlex.join(["python", "benchmarks/gpu_options.py", *sys.argv[1:]]),
-    }  # fmt: skip
+    return report.environment(
+        torch.cuda.get_device_name(), "flash-attn-4", "triton", torch=torch.__version__,
+        cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), length=length, rounds=count,
+        command=shlex.join(["python", "-m", "benchmarks.torch.options", *sys.argv[1:]]),
+    )  # fmt: skip
 
 
 def keep(path: Path, found: dict[str, Any], where: dict[str, Any]) -> None:
     """Put a row in its place in a file, with what it was measured on."""
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = report.rows_of(path) if path.exists() else []
     others = {one["row"]: one for one in kept} | {found["row"]: found | {"environment": where}}
-    rows = [others[row.name] for row in ROWS if row.name in others]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    report.write(path, {"rows": [others[row.name] for row in ROWS if row.name in others]})
 
 
 def chosen(names: Sequence[str], part: str) -> list[Row]:
@@ -202,21 +159,16 @@ def chosen(names: Sequence[str], part: str) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Errors first, then times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = report.parser_of(__doc__)
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th row, from the i-th on")
-    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true", help="fill caches, time nothing")
-    parser.add_argument("--json", type=Path, help="write rows here, too, beside those it has")
-    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
     options = parser.parse_args(argv)
     if options.table:
-        print(table(json.loads(options.table.read_text())["rows"]))
-        return 0
+        return report.show(options.table)
     rows, where = chosen(options.rows, options.part), environment(options.length, options.rounds)
     for number, row in enumerate(rows, 1):
         began = time.perf_counter()

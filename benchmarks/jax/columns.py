@@ -6,43 +6,22 @@ refuses with a reason, which a table says in place of its time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import ring_jax_gpu
+from ring_core import Mask
 
 Attend = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Which keys a query sees.
-
-    Attributes:
-        causal: No later ones.
-        window: The last so many, its own included; ``None`` for all. Only with ``causal``.
-    """
-
-    causal: bool
-    window: int | None = None
-
-    def pairs(self, length: int) -> int:
-        """How many pairs of a query and a key there are; half of all if causal, as is usual."""
-        if self.window is not None and self.window < length:
-            return self.window * length - self.window * (self.window - 1) // 2
-        return length**2 // 2 if self.causal else length**2
-
-    def __str__(self) -> str:
-        if self.window is not None:
-            return f"window {self.window}"
-        return "causal" if self.causal else "full"
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,7 @@ class Column:
     """A way to attend.
 
     Attributes:
-        attend: A function of ``q``, ``k``, ``v`` and ``seen``.
+        attend: A function of ``q``, ``k``, ``v`` and ``mask``.
         prepare: What is done to ``q``, ``k`` and ``v`` before, outside of the time.
         backward: It has gradients.
     """
@@ -60,23 +39,27 @@ class Column:
     backward: bool = True
 
 
-def ours(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
+def ours(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, kernel: str = "triton") -> Any:
     """The kernels of ``ring_jax_gpu`` on one device."""
-    window = None if seen.window is None else (seen.window - 1, 0)
     return ring_jax_gpu.ring_attention(
-        q, k, v, axis_name=None, causal=seen.causal, window=window, kernel="triton"
+        q, k, v, axis_name=None, causal=mask.causal, window=mask.window, bias=bias, kernel=kernel
     )
 
 
-def cudnn(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
-    """What JAX brings."""
-    window = None if seen.window is None else (seen.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=seen.causal, local_window_size=window, implementation="cudnn"
+def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
+    """What JAX brings; it wants V as wide as Q and K."""
+    padded, window = (
+        jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[3] - v.shape[3])]),
+        cast("Any", mask.window),
     )
+    out = jax.nn.dot_product_attention(
+        q, k, padded, bias, is_causal=mask.causal, local_window_size=window,
+        implementation="cudnn",
+    )  # fmt: skip
+    return out[..., : v.shape[3]]
 
 
-def mosaic(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
+def mosaic(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
     """FlashAttention-3 in Pallas for Hopper, which jax ships; the scale is in ``q``.
 
     The sizes are those that it is timed with there for head dim 128.
@@ -86,10 +69,10 @@ def mosaic(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
     """
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    if seen.window is not None:
+    if mask.window is not None:
         raise ValueError("attention_mgpu has no windows")
     config = attention_mgpu.TuningConfig(
-        block_q=64, block_kv=128, max_concurrent_steps=2, causal=seen.causal
+        block_q=64, block_kv=128, max_concurrent_steps=2, causal=mask.causal
     )
     return attention_mgpu.attention(q, k, v, config)
 
@@ -100,21 +83,18 @@ def _for_mosaic(q: Any, k: Any, v: Any) -> Any:
     return tuple(x.astype("float16") for x in (scaled, k, v))
 
 
-def ejkernel(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
+def ejkernel(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
     """Its flash attention in Triton, with the sizes that it chooses by itself."""
     module = import_module("ejkernel.kernels._triton.flash_attention")
-    window = None if seen.window is None else (seen.window - 1, 0)
-    return module.flash_attention(q, k, v, causal=seen.causal, sliding_window=window)
+    return module.flash_attention(q, k, v, causal=mask.causal, sliding_window=mask.window)
 
 
-def exact(q: Any, k: Any, v: Any, *, seen: Seen) -> Any:
+def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
     """The definition, in float32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
-    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-    visible = (j <= i) | (not seen.causal)
-    if seen.window is not None:
-        visible &= j > i - seen.window
+    scores = scores if bias is None else scores + bias
+    visible = mask.dense(np.arange(q.shape[1]), np.arange(k.shape[1]))
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
 
@@ -127,9 +107,10 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def both(attend: Attend, q: Any, k: Any, v: Any, dout: Any) -> Any:
-    """``(out, dq, dk, dv)``."""
-    out, pull = jax.vjp(attend, q, k, v)
+def both(attend: Attend, *given: Any) -> Any:
+    """The output and the gradients of all that is given but ``dout``, the last."""
+    *x, dout = given
+    out, pull = jax.vjp(attend, *x)
     return (out, *pull(dout.astype(out.dtype)))
 
 
@@ -149,17 +130,29 @@ def layered(attend: Attend, layers: int) -> Attend:
     return run
 
 
-def passes(column: Column, seen: Seen, layers: int = 1) -> dict[str, Attend]:
+def passes(column: Column, mask: Mask, layers: int = 1) -> dict[str, Attend]:
     """What a column can compute, by name, as functions that are compiled when called.
 
     ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` behind it.
     """
-    way = layered(partial(column.attend, seen=seen), layers)
+    way = layered(partial(column.attend, mask=mask), layers)
     found: dict[str, Attend] = {"forward": jax.jit(way)}
     return found | ({"both": jax.jit(partial(both, way))} if column.backward else {})
 
 
-def reason_of(error: Exception) -> str:
-    """An error in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
+    """As many as there are shapes, bfloat16."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        jax.random.normal(key, tuple(shape), "float32").astype("bfloat16")
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Of so many calls that are queued."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        last = run()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start

@@ -1,13 +1,17 @@
-"""The chart of scaling efficiency, forward + backward, that README and docs show."""
+"""The chart of scaling efficiency, forward + backward, that README and docs show.
+
+``python -m benchmarks.common.chart`` prints it.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "h200x4.json"
+from benchmarks.common.report import rows_of
+
+RESULTS = Path(__file__).parents[1] / "results" / "h200x4.json"
 
 #: Mask, length, and query and key heads, as the file names them, in the order of the chart.
 SETTINGS = (
@@ -50,4 +54,4 @@ def bar(efficiency: float) -> str:
 
 
 if __name__ == "__main__":
-    print(chart(json.loads(RESULTS.read_text())["rows"]))
+    print(chart(rows_of(RESULTS)))

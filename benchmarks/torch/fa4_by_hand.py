@@ -1,4 +1,4 @@
-"""FlashAttention-4 called by hand for the rows of ``gpu_options.py``, as fast as it goes.
+"""FlashAttention-4 called by hand for the rows of ``options.py``, as fast as it goes.
 
 Its two functions are called without autograd. Masks come as lists of blocks, of keys for each
 block of queries in the forward and of queries for each block of keys in the backward: those that
@@ -13,9 +13,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from gpu_options_rows import CAP, FIRST, STRIPE, Case, Rule, striped
 from torch import Tensor
 
+from benchmarks.torch.cases import CAP, FIRST, STRIPE, Case, Rule, striped
+
+MODS = "benchmarks.torch.fa4_mods"  # imported where its language is installed
 BLOCK = 128  # queries and keys, the tile of its forward at head dim 128 and of its backward's keys
 Passes = tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]
 Given = dict[str, Any]
@@ -82,13 +84,13 @@ class Call(NamedTuple):
 
 
 def _biased(case: Case, _: int) -> Call:
-    mods = import_module("fa4_mods")
+    mods = import_module(MODS)
     common = {"causal": True, "score_mod": mods.biased, "aux_tensors": [case.bias()]}
     return Call(common, {"score_mod_bwd": mods.unchanged})
 
 
 def _alibi(case: Case, _: int) -> Call:
-    mods, row = import_module("fa4_mods"), case.row
+    mods, row = import_module(MODS), case.row
     backward = mods.alibi(case.alibi_step, row.heads // row.kv_heads)
     return Call(
         {"causal": True, "score_mod": mods.alibi(case.alibi_step)},
@@ -98,7 +100,7 @@ def _alibi(case: Case, _: int) -> Call:
 
 def _segments(case: Case, _: int) -> Call:
     ids = case.segments()
-    common = {"mask_mod": import_module("fa4_mods").same_segment, "aux_tensors": [ids]}
+    common = {"mask_mod": import_module(MODS).same_segment, "aux_tensors": [ids]}
 
     def lists(backward: bool) -> list[Lists]:
         blocks = segment_blocks(ids)
@@ -112,7 +114,7 @@ def _predicate(case: Case, keys: int) -> Call:
         predicate_blocks(striped, case.length, BLOCK, size, case.device) for size in (keys, BLOCK)
     )
     made = lists_of(forward) + lists_of(backward.transposed)
-    mask_mod = import_module("fa4_mods").striped(STRIPE, FIRST)
+    mask_mod = import_module(MODS).striped(STRIPE, FIRST)
     return Call({"mask_mod": mask_mod}, lists=lambda _: made)
 
 

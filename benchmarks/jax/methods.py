@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import jax
@@ -18,9 +19,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import ring_jax_gpu
+from benchmarks.jax.columns import Attend
 
 AXIS = "cp"
-Attend = Callable[..., Any]
 Implementation = Literal["xla", "cudnn", "triton", "auto"]  # the last two are ours
 StepTable = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
@@ -105,6 +106,13 @@ RIVALS: dict[str, Callable[[Mesh, Implementation], Attend]] = {
     "all-gather": all_gather,
     "two-stage": two_stage,
     "zigzag": zigzag,
+}
+OURS: dict[str, tuple[Callable[..., Attend], str]] = {
+    "triton": (ours, "triton"),
+    "triton gather": (partial(ours, strategy="gather"), "triton"),
+}
+METHODS = OURS | {
+    f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
 }
 
 

@@ -8,8 +8,6 @@ with the single process's first; if they differ, no times are printed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import sys
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 
 import ring_core
+from benchmarks.common.report import parser_of, write
 from ring_core import Mask, make_plan, ring_program
 from ring_core.base.strategy import pairs_of
 from ring_torch import ContextParallel
@@ -46,11 +45,8 @@ class Shape:
 
 def main(argv: list[str] | None = None) -> int:
     """Run all three parts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__, tables=False)
     parser.add_argument("--quick", action="store_true", help="shorter sequences, fewer repeats")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args(argv)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors go back to the system
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
@@ -63,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     memory = bench_memory(1024 if options.quick else 4096)
     if options.json:
         figures = {"machine": machine, "plans": plans, "time": times, "memory": memory}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write(options.json, figures)
     return 0
 
 

@@ -20,14 +20,11 @@ middle one and the last: what so many GPUs would reach if nothing had to travel.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from operator import le
 from pathlib import Path
@@ -37,40 +34,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_gpu_alone import as_rank, share
-from jax_gpu_columns import COLUMNS, Attend, Seen, both, exact, layered, passes, reason_of
-from jax_gpu_methods import AXIS, KERNELS, RIVALS, mesh_of
-from jax_gpu_methods import ours as over_gpus
-from jax_gpu_profile import profiled
 
 import ring_jax_gpu
-from ring_core import Layout
+from benchmarks.common import report as _report
+from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, KV_HEADS, PASSES, pairs_of, windowed
+from benchmarks.common.cases import SCALING_GATE as GATE_LENGTH
+from benchmarks.common.report import parser_of, reason_of, show
+from benchmarks.common.turns import Run, take_turns
+from benchmarks.jax.alone import as_rank, share
+from benchmarks.jax.columns import (
+    COLUMNS,
+    Attend,
+    both,
+    exact,
+    layered,
+    passes,
+    random_arrays,
+    seconds,
+)
+from benchmarks.jax.methods import AXIS, METHODS, OURS, mesh_of
+from benchmarks.jax.profile import profiled
+from ring_core import Layout, Mask
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
-GATE_LENGTH = 2048
 GATE = 1.1  # times cuDNN's error
-WINDOW = 1024
 SLOW = 0.2  # seconds per call, from which on a round is one call
+TURN = 0.05  # seconds of calls in a turn
 REST = 0.05  # seconds
-CAUSAL, FULL, WINDOWED = Seen(causal=True), Seen(causal=False), Seen(causal=True, window=WINDOW)
-MASKS = {"causal": CAUSAL, "full": FULL, "window": WINDOWED}
+MASKS = {"causal": CAUSAL, "full": FULL, "window": windowed(1024)}
 RESULTS = ("out", "dq", "dk", "dv")
-OURS: dict[str, tuple[Callable[..., Attend], str]] = {
-    "triton": (over_gpus, "triton"),
-    "triton gather": (partial(over_gpus, strategy="gather"), "triton"),
-}
-METHODS = OURS | {
-    f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
-}
 
 
-class Report:
-    """What was found so far; written after each row, so that a run cut short leaves some."""
+class Report(_report.Report):
+    """With errors, and reasons for what has no time."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
+        super().__init__(path, environment)
         self.errors: dict[str, dict[str, list[float]]] = {}
-        self.rows: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
 
     def refuse(self, reason: str, **what: Any) -> None:
@@ -79,55 +78,57 @@ class Report:
         print("refused:", *what.values(), "-", reason, flush=True)
         self.save()
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
-        self.rows.append(row)
-        self.save()
+    @property
+    def found(self) -> dict[str, Any]:
+        """What is written."""
+        return super().found | {"errors": self.errors, "refused": self.refused}
 
-    def save(self) -> None:
-        """Write all of it."""
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            found = {"environment": environment(), "errors": self.errors, "rows": self.rows}
-            self.path.write_text(json.dumps(found | {"refused": self.refused}, indent=1))
+
+def keys_of(mask: Mask) -> int | None:
+    """How many keys a query sees, its own included; ``None`` for all."""
+    return None if mask.window is None or mask.window[0] is None else mask.window[0] + 1
+
+
+def name_of(mask: Mask) -> str:
+    """For tables."""
+    if mask.window is not None:
+        return f"window {keys_of(mask)}"
+    return "causal" if mask.causal else "full"
+
+
+def teraflops(mask: Mask, length: int, layers: int = 1) -> float:
+    """Of a forward; the pairs of a causal one are half of all, as is usual."""
+    pairs = length**2 // 2 if mask == CAUSAL else pairs_of(mask, length)
+    return 4 * pairs * HEADS * DIM * layers / 1e12
 
 
 def inputs(length: int, seed: int) -> list[Any]:
     """Random q, k, v and dout."""
-    keys = jax.random.split(jax.random.key(seed), 4)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    shapes = [(1, length, h, DIM) for h in heads]
-    return [
-        jax.random.normal(key, shape, "float32").astype("bfloat16")
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    return random_arrays([(1, length, h, DIM) for h in heads], seed)
 
 
 def environment() -> dict[str, str]:
     """What ran."""
-    found = {"gpu": jax.devices()[0].device_kind, "python": platform.python_version()}
-    for name in ("jax", "jaxlib", "triton", "jax-triton", "ejkernel"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    libraries = ("jax", "jaxlib", "triton", "jax-triton", "ejkernel")
+    gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
+    return _report.environment(gpu, *libraries, XLA_FLAGS=flags)
 
 
-def check(names: Iterable[str], seen: Seen, report: Report) -> dict[str, set[str]]:
+def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str]]:
     """Compare columns with the definition; what may be timed of each."""
     *qkv, dout = inputs(GATE_LENGTH, seed=2)
     wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(both, partial(exact, seen=seen)))(*wide, dout)
-    found, allowed = report.errors.setdefault(str(seen), {}), {}
+    expected = jax.jit(partial(both, partial(exact, mask=mask)))(*wide, dout)
+    found, allowed = report.errors.setdefault(name_of(mask), {}), {}
     for name in dict.fromkeys(("cudnn", *names)):  # all are compared with cuDNN
         allowed[name] = set[str]()
-        for kind, run in passes(COLUMNS[name], seen).items():
+        for kind, run in passes(COLUMNS[name], mask).items():
             given = [*COLUMNS[name].prepare(*qkv), *([dout] if kind == "both" else [])]
             try:
                 errors = _errors(run(*given), expected)
             except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-                report.refuse(reason_of(error), mask=str(seen), column=name, what=kind)
+                report.refuse(reason_of(error), mask=name_of(mask), column=name, what=kind)
                 continue
             if len(found.setdefault(name, [])) < len(errors):
                 found[name] = errors
@@ -136,7 +137,7 @@ def check(names: Iterable[str], seen: Seen, report: Report) -> dict[str, set[str
                 allowed[name].add(kind)
             else:
                 reason = f"errors of {RESULTS[: len(errors)]} are {errors}; at most {limits}"
-                report.refuse(reason, mask=str(seen), column=name, what=kind)
+                report.refuse(reason, mask=name_of(mask), column=name, what=kind)
     return allowed
 
 
@@ -147,33 +148,29 @@ def _errors(results: Any, expected: Any) -> list[float]:
     return [float(jnp.sqrt(jnp.mean(jnp.square(x.astype("float32") - y)))) for x, y in pairs]
 
 
-def seconds_each[Key](
-    runs: dict[Key, Callable[[], Any]], rounds: int = 5, target: float = 0.05
-) -> dict[Key, float]:
+def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]:
     """Medians over rounds in which all take turns, as a GPU's clock changes with its warmth.
 
     Each turn begins with a rest, so that nobody begins at the clock that another left.
     """
-    calls: dict[Key, int] = {}
-    took: dict[Key, list[float]] = {key: [] for key in runs}
-    for key, run in runs.items():
-        jax.block_until_ready(run())
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        once = time.perf_counter() - start
-        calls[key] = 1 if once > SLOW else max(2, min(60, int(target / max(once, 1e-5))))
-    for _ in range(rounds):
-        for key, run in runs.items():
-            time.sleep(REST)
-            start = time.perf_counter()
-            jax.block_until_ready([run() for _ in range(calls[key])][-1])
-            took[key].append((time.perf_counter() - start) / calls[key])
+    took = take_turns(runs, rounds, _calls, _rested, shuffled=False)
     return {key: sorted(times)[rounds // 2] for key, times in took.items()}
 
 
-def that_run[Key](
-    runs: dict[Key, Callable[[], Any]], refuse: Callable[[Key, str], None]
-) -> dict[Key, Callable[[], Any]]:
+def _calls(run: Run) -> int:
+    """How many calls fill a turn."""
+    jax.block_until_ready(run())
+    once = seconds(run)
+    return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
+
+
+def _rested(run: Run, calls: int) -> float:
+    """Seconds per call, after a rest."""
+    time.sleep(REST)
+    return seconds(run, calls) / calls
+
+
+def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> dict[Key, Run]:
     """Those that can be called; of the others the reason is kept."""
     found = {}
     for key, run in runs.items():
@@ -187,47 +184,47 @@ def that_run[Key](
 
 
 def measure(
-    allowed: dict[str, set[str]], length: int, seen: Seen, report: Report, layers: int = 1
+    allowed: dict[str, set[str]], length: int, mask: Mask, report: Report, layers: int = 1
 ) -> dict[str, dict[str, float]]:
     """TFLOP/s forward and forward + backward."""
     *qkv, dout = inputs(length, seed=1)
-    flops = 4 * seen.pairs(length) * HEADS * DIM * layers / 1e12
-    runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    flops = teraflops(mask, length, layers)
+    runs: dict[tuple[str, str], Run] = {}
     for name, kinds in allowed.items():
         given = COLUMNS[name].prepare(*qkv) if kinds else ()
-        for kind, run in passes(COLUMNS[name], seen, layers).items():
+        for kind, run in passes(COLUMNS[name], mask, layers).items():
             if kind in kinds:
                 runs[name, kind] = partial(run, *given, *([dout] if kind == "both" else []))
 
     def refuse(key: tuple[str, str], reason: str) -> None:
-        report.refuse(reason, mask=str(seen), length=length, column=key[0], what=key[1])
+        report.refuse(reason, mask=name_of(mask), length=length, column=key[0], what=key[1])
 
     rates: dict[str, dict[str, float]] = {}
     for (name, kind), took in seconds_each(that_run(runs, refuse)).items():
-        rates.setdefault(name, {})[kind] = flops * (3.5 if kind == "both" else 1) / took
+        rates.setdefault(name, {})[kind] = flops * PASSES[kind] / took
     return rates
 
 
-def one_gpu(names: list[str], seen: Seen, lengths: list[int], report: Report) -> None:
+def one_gpu(names: list[str], mask: Mask, lengths: list[int], report: Report) -> None:
     """Rows of one GPU, each time beside cuDNN's."""
     if not lengths:
         return
-    allowed = {name: kinds for name, kinds in check(names, seen, report).items() if name in names}
-    if "triton" in names and allowed["triton"] != {"forward", "both"}:
+    allowed = {name: kinds for name, kinds in check(names, mask, report).items() if name in names}
+    if "triton" in names and allowed["triton"] != PASSES.keys():
         raise SystemExit("wrong: no times")
     print(
-        f"{seen}: errors {report.errors[str(seen)]}; forward, forward + backward: TFLOP/s",
+        f"{name_of(mask)}: errors {report.errors[name_of(mask)]}; forward, forward + backward: TFLOP/s",
         flush=True,
     )
     for length in lengths:
-        rates = measure(allowed, length, seen, report)
-        window = {} if seen.window is None else {"window": seen.window}
-        report.add({"length": length, "causal": seen.causal, **window, **rates})
+        rates = measure(allowed, length, mask, report)
+        window = {} if mask.window is None else {"window": keys_of(mask)}
+        report.add({"length": length, "causal": mask.causal, **window, **rates})
         cells = [
-            f"{name} " + " / ".join(f"{rates[name].get(key, 0):.0f}" for key in ("forward", "both"))
+            f"{name} " + " / ".join(f"{rates[name].get(key, 0):.0f}" for key in PASSES)
             for name in rates
         ]
-        print(f"{length:6} {seen!s:12} {'   '.join(cells)}", flush=True)
+        print(f"{length:6} {name_of(mask):12} {'   '.join(cells)}", flush=True)
 
 
 def largest_error(mesh: Mesh, attend: Attend) -> float:
@@ -236,7 +233,7 @@ def largest_error(mesh: Mesh, attend: Attend) -> float:
     layout = Layout("zigzag", GATE_LENGTH, mesh.shape[AXIS])
     order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
     wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(exact, seen=CAUSAL))(*wide)[:, order]
+    expected = jax.jit(partial(exact, mask=CAUSAL))(*wide)[:, order]
     out = jax.jit(attend)(*(_split(mesh, x[:, order]) for x in qkv))
     return float(jnp.abs(jax.device_get(out).astype("float32") - expected).max())
 
@@ -265,9 +262,9 @@ def over(
 ) -> None:  # fmt: skip
     """TFLOP/s per GPU of ours and others over several GPUs, causal; of others the forward."""
     *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
-    flops = 4 * CAUSAL.pairs(length) * HEADS * DIM * layers / 1e12 / mesh.size
+    flops = teraflops(CAUSAL, length, layers) / mesh.size
     what = {"gpus": mesh.size, "length": length, "layers": layers}
-    runs: dict[tuple[str, str], Callable[[], Any]] = {
+    runs: dict[tuple[str, str], Run] = {
         (name, "forward"): partial(jax.jit(layered(attend, layers)), *qkv)
         for name, (attend, _) in methods.items()
     }
@@ -282,7 +279,7 @@ def over(
     rows: dict[str, dict[str, Any]] = {}
     for (name, kind), took in seconds_each(runs).items():
         row = rows.setdefault(name, {**what, "method": name, "error": methods[name][1]})
-        row[kind] = flops * (3.5 if kind == "both" else 1) / took
+        row[kind] = flops * PASSES[kind] / took
         if name in OURS and kind in alone:
             row[f"eta {kind}"] = row[kind] / alone[kind]
     for row in rows.values():
@@ -316,15 +313,15 @@ def several(
         over(mesh, methods, length, alone, report, layers=layers, profile=profile)
 
 
-def played(size: int, lengths: list[int], report: Report) -> None:
+def emulated(size: int, lengths: list[int], report: Report) -> None:
     """Rows of rings whose ranks one GPU emulates, and of one GPU that has all to itself."""
     allowed = check(["triton"], CAUSAL, report)["triton"]
-    if allowed != {"forward", "both"}:
+    if allowed != PASSES.keys():
         raise SystemExit("wrong: no times")
     for length in lengths:
         *whole, whole_dout = inputs(length, seed=1)
         *qkv, dout = inputs(length // size, seed=2)
-        one, runs = share("ring"), dict[tuple[str, int, str], Callable[[], Any]]()
+        one, runs = share("ring"), dict[tuple[str, int, str], Run]()
         runs["one", 0, "forward"] = partial(jax.jit(one), *whole)
         runs["one", 0, "both"] = partial(jax.jit(partial(both, one)), *whole, whole_dout)
         for way, rank in product(("ring", "gather"), sorted({0, size // 2, size - 1})):
@@ -335,7 +332,7 @@ def played(size: int, lengths: list[int], report: Report) -> None:
         took = seconds_each(runs, rounds=3)
         for way in ("ring", "gather"):
             row: dict[str, Any] = {"ranks": size, "length": length, "strategy": way}
-            for kind in ("forward", "both"):
+            for kind in PASSES:
                 ranks = {str(key[1]): took[key] for key in runs if key[::2] == (way, kind)}
                 row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}
                 row[f"eta {kind}"] = took["one", 0, kind] / size / max(ranks.values())
@@ -349,9 +346,7 @@ def _split(mesh: Mesh, x: Any) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    found = parser_of(__doc__)
     found.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
     found.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
     found.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
@@ -363,13 +358,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
     found.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
     found.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
-    found.add_argument("--json", type=Path, help="write the figures here, too")
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Errors first, then times."""
     options = parser().parse_args(argv)
+    if options.table:
+        return show(options.table)
     if options.xla_flags:
         ring_jax_gpu.set_xla_flags()
     report = Report(options.json)
@@ -378,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         lengths = options.window_lengths if name == "window" else options.lengths
         one_gpu(options.columns, MASKS[name], lengths, report)
     for size in options.ranks:
-        played(size, options.split_lengths, report)
+        emulated(size, options.split_lengths, report)
     for gpus in options.gpus:
         lengths, methods = options.split_lengths, options.methods
         several(gpus, lengths, methods, report, layers=options.layers, profile=options.profile)

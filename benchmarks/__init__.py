@@ -1,0 +1,1 @@
+"""What is timed, run from the root as modules: ``python -m benchmarks.torch.scaling``."""

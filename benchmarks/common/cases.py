@@ -1,0 +1,164 @@
+"""What is timed, in bfloat16: lengths and masks over GPUs, head dims and options on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ring_core import Mask, make_plan, ring_program
+
+K = 1024
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SCALING_GATE = 2048  # tokens over which methods over GPUs are compared with float32 attention
+OPTIONS_GATE, OPTIONS_LENGTH, ROUNDS = 1024, 16 * K, 20  # of head dims and options on one GPU
+OURS = "ring"
+PASSES = {"forward": 1.0, "both": 3.5}  # times the forward's FLOPs
+CAUSAL, FULL = Mask(causal=True), Mask()
+PADDED = {40: 64, 72: 96, 100: 128, 136: 160, 176: 192, 200: 256, 250: 256}  # head dims
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A sequence to attend over, over several GPUs."""
+
+    seq_len: int
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    mask: str = "causal"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
+
+
+SETTINGS = (
+    *(Setting(n * K) for n in (8, 32, 128, 512, 1024)),
+    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
+    Setting(128 * K, mask="full"),
+    Setting(512 * K, mask="window"),
+    Setting(128 * K, mask="documents"),
+)
+
+
+def windowed(keys: int) -> Mask:
+    """Causal; a query sees the last so many keys, its own included."""
+    return Mask(causal=True, window=(keys - 1, 0))
+
+
+def mask_of(name: str, seq_len: int) -> Mask:
+    """The mask of a setting at a length."""
+    if name == "documents":
+        rng = np.random.default_rng(0)
+        lengths = rng.lognormal(np.log(4096) - 0.5, 1.0, 4 * seq_len // 4096).astype(int) + 1
+        ends = np.cumsum(lengths)
+        return Mask(causal=True, cu_seqlens=(0, *ends[ends < seq_len].tolist(), seq_len))
+    window = windowed(4097 if seq_len > SCALING_GATE else 301)
+    return {"causal": CAUSAL, "full": FULL, "window": window}[name]
+
+
+def pairs_of(mask: Mask, seq_len: int) -> int:
+    """Visible (query, key) pairs."""
+    return int(ring_program(make_plan(mask, seq_len=seq_len, cp_size=1)).work().sum())
+
+
+class Rival(NamedTuple):
+    """A method beside ours; of another head dim or option where a row's own cannot be compared."""
+
+    name: str
+    method: str
+    dim: int | None = None
+    option: str | None = None
+
+
+FA4, CUDNN, FLEX, TRITON = (Rival(name, name) for name in ("fa4", "cudnn", "flex", "triton"))
+PLAIN = (FA4, CUDNN)
+MASKED = (FA4, FLEX)
+CUDNN_PADDED = Rival("cudnn, padded", "cudnn padded")
+FA4_APART = Rival("fa4, heads apart", "fa4 apart")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attention of some heads with an option on one GPU, causal.
+
+    Attributes:
+        goal: Our time over that of the best other should be at most this; ``None`` if it is only
+            to be known.
+        sharpness: What queries are multiplied by where results are compared, so that scores are
+            large enough for the option to matter.
+    """
+
+    name: str
+    rivals: tuple[Rival, ...]
+    option: str = "causal"
+    dim: int = DIM
+    v_dim: int = DIM
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    goal: float | None = None
+    sharpness: float = 1.0
+
+    @property
+    def entrants(self) -> tuple[Rival, ...]:
+        """Ours and the others."""
+        return (Rival(OURS, "ring"), *self.rivals)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Heads and head dim of q, k, v and the gradient of the output."""
+        return (
+            (self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.v_dim),
+            (self.heads, self.v_dim),
+        )  # fmt: skip
+
+    def of(self, rival: Rival) -> Row:
+        """This row as a rival runs it."""
+        return replace(
+            self, option=rival.option or self.option, dim=rival.dim or self.dim,
+            v_dim=rival.dim or self.v_dim,
+        )  # fmt: skip
+
+
+ROWS = (
+    Row("causal 32/8", (*PLAIN, FLEX), goal=1.02),
+    Row("causal 16/16", PLAIN, heads=16, kv_heads=16, goal=1.02),
+    Row("192/128, 16/16", (*PLAIN, CUDNN_PADDED), dim=192, heads=16, kv_heads=16, goal=1.03),
+    Row("192/128, 32/8", (*PLAIN, CUDNN_PADDED), dim=192, goal=1.03),
+    Row("256", PLAIN, dim=256, v_dim=256, goal=1.03),
+    Row("192", PLAIN, dim=192, v_dim=192, goal=1.03),
+    Row("160", PLAIN, dim=160, v_dim=160, goal=1.03),
+    Row("112", (*PLAIN, Rival("fa4 at 128", "fa4", dim=128)), dim=112, v_dim=112),
+    Row("96", PLAIN, dim=96, v_dim=96),
+    Row("80", (*PLAIN, Rival("fa4 at 96", "fa4", dim=96)), dim=80, v_dim=80, goal=1.1),
+    Row("64", PLAIN, dim=64, v_dim=64),
+    Row("softcap", MASKED, "softcap", sharpness=3.0, goal=1.1),
+    Row("alibi", (FA4, FA4_APART, FLEX), "alibi", goal=1.03),
+    Row("segment_ids", (FA4, FA4_APART, FLEX), "segment_ids", goal=1.1),
+    Row("cu_seqlens", MASKED, "cu_seqlens"),
+    Row("predicate", (FA4, Rival("fa4, 64 keys", "fa4 64 keys"), FLEX), "predicate", goal=1.05),
+    Row("sinks", (FA4, Rival("ring without sinks", "ring", option="causal")), "sinks", goal=1.05),
+    Row("window", MASKED, "window"),
+    Row("bias", (FA4, CUDNN, FLEX), "bias"),
+    Row("dropout", (CUDNN, Rival("flash", "flash")), "dropout"),
+    *(
+        Row(f"{dim}, zeros added", (Rival(f"ring at {more}", "ring", dim=more),), dim=dim, v_dim=dim,
+            goal=1.3)
+        for dim, more in PADDED.items()
+    ),
+)  # fmt: skip
+
+#: The rows that JAX times, under their names there and in its order.
+_NAMES_IN_JAX = {
+    "128": "causal 32/8", "window 1,024": "window", "64": "64", "80": "80", "96": "96",
+    "160": "160", "256": "256", "192/128, 16/16 heads": "192/128, 16/16",
+    "192/128": "192/128, 32/8", "bias": "bias",
+    **{str(dim): f"{dim}, zeros added" for dim in PADDED if dim != 176},
+}  # fmt: skip
+_BY_NAME = {row.name: row for row in ROWS}
+JAX_ROWS = tuple(
+    replace(_BY_NAME[of], name=name, rivals=(CUDNN,) if "zeros" in of else (TRITON, CUDNN))
+    for name, of in _NAMES_IN_JAX.items()
+)

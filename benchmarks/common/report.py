@@ -1,0 +1,85 @@
+"""Options, files and environments of benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.tables import table
+
+
+def parser_of(
+    description: str | None, *, json_path: Path | None = None, tables: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=json_path, help="write the figures here, too")
+    if tables:
+        text = "print the rows of a JSON as Markdown and stop"
+        parser.add_argument("--table", type=Path, help=text)
+    return parser
+
+
+def show(path: Path) -> int:
+    """Print the table of a file."""
+    print(table(rows_of(path)))
+    return 0
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def write(path: Path, found: Any) -> None:
+    """Write JSON, into a new folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class Report:
+    """Rows found so far; written after each, so that a run cut short leaves some."""
+
+    def __init__(self, path: Path | None, environment: Callable[[], dict[str, Any]]) -> None:
+        self.path, self.environment = path, environment
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        self.save()
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What is written."""
+        return {"environment": self.environment(), "rows": self.rows}
+
+    def save(self) -> None:
+        """Write all of it."""
+        if self.path:
+            write(self.path, self.found)
+
+
+def environment(gpu: str, *libraries: str, **more: Any) -> dict[str, Any]:
+    """What ran, and where; libraries by the names of their distributions."""
+    found = {"gpu": gpu, "python": platform.python_version()}
+    for name in libraries:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found | more
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

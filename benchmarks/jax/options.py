@@ -1,0 +1,167 @@
+"""Head dims, a window and a bias on one GPU in JAX, beside cuDNN: ``nox -s bench_jax_options``.
+
+Batch 1, causal, bfloat16: what ``kernel="auto"`` takes, the kernels in Triton, and cuDNN as
+``jax.nn.dot_product_attention`` calls it, which wants V as wide as Q and K: it gets zeros there. A
+bias is one for all heads, and has a gradient. First out and all gradients of each are compared with
+float32 attention at 1,024 tokens: what errs more than twice as much as the best of the others
+prints no time. Times are of calls that are queued, in rounds in which all take turns, each round in
+an order of its own; a ratio is one of times in one round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import report, turns
+from benchmarks.common.cases import (
+    CAUSAL,
+    JAX_ROWS,
+    OPTIONS_LENGTH,
+    OURS,
+    PASSES,
+    ROUNDS,
+    Row,
+    windowed,
+)
+from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH
+from benchmarks.common.report import reason_of
+from benchmarks.common.turns import Errors, Run, Times, passing
+from benchmarks.jax.columns import Attend, both, cudnn, exact, ours, random_arrays, seconds
+from ring_core import Mask
+
+TURN = 0.03  # seconds of calls in a turn
+WINDOW = 1024
+METHODS: dict[str, Attend] = {
+    OURS: partial(ours, kernel="auto"), "triton": ours, "cudnn": cudnn,
+}  # fmt: skip
+
+
+def mask_of(row: Row) -> Mask:
+    """What a query sees."""
+    return windowed(WINDOW) if row.option == "window" else CAUSAL
+
+
+def inputs(row: Row, length: int) -> list[Any]:
+    """Random q, k, v, the bias if there is one, and dout, in bfloat16."""
+    *qkv, dout = [(1, length, *shape) for shape in row.shapes]
+    bias = [(1, 1, length, length)] * (row.option == "bias")
+    return random_arrays([*qkv, *bias, dout], seed=length)
+
+
+def compiled(
+    kind: str, row: Row, names: Sequence[str], x: Sequence[Any]
+) -> tuple[dict[str, Run | str], str]:
+    """What runs each method's program, or why there is none; and the kernel that ours took.
+
+    They are compiled at once: for cuDNN, and for Triton, that takes seconds each.
+    """
+    given = x if kind == "both" else x[:-1]
+    found: dict[str, Run | str] = {}
+    kernel = ""
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        coming: dict[str, Future[Any]] = {}
+        for name in names:
+            attend = partial(METHODS[name], mask=mask_of(row))
+            try:
+                function = partial(both, attend) if kind == "both" else attend
+                lowered = jax.jit(function).lower(*given)
+            except Exception as error:  # noqa: BLE001 - a library's own; the row says so
+                found[name] = reason_of(error)
+                continue
+            if name == OURS:
+                kernel = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
+            coming[name] = pool.submit(lowered.compile)
+        for name, program in coming.items():
+            failed = program.exception()
+            found[name] = partial(program.result(), *given) if not failed else reason_of(failed)
+    return {name: found[name] for name in names}, kernel
+
+
+def errors(row: Row) -> Errors:
+    """The largest root mean square error of out and gradients; or why a method has none."""
+    x = inputs(row, GATE_LENGTH)
+    wide = [y.astype("float32") for y in x]
+    wanted = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
+    found, _ = compiled("both", row, [rival.name for rival in row.entrants], x)
+    return {
+        name: run if isinstance(run, str) else max(map(_error, run(), wanted))
+        for name, run in found.items()
+    }
+
+
+def _error(result: Any, wanted: Any) -> float:
+    off = jnp.square(result.astype("float32") - wanted).mean()
+    return float(jnp.sqrt(off) / wanted.std())
+
+
+def rounds(runs: Mapping[str, Run]) -> Times:
+    """Milliseconds per call, a list of all rounds each."""
+    return turns.take_turns(runs, ROUNDS, _calls, _milliseconds)
+
+
+def _calls(run: Run) -> int:
+    """How many calls fill a turn."""
+    return max(1, round(TURN * 1e3 / _milliseconds(run, 1)))
+
+
+def _milliseconds(run: Run, calls: int) -> float:
+    jax.block_until_ready(run())  # what follows finds the queue empty, and a GPU that is awake
+    return 1e3 * seconds(run, calls) / calls
+
+
+def measure(row: Row, length: int, names: Sequence[str]) -> tuple[dict[str, Times], str]:
+    """Milliseconds forward and forward + backward, by method; and the kernel that ours took."""
+    x = inputs(row, length)
+    took, kernel = {}, ""
+    for way in PASSES:
+        programs, kernel = compiled(way, row, names, x)
+        runs = {name: run for name, run in programs.items() if not isinstance(run, str)}
+        took[way] = rounds(runs)
+        for name in programs.keys() - runs.keys():
+            print(f"{row.name}, {way}: {name} has no time: {programs[name]}", file=sys.stderr)
+    return took, kernel
+
+
+def spread(times: Sequence[float]) -> list[float]:
+    """Least, median, most."""
+    return [min(times), statistics.median(times), max(times)]
+
+
+def row_of(row: Row, wrong: Errors, took: Mapping[str, Times], kernel: str) -> dict[str, Any]:
+    """What is kept of a row."""
+    kept = turns.kept(took, spread)
+    return {"setting": row.name, "kernel": kernel, "error": wrong, **kept}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Errors first, then times."""
+    parser = report.parser_of(__doc__)
+    names = [row.name for row in JAX_ROWS]
+    parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
+    options = parser.parse_args(argv)
+    if options.table:
+        return report.show(options.table)
+    gpu = jax.devices()[0].device_kind
+    where = report.environment(gpu, jax=jax.__version__, length=options.length)
+    found = report.Report(options.json, lambda: where)
+    for row in JAX_ROWS:
+        if row.name in options.settings:
+            wrong = errors(row)
+            took, kernel = measure(row, options.length, passing(wrong))
+            found.add(row_of(row, wrong, took, kernel))
+            print(json.dumps(found.rows[-1]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
