@@ -53,7 +53,7 @@ class Emulation:
         for at, rows, columns, _, item in self._launches():
             into = self._local(whole.out, at, 1), self._local(whole.lse, at, 2)
             result = whole._replace(out=into[0], lse=into[1])
-            self.kernel.forward(rows, columns, item, self.params, result.take(item.q_slice))
+            self.kernel.attend_into(rows, columns, item, self.params, result.take(item.q_slice))
             whole.out[:, at], whole.lse[:, :, at] = result.out, result.lse
         out, lse = whole
         if "sinks" in x:
@@ -66,7 +66,7 @@ class Emulation:
             grads = [self._local(dq, at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
             row_grads = QueryGrads(grads[0], None).take(item.q_slice)
             column_grads = KeyGrads(grads[1], grads[2]).take(item.k_slice)
-            self.kernel.backward(
+            self.kernel.grads_into(
                 rows,
                 columns,
                 upstream.take(item.q_slice),

@@ -220,13 +220,13 @@ def _lse_in_base_2() -> Patches:
             (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
         )
     if xla := _jax("xla"):
-        forward = xla.XlaKernel.forward
+        attend = xla.XlaKernel.attend_into
 
         def other_base(*args: Any) -> Any:
-            result = forward(*args)
+            result = attend(*args)
             return result._replace(lse=result.lse / math.log(2))
 
-        patches.append((xla.XlaKernel, "forward", other_base))
+        patches.append((xla.XlaKernel, "attend_into", other_base))
     return patches
 
 

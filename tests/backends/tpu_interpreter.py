@@ -57,8 +57,8 @@ class InterpretedKernel:
 
     def __init__(self) -> None:
         self._programs: dict[str, Any] = {}
-        self._forward = jax.jit(PallasKernel().forward, static_argnums=0)
-        self._backward = jax.jit(PallasKernel().backward, static_argnums=0)
+        self._forward = jax.jit(PallasKernel().attend_into, static_argnums=0)
+        self._backward = jax.jit(PallasKernel().grads_into, static_argnums=0)
         self._outside = ThreadPoolExecutor(1)  # where jax knows of no mesh
         self._turn = Lock()
 
@@ -66,7 +66,7 @@ class InterpretedKernel:
         """As :meth:`PallasKernel.refusals`."""
         return PallasKernel().refusals(*args)
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -74,15 +74,15 @@ class InterpretedKernel:
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """As :meth:`PallasKernel.forward`."""
+        """As :meth:`PallasKernel.attend_into`."""
         result: AttentionState = self._run(self._forward, static, rows, columns, work, into)
         return result
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """As :meth:`PallasKernel.backward`."""
+        """As :meth:`PallasKernel.grads_into`."""
         grads: Grads = self._run(self._backward, static, rows, columns, upstream, work, into)
         return grads
 

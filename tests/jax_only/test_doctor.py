@@ -35,11 +35,11 @@ import sys
 from ring_jax.tools import cli
 from ring_jax.kernels.xla import XlaKernel
 
-right = XlaKernel.backward
+right = XlaKernel.grads_into
 def wrong(*args):
     grads = right(*args)
     return grads._replace(dq=grads.dq * 1.001)
-XlaKernel.backward = wrong
+XlaKernel.grads_into = wrong
 sys.exit(cli.main(["doctor"]))
 """
 
@@ -112,7 +112,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(XlaKernel, "forward", fail)
+    monkeypatch.setattr(XlaKernel, "attend_into", fail)
     (check,) = self_test(XlaKernel())
     assert (check.what, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
@@ -120,13 +120,13 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_devices")
 def test_a_result_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = XlaKernel.backward
+    right = XlaKernel.grads_into
 
     def wrong(*args: Any) -> Grads:
         grads = right(*args)
         return grads._replace(dkv=grads.dkv * float("nan"))
 
-    monkeypatch.setattr(XlaKernel, "backward", wrong)
+    monkeypatch.setattr(XlaKernel, "grads_into", wrong)
     assert {check.what: check.passed for check in self_test(XlaKernel())} == {
         "out": True, "dq": True, "dk": False, "dv": False
     }  # fmt: skip

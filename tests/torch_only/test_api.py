@@ -126,7 +126,7 @@ def test_device_mesh(pool: LocalRanks) -> None:
 def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     """What a rank does, in order, forward and backward."""
     events: list[str] = []
-    start, forward, backward = Ranks.start, EagerKernel.forward, EagerKernel.backward
+    start, forward, backward = Ranks.start, EagerKernel.attend_into, EagerKernel.grads_into
 
     def start_(ring: Ranks, sends: Any, receives: Any) -> Any:
         moved = [tensor.numel() for tensor, _ in sends]
@@ -145,8 +145,8 @@ def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
     patch = pytest.MonkeyPatch()
     patch.setattr(Ranks, "start", start_)
-    patch.setattr(EagerKernel, "forward", forward_)
-    patch.setattr(EagerKernel, "backward", backward_)
+    patch.setattr(EagerKernel, "attend_into", forward_)
+    patch.setattr(EagerKernel, "grads_into", backward_)
     try:
         out = cp.attention(*local, mask=mask, kernel="eager")
         first = events.copy()

@@ -123,7 +123,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(EagerKernel, "forward", fail)
+    monkeypatch.setattr(EagerKernel, "attend_into", fail)
     (check,) = doctor.self_test(EAGER, "cpu")
     assert (check.what, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
@@ -131,7 +131,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf")])
 def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = EagerKernel.forward
+    right = EagerKernel.attend_into
 
     def wrong(
         kernel: Any, rows: Any, columns: Any, item: Any, params: Any, into: AttentionState
@@ -139,7 +139,7 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
         right(kernel, rows, columns, item, params, into)
         into.out.mul_(factor)
 
-    monkeypatch.setattr(EagerKernel, "forward", wrong)
+    monkeypatch.setattr(EagerKernel, "attend_into", wrong)
     checks = {check.what: check for check in doctor.self_test(EAGER, "cpu")}
     assert not checks["out"].passed
     assert (checks["out"].error is None) == (factor != 1.001)

@@ -233,14 +233,14 @@ def test_any_item_is_its_dense_mask(
         q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
         queries, keys = QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None)
         into = empty_state(q, 5)
-        kernel.forward(queries, keys, item, params, into)
+        kernel.attend_into(queries, keys, item, params, into)
         _same(into.out, out)
         _same(into.lse, lse)
         upstream = BackwardInputs(dout, out, lse, None)
-        grads = kernel.gradients(queries, keys, upstream, item, params)
+        grads = kernel.grads(queries, keys, upstream, item, params)
         sums = [torch.ones_like(x) for x in (q, k, v)]
         totals = QueryGrads(sums[0], None), KeyGrads(*sums[1:])
-        kernel.backward(queries, keys, upstream, item, params, *totals)
+        kernel.grads_into(queries, keys, upstream, item, params, *totals)
         for got, total, want in zip(grads[:3], sums, expected, strict=True):
             _same(got, want)
             _same(total, want + 1)
@@ -309,7 +309,7 @@ def test_results_are_written_in_place_where_they_fit(
         BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
         torch.empty_like(q),
     )
-    grads = kernel.gradients(given[0], given[1], upstream, item, given[3], dq)
+    grads = kernel.grads(given[0], given[1], upstream, item, given[3], dq)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
 

@@ -47,7 +47,7 @@ class Tiled:
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        grads = EagerKernel().gradients(rows, columns, upstream, item, params)
+        grads = EagerKernel().grads(rows, columns, upstream, item, params)
         dq.copy_(grads.dq)
         for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
             total.add_(_reversed(x.transpose(1, 2)))

@@ -58,7 +58,8 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
             patch.setattr(handshake.Header, "of", _no_memory)
         else:
             for kernel in (eager.EagerKernel, sdpa.CpuFlashKernel):
-                patch.setattr(kernel, where, _no_memory)
+                name = {"forward": "attend_into", "backward": "grads_into"}[where]
+                patch.setattr(kernel, name, _no_memory)
     backward = where == "backward"
 
     def again() -> object:

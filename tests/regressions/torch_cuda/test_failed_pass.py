@@ -15,7 +15,7 @@ from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
 
 BROKEN, TIMEOUT = 1, 8.0
-METHODS = {"forward": ("forward", "attend"), "backward": ("backward", "gradients")}
+METHODS = {"forward": ("attend_into", "attend"), "backward": ("grads_into", "grads")}
 
 
 def _no_memory(*_: object, **__: object) -> None:

@@ -97,7 +97,7 @@ class CudnnKernel:
         capability = compute_capability()
         return (*_refused_here(capability, local), *_refused_steps(local, program))
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -111,7 +111,7 @@ class CudnnKernel:
             return into
         return _for_this_rank(static, partial(_attend, static, rows, columns), into)
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip

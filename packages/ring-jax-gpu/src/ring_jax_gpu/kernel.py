@@ -60,7 +60,7 @@ class TritonKernel:
         """None: it takes all sizes."""
         return ()
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -74,7 +74,7 @@ class TritonKernel:
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
             given = widened(dims, fast, static, rows, columns)
-            found = self.forward(*given, work, widened_result(fast, into))
+            found = self.attend_into(*given, work, widened_result(fast, into))
             return narrowed_result(dims, found)
         wide, before = into.out.dtype, None
         if self.rounds and static.last and rows.q.dtype != wide:
@@ -84,7 +84,7 @@ class TritonKernel:
         out, lse = call.attend(into, before)
         return AttentionState(out.astype(wide), lse)
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
@@ -95,7 +95,7 @@ class TritonKernel:
         if (fast := dims.fast) != dims:
             upstream, into = widened_grads(dims, fast, upstream, into)
             given = widened(dims, fast, static, rows, columns)
-            return narrowed_grads(dims, fast, self.backward(*given, upstream, work, into))
+            return narrowed_grads(dims, fast, self.grads_into(*given, upstream, work, into))
         is_one = _is_one(static.program.backward)
         call = self._call(static, rows, columns, work)
         (dq, dkv, dbias), wide = into, into.dkv.dtype

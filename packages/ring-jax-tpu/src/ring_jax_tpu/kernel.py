@@ -54,7 +54,7 @@ class PallasKernel:
             return (str(error).removeprefix("kernel 'pallas': "),)
         return ()
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -68,7 +68,7 @@ class PallasKernel:
         launch = Launch.of("forward", static, rows, columns, work)
         return forward(launch, into)
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip

@@ -263,7 +263,7 @@ class Kernel(Protocol):
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
         ...
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -274,7 +274,7 @@ class Kernel(Protocol):
         """Attend and merge into ``into``."""
         ...
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip

@@ -50,7 +50,7 @@ class XlaKernel:
         """None: it takes all sizes."""
         return ()
 
-    def forward(
+    def attend_into(
         self,
         static: Static,
         rows: QueryBlock,
@@ -69,7 +69,7 @@ class XlaKernel:
 
         return _loop(0, work.items.shape[0], item, into)
 
-    def backward(
+    def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip

@@ -137,7 +137,7 @@ class StepRunner:
             return into
         rows, columns = self._own(part, q, held)
         static = self._static(part, fresh=fresh, last=last)
-        result: AttentionState = _kernel("forward", static, rows, columns, work, into)
+        result: AttentionState = _kernel("attend_into", static, rows, columns, work, into)
         return result
 
     def differentiate(
@@ -151,7 +151,7 @@ class StepRunner:
         rows, columns = self._own(part, q, held)
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
         static = self._static(part, fresh=fresh)
-        dq, dkv, of_bias = _kernel("backward", static, rows, columns, upstream, work, into)
+        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into)
         return QueryGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
@@ -170,7 +170,7 @@ class StepRunner:
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
-        result: AttentionState = _kernel("forward", static, rows, columns, work, empty)
+        result: AttentionState = _kernel("attend_into", static, rows, columns, work, empty)
         return result
 
     def help_backward(
@@ -179,7 +179,9 @@ class StepRunner:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
-        grads: Grads = _kernel("backward", self.static, rows, columns, helping.upstream, work, into)
+        grads: Grads = _kernel(
+            "grads_into", self.static, rows, columns, helping.upstream, work, into
+        )
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
     def home[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
@@ -245,7 +247,7 @@ class StepRunner:
 
 def _kernel(name: str, static: Static, *args: Any) -> Any:
     """Call the kernel of the platform that is compiled for."""
-    left_out = () if name == "forward" else static.forward_only
+    left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
     calls = [partial(getattr(kernel, name), static) for kernel in kernels]
     if len(calls) == 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, WorkItem
+from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -79,61 +80,42 @@ class Kernel(Protocol):
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
 
-        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``place`` is where
-        a kernel may write it; what it returns tells if it has.
+        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``out`` is where a
+        kernel may write it; what it returns tells if it has.
         """
         ...
 
-    def forward(
-        self,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        item: WorkItem,
-        params: KernelParams,
+    def grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        out: Tensor | None = None,
+    ) -> ItemGrads:  # fmt: skip
+        """The item's gradients by themselves; ``out`` is where a kernel may write ``dq``."""
+        ...
+
+    def attend_into(
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
         ...
 
-    def backward(
+    def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         ...
 
-    def gradients(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
-        """The item's gradients by themselves; ``place`` is where a kernel may write ``dq``."""
-        ...
 
+class KernelBase:
+    """What a kernel has unless it says otherwise: it runs everywhere, and items are added up.
 
-def added_up(
-    kernel: Kernel,
-    rows: QueryBlock,
-    columns: KeyBlock,
-    upstream: BackwardInputs,
-    item: WorkItem,
-    params: KernelParams,
-) -> ItemGrads:
-    """:meth:`Kernel.gradients` by means of :meth:`Kernel.backward`."""
-    dtype = acc_dtype(rows.q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-    dbias = None
-    if rows.bias is not None and params.bias_grad:
-        dbias = torch.zeros_like(rows.bias, dtype=dtype)
-    kernel.backward(rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv))
-    return ItemGrads(dq, dk, dv, dbias)
-
-
-class KernelBase(Kernel):
-    """What a kernel has unless it says otherwise: it runs everywhere, and adds items up."""
+    A kernel has to write :meth:`attend` and :meth:`grads`.
+    """
 
     needs_delta = True
     adds_sinks = False
@@ -143,20 +125,55 @@ class KernelBase(Kernel):
         """None: it comes with torch."""
         return None
 
+    def attend_into(
+        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        into: AttentionState,
+    ) -> None:  # fmt: skip
+        """Merge what :meth:`attend` gives."""
+        merge_into(into, *self.attend(rows, columns, item, params))
+
+    def grads_into(
+        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        row_grads: QueryGrads, column_grads: KeyGrads,
+    ) -> None:  # fmt: skip
+        """Add what :meth:`grads` gives."""
+        grads = self.grads(rows, columns, upstream, item, params)
+        row_grads.dq.add_(grads.dq)
+        column_grads.dk.add_(grads.dk)
+        column_grads.dv.add_(grads.dv)
+        if row_grads.dbias is not None:
+            row_grads.dbias.add_(_given(grads.dbias))
+
+
+class AccumulatingKernel(KernelBase):
+    """A kernel that merges and adds as it computes: it has to write the other two methods."""
+
     def attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
+        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, wide."""
-        del place  # it is narrower
+        del out  # it is narrower
         into = empty_state(rows.q, columns.v.shape[3])
-        self.forward(rows, columns, item, params, into)
+        self.attend_into(rows, columns, item, params, into)
         return into
 
-    def gradients(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
+    def grads(
+        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        out: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients, wide."""
-        del place  # ``backward`` adds to what it is given
-        return added_up(self, rows, columns, upstream, item, params)
+        del out  # ``grads_into`` adds to what it is given
+        dtype = acc_dtype(rows.q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
+        dbias = None
+        if rows.bias is not None and params.bias_grad:
+            dbias = torch.zeros_like(rows.bias, dtype=dtype)
+        into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
+        self.grads_into(rows, columns, upstream, item, params, *into)
+        return ItemGrads(dq, dk, dv, dbias)
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, WorkItem
 from ring_core.base.capabilities import EVERYTHING
-from ring_torch.kernels.api import KernelBase
+from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import (
     AttentionState,
@@ -33,7 +33,7 @@ BLOCK_K = 256
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
 
 
-class EagerKernel(KernelBase):
+class EagerKernel(AccumulatingKernel):
     """See the module's text."""
 
     capabilities = replace(
@@ -41,7 +41,7 @@ class EagerKernel(KernelBase):
         fused_backward=False,
     )  # fmt: skip
 
-    def forward(
+    def attend_into(
         self,
         rows: QueryBlock,
         columns: KeyBlock,
@@ -77,7 +77,7 @@ class EagerKernel(KernelBase):
             )
             part.lse.copy_((top + total.log()).view(part.lse.shape))
 
-    def backward(
+    def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip

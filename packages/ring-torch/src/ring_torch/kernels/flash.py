@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import SplitBackward
+from ring_torch.kernels.api import KernelBase, SplitBackward
 from ring_torch.kernels.flash_library import (
     Documents,
     Flash,
@@ -29,7 +29,6 @@ from ring_torch.kernels.flash_library import (
     as_given,
     no_limits,
 )
-from ring_torch.kernels.merge import merge_into
 from ring_torch.memory_ops import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -37,15 +36,13 @@ from ring_torch.records import (
     ItemGrads,
     KernelParams,
     KeyBlock,
-    KeyGrads,
     QueryBlock,
-    QueryGrads,
     acc_dtype,
 )
 
 
 @dataclass(frozen=True)
-class FlashKernel:
+class FlashKernel(KernelBase):
     """A kernel made of a library's calls.
 
     Attributes:
@@ -85,7 +82,7 @@ class FlashKernel:
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """One launch, or one a document where their windows differ."""
         pieces = self._pieces(item)
@@ -94,70 +91,49 @@ class FlashKernel:
         q, k, v = rows.q, columns.k, columns.v
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
-            if place is not None and not params.needs_lse:
+            if out is not None and not params.needs_lse:
                 options = options._replace(needs_lse=False)
-                return AttentionState(*self._forward(q, k, v, options, place))
-            out, lse = self._forward(q, k, v, options, place)
+                return AttentionState(*self._forward(q, k, v, options, out))
+            result, lse = self._forward(q, k, v, options, out)
             if options.mods is not None and options.mods.masked is not None:
-                return AttentionState(out, _numbers_where_seen(out, lse))
-            return AttentionState(out, _numbers(lse))
+                return AttentionState(result, _numbers_where_seen(result, lse))
+            return AttentionState(result, _numbers(lse))
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
         unseen, inside = _unseen(item, device), None
-        if place is not None and batch == 1 and unseen is None:
-            inside = AttentionState(place.out[0], place.lse[0])
+        if out is not None and batch == 1 and unseen is None:
+            inside = AttentionState(out.out[0], out.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out, lse = self._forward(q, k, v, options, inside)
+        result, lse = self._forward(q, k, v, options, inside)
         lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
-        out = out.unflatten(0, (batch, -1))
+        result = result.unflatten(0, (batch, -1))
         if unseen is not None:
             # Libraries write either infinity there, and anything.
             lse = lse.masked_fill(unseen, -torch.inf)
-            out = out.masked_fill(unseen[:, None, None], 0.0)
-        return AttentionState(out, lse)
+            result = result.masked_fill(unseen[:, None, None], 0.0)
+        return AttentionState(result, lse)
 
-    def forward(
-        self,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        item: WorkItem,
-        params: KernelParams,
-        into: AttentionState,
-    ) -> None:
-        """Attend and merge into ``into``."""
-        merge_into(into, *self.attend(rows, columns, item, params))
-
-    def backward(
+    def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
-        """Add what :meth:`gradients` gives."""
-        grads = self.gradients(rows, columns, upstream, item, params)
-        row_grads.dq.add_(grads.dq)
-        column_grads.dk.add_(grads.dk)
-        column_grads.dv.add_(grads.dv)
-
-    def gradients(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """One launch with the global ``out`` and ``lse``, or one a document."""
         pieces = self._pieces(item)
         if pieces:
-            return self._gradients_each(rows, columns, upstream, pieces, params)
-        dout, q, k, v, out = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+            return self._grads_each(rows, columns, upstream, pieces, params)
+        dout, q, k, v, result = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
-            grads = self._backward(dout, q, k, v, out, lse, options, place)
+            grads = self._backward(dout, q, k, v, result, lse, options, out)
             return ItemGrads(*grads, None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
-        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+        dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
-        inside = place[0] if place is not None and batch == 1 else None
-        grads = self._backward(dout, q, k, v, out, lse, options, inside)
+        inside = out[0] if out is not None and batch == 1 else None
+        grads = self._backward(dout, q, k, v, result, lse, options, inside)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
         return ItemGrads(dq, dk, dv, None)
 
@@ -226,7 +202,7 @@ class FlashKernel:
             part.lse.copy_(result.lse)
         return whole
 
-    def _gradients_each(
+    def _grads_each(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
         params: KernelParams,
     ) -> ItemGrads:  # fmt: skip
@@ -235,7 +211,7 @@ class FlashKernel:
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
         for one in pieces:
             part = *_part(rows, columns, one), upstream.take(one.q_slice)
-            grads = self.gradients(*part, one, params)
+            grads = self.grads(*part, one, params)
             dq[:, one.q_slice].copy_(grads.dq)
             dk[:, one.k_slice].add_(grads.dk)
             dv[:, one.k_slice].add_(grads.dv)

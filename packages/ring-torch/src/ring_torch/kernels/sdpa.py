@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
-from ring_torch.kernels.api import KernelBase
+from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
 from ring_torch.kernels.flash_library import Options, in_eights
@@ -32,7 +32,7 @@ from ring_torch.records import (
 aten = torch.ops.aten
 
 
-class CpuFlashKernel(KernelBase):
+class CpuFlashKernel(AccumulatingKernel):
     """Flash attention on the CPU; takes whole and square causal blocks.
 
     In half precision it uses an approximate exponential that costs ``lse`` 5e-5, more than the
@@ -44,7 +44,7 @@ class CpuFlashKernel(KernelBase):
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
 
-    def forward(
+    def attend_into(
         self,
         rows: QueryBlock,
         columns: KeyBlock,
@@ -54,7 +54,7 @@ class CpuFlashKernel(KernelBase):
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
         if _is_special(rows.q, columns.k) or _would_leak(item, columns.v):
-            EagerKernel().forward(rows, columns, item, params, into)
+            EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -64,7 +64,7 @@ class CpuFlashKernel(KernelBase):
                 AttentionState(into.out[:, :, heads], into.lse[:, heads]), out.transpose(1, 2), lse
             )
 
-    def backward(
+    def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
@@ -72,7 +72,7 @@ class CpuFlashKernel(KernelBase):
         others = columns.v, upstream.dout, upstream.out
         if _is_special(rows.q, columns.k) or _would_leak(item, *others):
             grads = row_grads, column_grads
-            EagerKernel().backward(rows, columns, upstream, item, params, *grads)
+            EagerKernel().grads_into(rows, columns, upstream, item, params, *grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))

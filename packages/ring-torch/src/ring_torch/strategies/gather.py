@@ -192,7 +192,7 @@ def _differentiate(
         if sums.head_major and call.kernel.parts is not None:
             call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
         else:
-            result = call.kernel.gradients(*part, item, call.params, into[0].dq)
+            result = call.kernel.grads(*part, item, call.params, into[0].dq)
             _put_rows(result, into[0])
             _put_columns(result, into[1], item, fresh)
 

@@ -146,7 +146,7 @@ def _attend(
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             keys = own if item.kv_rank == call.ring.rank else columns
             part = rows.take(item.q_slice), keys.take(item.k_slice)
-            call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
+            call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
 
 
 def _attend_for(
@@ -155,7 +155,7 @@ def _attend_for(
     """Run an item for another rank's queries, over this rank's own keys."""
     result = empty_state(rows.q, inputs.v.shape[3])
     if rows.q.shape[0] > 0:
-        call.kernel.forward(rows, own.take(item.k_slice), item, call.params, result)
+        call.kernel.attend_into(rows, own.take(item.k_slice), item, call.params, result)
     return result
 
 
@@ -252,7 +252,7 @@ def _differentiate(
             keys = own if is_own else columns
             part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
             column_grads = key_grads.grads(home=is_own).take(item.k_slice)
-            call.kernel.backward(
+            call.kernel.grads_into(
                 *part, item, call.params, row_grads.take(item.q_slice), column_grads
             )
 
@@ -269,7 +269,7 @@ def _differentiate_for(
     """Run an item for another rank's queries, over this rank's own keys."""
     if rows.q.shape[0] > 0:
         column_grads = key_grads.grads(home=True).take(item.k_slice)
-        call.kernel.backward(
+        call.kernel.grads_into(
             rows, own.take(item.k_slice), upstream, item, call.params, row_grads, column_grads
         )
 

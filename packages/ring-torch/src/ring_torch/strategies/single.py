@@ -49,7 +49,7 @@ class Single:
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        found = call.kernel.gradients(*part, item, call.params)
+        found = call.kernel.grads(*part, item, call.params)
         dbias = found.dbias
         if dbias is not None and rows.bias is not None:
             dbias = _whole(dbias, rows.bias, item.q_slice, dim=2)

@@ -46,7 +46,7 @@ class TwoStageGather:
             arriving.wait(waits_for)
             if rows.q.shape[0] > 0:
                 part = rows.take(item.q_slice), keys.take(item.k_slice)
-                call.kernel.forward(*part, item, call.params, into.take(item.q_slice))
+                call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
         arriving.wait(None)
         return into, ()
 
@@ -68,7 +68,7 @@ class TwoStageGather:
             if rows.q.shape[0] > 0:
                 part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
                 into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
-                call.kernel.backward(*part, item, call.params, *into)
+                call.kernel.grads_into(*part, item, call.params, *into)
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))

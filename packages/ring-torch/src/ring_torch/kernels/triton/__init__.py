@@ -69,14 +69,14 @@ class TritonKernel(KernelBase):
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        place: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item, in ``place`` if there is one."""
-        into = place or _empty(rows, columns)
+        """``(out, lse)`` of the item, in ``out`` if there is one."""
+        into = out or _empty(rows, columns)
         Launch(rows, columns, item, params).attend(into, fresh=True)
         return into
 
-    def forward(
+    def attend_into(
         self,
         rows: QueryBlock,
         columns: KeyBlock,
@@ -87,7 +87,7 @@ class TritonKernel(KernelBase):
         """Attend and merge into ``into``, in one pass."""
         Launch(rows, columns, item, params).attend(into, fresh=False)
 
-    def backward(
+    def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
@@ -101,13 +101,13 @@ class TritonKernel(KernelBase):
         if row_grads.dbias is not None:
             launch.add_to_bias(upstream, row_grads.dbias)
 
-    def gradients(
+    def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        place: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
-        """The item's gradients, wide; ``dq`` is in ``place`` if there is one."""
+        """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
         launch = Launch(rows, columns, item, params)
-        dq = torch.empty_like(rows.q, dtype=torch.float32) if place is None else place
+        dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
         if params.fused_backward:
             launch.add_to_all(upstream, dq.zero_(), dk, dv, fresh=True)
