@@ -18,7 +18,6 @@ from ring_torch.comm import handshake as handshake
 from ring_torch.comm import ranks as ranks
 from ring_torch.comm import store as store
 from ring_torch.comm.handshake import _COMPARED as _COMPARED
-from ring_torch.comm.handshake import CallSignature as CallSignature
 from ring_torch.comm.handshake import Header as Header
 from ring_torch.comm.handshake import _compare_on_stream as _compare_on_stream
 from ring_torch.comm.handshake import agree as agree
@@ -27,6 +26,7 @@ from ring_torch.comm.ranks import Ranks as Ranks
 from ring_torch.comm.ranks import Transfer as Transfer
 from ring_torch.comm.ranks import ranks_of as ranks_of
 from ring_torch.comm.ranks import state_of as state_of
+from ring_torch.comm.signature import CallSignature as CallSignature
 from ring_torch.comm.symmetric_memory import SymmetricMemory as SymmetricMemory
 from ring_torch.comm.watch import watch as watch
 from ring_torch.compat import documents as documents
@@ -36,7 +36,6 @@ from ring_torch.head_groups import ONE_GROUP as ONE_GROUP
 from ring_torch.head_groups import HeadGroups as HeadGroups
 from ring_torch.head_groups import head_groups_of as head_groups_of
 from ring_torch.kernels import KERNELS as KERNELS
-from ring_torch.kernels import Selection as Selection
 from ring_torch.kernels import choose as choose
 from ring_torch.kernels import cudnn as cudnn
 from ring_torch.kernels import eager as eager
@@ -46,6 +45,7 @@ from ring_torch.kernels import fa4 as fa4
 from ring_torch.kernels import sdpa as sdpa
 from ring_torch.kernels import triton as triton_kernel
 from ring_torch.kernels.api import Kernel as Kernel
+from ring_torch.kernels.api import Selection as Selection
 from ring_torch.kernels.api import SplitBackward as SplitBackward
 from ring_torch.kernels.block_index import Grid as Grid
 from ring_torch.kernels.block_index import in_blocks as in_blocks
@@ -91,7 +91,7 @@ from ring_torch.transports import peer_copies as peer_copies
 from ring_torch.transports import symm_buffer as symm_buffer
 from ring_torch.transports.api import GatherSession as GatherSession
 from ring_torch.transports.api import SessionSpec as SessionSpec
-from ring_torch.transports.p2p import add_staged as add_staged
+from ring_torch.transports.api import add_staged as add_staged
 from ring_torch.transports.peer_copies import _room as _room
 from ring_torch.transports.symm_buffer import Place as Place
 from ring_torch.transports.symm_buffer import refusals as refusals

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import come_in_eights
-from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels import Selection
-from ring_torch.kernels.api import Kernel
+from ring_torch.comm.signature import CallSignature
+from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (
     AttentionState,

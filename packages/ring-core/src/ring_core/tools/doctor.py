@@ -10,7 +10,6 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -110,12 +109,11 @@ def failed(name: str, where: str, trace: str) -> Check:
     return Check(name, where, "runs", None, 0.0, passed=False, trace=trace)
 
 
-def versions(libraries: Iterable[str], ours: Iterable[ModuleType]) -> dict[str, str]:
-    """Python, packages of this project that are imported, and those libraries that there are."""
+def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
+    """Python, these packages of this project, which are all of one version, and the libraries."""
     found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for package in ours:
-        name = package.__name__.replace("_", "-")
-        found[name] = installed(name) or f"{package.__version__} (not installed)"
+    for name in ours:
+        found[name] = installed(name) or f"{ring_core.__version__} (not installed)"
     return found | {name: has for name in libraries if (has := installed(name))}
 
 
@@ -179,7 +177,7 @@ def is_healthy(clashes: Sequence[str] | None, checks: Sequence[Check]) -> bool:
 
 def diagnose() -> Diagnosis:
     """Look at this installation, and run a ring of two ranks in numpy in every layout."""
-    found = versions(("numpy", "matplotlib"), (ring_core,))
+    found = versions(("numpy", "matplotlib"), ("ring-core",))
     return Diagnosis(found, clashes(found), tuple(_self_test(2)))
 
 

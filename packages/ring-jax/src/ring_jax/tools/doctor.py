@@ -83,8 +83,8 @@ def diagnose() -> Diagnosis:
 
 def versions() -> dict[str, str]:
     """Python and the libraries of :data:`LIBRARIES` that there are."""
-    ours = [_imported(name) for name in ("ring_core", "ring_jax", *BACKENDS)]
-    return doctor.versions(LIBRARIES, [one for one in ours if isinstance(one, ModuleType)])
+    here = (x for x in ("ring_core", "ring_jax", *BACKENDS) if isinstance(_imported(x), ModuleType))
+    return doctor.versions(LIBRARIES, [name.replace("_", "-") for name in here])
 
 
 def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,14 +17,14 @@ from ring_core import (
     require,
     support_matrix,
 )
-from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
-from ring_torch.kernels.api import Kernel
+from ring_core.choose.rates import Case, default, expected
+from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa2 import FA2
 from ring_torch.kernels.fa3 import FA3
 from ring_torch.kernels.fa4 import FA4
-from ring_torch.kernels.flash import FlashKernel, capability
+from ring_torch.kernels.flash import capability
 from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
@@ -36,28 +36,6 @@ KERNEL_NAMES: tuple[str, ...] = (
     "auto",
     *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS),
 )
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The kernel of a call, why not others, and how long those that can should take."""
-
-    kernel: Kernel
-    rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
-    expected: Expected = UNKNOWN
-    has_predicate: bool = False
-
-    def describe(self) -> str:
-        """A few lines for ``explain``."""
-        name = self.kernel.capabilities.name
-        lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
-        if self.has_predicate:
-            lines.append(f"  a predicate that is new to it: {_compiling(self.kernel)}")
-        lines += [
-            f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
-            for can, why in self.rejected
-        ]
-        return "\n".join(lines)
 
 
 def choose(config: KernelConfig, request: Request, program: RingProgram) -> Selection:
@@ -104,7 +82,7 @@ def _sorted_out(
         if able and kernel.capabilities.name not in measured:
             continue
         reasons = refusals(kernel.capabilities, request, program) or _absence(kernel, request)
-        reasons = reasons or _misfits(kernel, config, request, program)
+        reasons = reasons or kernel.config_refusals(config, request, program)
         if reasons:
             refused.append((kernel.capabilities, reasons))
         else:
@@ -127,13 +105,6 @@ def capability_number(device: str) -> int | None:
     return 10 * major + minor
 
 
-def _compiling(kernel: Kernel) -> str:
-    seconds = kernel.predicate_compile_seconds if isinstance(kernel, FlashKernel) else 0
-    return (
-        f"about {seconds} s to compile, forward and backward" if seconds else "nothing to compile"
-    )
-
-
 def in_order(device: str) -> tuple[Kernel, ...]:
     """The kernels in the order that counts without times: before Hopper ``fa2`` leads."""
     if device != "cuda" or capability()[0] >= 9:
@@ -151,20 +122,11 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
     require(kernel.capabilities, request, program, others=here)
     if absent := _absence(kernel, request):
         raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
-    if config_refusals := _misfits(kernel, config, request, program):
+    if config_refusals := kernel.config_refusals(config, request, program):
         raise UnsupportedError(
             f"kernel {name!r}: {'; '.join(config_refusals)}. Instead: use kernel='auto'"
         )
     return kernel
-
-
-def _misfits(
-    kernel: Kernel, config: KernelConfig, request: Request, program: RingProgram
-) -> tuple[str, ...]:
-    """What a call's settings ask of a kernel that it cannot do on this machine."""
-    if isinstance(kernel, TritonKernel | FlashKernel):
-        return kernel.config_refusals(config, request, program)
-    return ()
 
 
 def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:

@@ -5,12 +5,14 @@ Shapes are in ``ring_torch.records``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, Plan, WorkItem
+from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
+from ring_core.choose.rates import UNKNOWN, Expected
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
@@ -78,6 +80,17 @@ class Kernel(Protocol):
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
         ...
 
+    @property
+    def predicate_compile_seconds(self) -> int:
+        """About how long the first call with a predicate compiles; 0 where nothing is."""
+        ...
+
+    def config_refusals(
+        self, config: KernelConfig, request: Request, program: RingProgram
+    ) -> tuple[str, ...]:
+        """What a call and its settings ask of it that it cannot do on this machine."""
+        ...
+
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
@@ -111,6 +124,31 @@ class Kernel(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The kernel of a call, why not others, and how long those that can should take."""
+
+    kernel: Kernel
+    rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    expected: Expected = UNKNOWN
+    has_predicate: bool = False
+
+    def describe(self) -> str:
+        """A few lines for ``explain``."""
+        name = self.kernel.capabilities.name
+        lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
+        if self.has_predicate:
+            seconds = self.kernel.predicate_compile_seconds
+            compiling = f"about {seconds} s to compile, forward and backward"
+            new = compiling if seconds else "nothing to compile"
+            lines.append(f"  a predicate that is new to it: {new}")
+        lines += [
+            f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
+            for can, why in self.rejected
+        ]
+        return "\n".join(lines)
+
+
 class KernelBase:
     """What a kernel has unless it says otherwise: it runs everywhere, and items are added up.
 
@@ -120,10 +158,18 @@ class KernelBase:
     needs_delta = True
     adds_sinks = False
     parts: SplitBackward | None = None
+    predicate_compile_seconds = 0
 
     def unavailable_reason(self) -> str | None:
         """None: it comes with torch."""
         return None
+
+    def config_refusals(
+        self, config: KernelConfig, request: Request, program: RingProgram
+    ) -> tuple[str, ...]:
+        """None: its ``Capabilities`` say it all."""
+        del config, request, program
+        return ()
 
     def attend_into(
         self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,

@@ -30,8 +30,7 @@ from ring_torch.records import (
     head_group,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
-from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV
-from ring_torch.transports.p2p import add_staged
+from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
 
 
 @dataclass(frozen=True)

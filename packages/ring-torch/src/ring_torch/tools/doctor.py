@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import ring_core
-import ring_torch
 from ring_core import Mask
 from ring_core.tools import doctor
 from ring_core.tools.bench import Setting
 from ring_core.tools.doctor import Check
+from ring_torch.attention import ring_attention
+from ring_torch.context import ContextParallel
 from ring_torch.kernels import in_order
 from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks
@@ -112,7 +112,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 def versions() -> dict[str, str]:
     """Python, the libraries there are, and what torch was built with."""
-    found = doctor.versions(LIBRARIES, (ring_core, ring_torch))
+    found = doctor.versions(LIBRARIES, ("ring-core", "ring-torch"))
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
     built_with = {
@@ -170,7 +170,7 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     dtype = getattr(torch, name)
     inputs = [torch.as_tensor(x).to(where, dtype) for x in doctor.inputs_for(1, 64)]
-    ours = partial(ring_torch.ring_attention, causal=True, kernel=can.name)
+    ours = partial(ring_attention, causal=True, kernel=can.name)
     yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
 
 
@@ -204,7 +204,7 @@ def ring_checks(
 
 def _ring_rank(rank: int, arrays: Arrays, setting: Setting, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
-    cp = ring_torch.ContextParallel(layout=setting.layout)
+    cp = ContextParallel(layout=setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     dtype = getattr(torch, setting.dtype)
     shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]

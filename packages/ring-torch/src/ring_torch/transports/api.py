@@ -1,17 +1,19 @@
-"""What carries keys to who needs them, and gradients back: sessions, one a pass."""
+"""What carries keys to who needs them, and gradients back: sessions, and what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram, Plan
-from ring_torch.comm.handshake import CallSignature
+from ring_core import Fetch, GatherProgram, Plan, gather_program
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.signature import CallSignature
+from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 
@@ -101,3 +103,57 @@ class PendingGrads:
     #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
     #: Called once, in the order in which they were sent.
     add_to: Callable[[Tensor, int, Where], None]
+
+
+def requests_to(
+    spec: SessionSpec, *, own: bool, early: bool | None = None
+) -> tuple[tuple[int, Fetch], ...]:
+    """What other ranks fetch from this one, by rank, in their order."""
+    return _requests_to(spec.plan, spec.ranks.rank, own=own, early=early)
+
+
+@lru_cache(maxsize=256)
+def _requests_to(
+    plan: Plan, rank: int, *, own: bool, early: bool | None
+) -> tuple[tuple[int, Fetch], ...]:
+    return tuple(
+        (peer, one)
+        for peer in range(plan.cp_size)
+        if peer != rank
+        for one in some_fetches(gather_program(plan, peer, own=own), early)
+        if one.rank == rank
+    )
+
+
+def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
+    """What is fetched of a rank's keys: as few spans as there are, ascending."""
+    spans: list[slice] = []
+    for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
+        if spans and start <= spans[-1].stop:
+            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
+        else:
+            spans.append(slice(start, stop))
+    return spans
+
+
+def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
+    """All fetches, or those whose gradients are done early in the backward, or the others."""
+    return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
+
+
+def staging(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
+    """Room for the sums that come home of what a peer fetched."""
+    length = one.source.stop - one.source.start
+    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
+
+
+def add_staged(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
+    """Add what came home from several ranks to the sums it belongs to."""
+    for place, parts in zip(places, zip(*came, strict=True), strict=True):
+        if place.is_cuda and place.dtype == torch.float32 and has_triton():
+            from ring_torch.memory_ops import add_on_gpu
+
+            add_on_gpu(place, parts)
+        else:
+            for part in parts:
+                place.add_(part)

@@ -5,19 +5,26 @@ Copies out of the peers' memory (``peer_copies``) take no multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, GatherProgram, Plan, gather_program
+from ring_core import GatherProgram
 from ring_torch.comm.handshake import agree
-from ring_torch.memory_ops import has_triton
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where
+from ring_torch.transports.api import (
+    PendingGrads,
+    PendingKV,
+    SessionSpec,
+    Where,
+    add_staged,
+    requests_to,
+    some_fetches,
+    staging,
+)
 
 
 @dataclass(frozen=True)
@@ -111,60 +118,6 @@ class Messages:
         return PendingGrads(add_to)
 
 
-def requests_to(
-    spec: SessionSpec, *, own: bool, early: bool | None = None
-) -> tuple[tuple[int, Fetch], ...]:
-    """What other ranks fetch from this one, by rank, in their order."""
-    return _requests_to(spec.plan, spec.ranks.rank, own=own, early=early)
-
-
-@lru_cache(maxsize=256)
-def _requests_to(
-    plan: Plan, rank: int, *, own: bool, early: bool | None
-) -> tuple[tuple[int, Fetch], ...]:
-    return tuple(
-        (peer, one)
-        for peer in range(plan.cp_size)
-        if peer != rank
-        for one in some_fetches(gather_program(plan, peer, own=own), early)
-        if one.rank == rank
-    )
-
-
-def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
-    """What is fetched of a rank's keys: as few spans as there are, ascending."""
-    spans: list[slice] = []
-    for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
-        if spans and start <= spans[-1].stop:
-            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
-        else:
-            spans.append(slice(start, stop))
-    return spans
-
-
-def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
-    """All fetches, or those whose gradients are done early in the backward, or the others."""
-    return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
-
-
 def _landing(place: Tensor) -> Tensor:
     """Where a message arrives: in its place if that is contiguous."""
     return place if place.is_contiguous() else torch.empty_like(place)
-
-
-def staging(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
-    """Room for the sums that come home of what a peer fetched."""
-    length = one.source.stop - one.source.start
-    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
-
-
-def add_staged(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
-    """Add what came home from several ranks to the sums it belongs to."""
-    for place, parts in zip(places, zip(*came, strict=True), strict=True):
-        if place.is_cuda and place.dtype == torch.float32 and has_triton():
-            from ring_torch.memory_ops import add_on_gpu
-
-            add_on_gpu(place, parts)
-        else:
-            for part in parts:
-                place.add_(part)

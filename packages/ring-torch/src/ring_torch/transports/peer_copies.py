@@ -25,9 +25,12 @@ from ring_torch.transports.api import (
     PendingKV,
     SessionSpec,
     Where,
+    add_staged,
+    requests_to,
+    spans_of,
+    staging,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-from ring_torch.transports.p2p import add_staged, requests_to, spans_of, staging
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
 
 Event = torch.cuda.Event
