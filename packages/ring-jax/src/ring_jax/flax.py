@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from ring_core import Mask, checks
 from ring_jax.adapt import (
     Attention,
+    Bound,
     Segments,
     bind,
     broadcast,
@@ -119,27 +120,37 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
         checks.check_flag("is_causal", is_causal)
         checks.check_flag("force_fp32_for_softmax", force_fp32_for_softmax)
         q, k, v = _promoted((query, key, value), dtype, promote_dtype)
-        batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
-        if not batch == k.shape[:-3] == v.shape[:-3]:
-            raise ValueError(
-                f"query, key and value must share batch dimensions, got shapes {q.shape}, "
-                f"{k.shape} and {v.shape}"
-            )
-        check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
-        check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
-        options = mask_options(bound, mask, batch, q_len, k_len)
-        if is_causal:
-            options["causal"] = True
-        if bias is not None:
-            options["bias"] = broadcast("bias", bias, batch)
+        options = _options(bound, (q, k, v), mask, bias, is_causal=is_causal)
         if dropping:
             if dropout_rng is None:
                 raise ValueError(f"{dropout_rate=} needs dropout_rng, or deterministic=True")
             options |= dropout_options(dropout_rate, dropout_rng)
         out: Array = bound(flat(q, 3), flat(k, 3), flat(v, 3), options)
-        return out.reshape(*batch, *out.shape[1:])
+        return out.reshape(*q.shape[:-3], *out.shape[1:])
 
     return attend
+
+
+def _options(
+    bound: Bound, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
+    bias: Array | None, *, is_causal: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What a call's mask and bias are in ``ring_attention``."""
+    q, k, v = qkv
+    batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
+    if not batch == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"query, key and value must share batch dimensions, got shapes {q.shape}, "
+            f"{k.shape} and {v.shape}"
+        )
+    check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
+    check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
+    options = mask_options(bound, mask, batch, q_len, k_len)
+    if is_causal:
+        options["causal"] = True
+    if bias is not None:
+        options["bias"] = broadcast("bias", bias, batch)
+    return options
 
 
 def _promoted(

@@ -21,11 +21,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import ring_jax
 from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import doctor
 from ring_core.tools.doctor import Check
-from ring_jax.attention import RingAttention
+from ring_jax.attention import RingAttention, ring_attention
 from ring_jax.records import Kernel
 from ring_jax.tools.bench import compared, out_and_grads
 
@@ -89,7 +88,7 @@ def versions() -> dict[str, str]:
 
 def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
     """Kernels with the packages they are from, and packages that bring none here."""
-    found = [("ring_jax", kernel) for kernel in ring_jax.ring_attention.kernels]
+    found = [("ring_jax", kernel) for kernel in ring_attention.kernels]
     missing = []
     for package, device in BACKENDS.items():
         module = _imported(package)
