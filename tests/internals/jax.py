@@ -7,6 +7,7 @@ from ring_jax import kernels as kernels
 from ring_jax import rank_view as rank_view
 from ring_jax.attention import RingAttention as RingAttention
 from ring_jax.autodiff import _compiled as _compiled
+from ring_jax.collectives import Ranks as Ranks
 from ring_jax.dense_mask import shown_in_blocks as shown_in_blocks
 from ring_jax.kernels import compute_capability as compute_capability
 from ring_jax.kernels import xla as xla

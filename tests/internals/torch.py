@@ -12,6 +12,7 @@ from ring_torch import strategies as strategies
 from ring_torch.autograd import _sink_grads as _sink_grads
 from ring_torch.buffers import BufferSpec as BufferSpec
 from ring_torch.buffers import flat as flat
+from ring_torch.call import Operands as Operands
 from ring_torch.call import Options as CallOptions
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake
@@ -26,6 +27,7 @@ from ring_torch.comm.ranks import Ranks as Ranks
 from ring_torch.comm.ranks import Transfer as Transfer
 from ring_torch.comm.ranks import ranks_of as ranks_of
 from ring_torch.comm.ranks import state_of as state_of
+from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.signature import CallSignature as CallSignature
 from ring_torch.comm.symmetric_memory import SymmetricMemory as SymmetricMemory
 from ring_torch.comm.watch import watch as watch
@@ -63,8 +65,10 @@ from ring_torch.kernels.flash_library import Options as FlashOptions
 from ring_torch.kernels.flash_library import Pass as Pass
 from ring_torch.kernels.triton import TritonKernel as TritonKernel
 from ring_torch.kernels.triton import launch as triton_launch
+from ring_torch.payload import KeyGradBuffer as KeyGradBuffer
 from ring_torch.payload import KVPayload as KVPayload
 from ring_torch.prepare import _prepare as _prepare
+from ring_torch.prepare import check_call as check_call
 from ring_torch.records import AttentionState as AttentionState
 from ring_torch.records import BackwardInputs as BackwardInputs
 from ring_torch.records import KernelParams as KernelParams
@@ -82,6 +86,8 @@ from ring_torch.strategies.choose import choose_strategy as choose_strategy
 from ring_torch.strategies.choose import describe_strategy as describe_strategy
 from ring_torch.strategies.finalize import add_sinks as add_sinks
 from ring_torch.strategies.ring import Ring as Ring
+from ring_torch.strategies.sessions import open_session as open_session
+from ring_torch.strategies.ulysses import Ulysses as Ulysses
 from ring_torch.tools import doctor as doctor
 from ring_torch.tools import rates as rates
 from ring_torch.tools.cli import main as main

@@ -1,0 +1,138 @@
+"""The inverse movement is the backward: over all ranks, ``<M x, y> == <x, M' y>``.
+
+``M'`` is the return of the movement ``M``. In float64, on random numbers: no attention in sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from internals.torch import CallOptions as Options
+from internals.torch import (
+    KeyGradBuffer,
+    Operands,
+    Ulysses,
+    check_call,
+    open_session,
+    ranks_of,
+    relayout_between,
+)
+from torch import Tensor
+
+from ring_core import Layout, gather_program
+from ring_torch import ContextParallel
+
+SIZE, TOKENS = 3, 36
+LAYOUTS: Any = ("contiguous", "zigzag", "striped")
+
+
+def over_ranks(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """The dot product of what all ranks hold."""
+    total = torch.stack([(x * y).sum() for x, y in pairs]).sum()
+    dist.all_reduce(total)
+    return total
+
+
+def same(moved: Sequence[tuple[Tensor, Tensor]], returned: Sequence[tuple[Tensor, Tensor]]) -> None:
+    one, other = over_ranks(*moved), over_ranks(*returned)
+    assert one.abs() > 1e-3, "numbers that show something"
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def numbers(rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def _shard(rank: int, layout: Any) -> None:
+    """From a tensor that all hold: what returns is each rank's part of its gradient."""
+    cp = ContextParallel(layout=layout)
+    (x,), (y,) = numbers(SIZE, (2, TOKENS, 3)), numbers(rank, (2, TOKENS // SIZE, 3))
+    moved = cp.shard(x.requires_grad_())
+    (grad,) = torch.autograd.grad(moved, x, y)
+    same([(moved.detach(), y)], [(x.detach(), grad)])
+
+
+def _unshard(rank: int, layout: Any) -> None:
+    """To a tensor that all hold, and whose gradient all know."""
+    cp = ContextParallel(layout=layout)
+    (x,), (y,) = numbers(rank, (2, TOKENS // SIZE, 3)), numbers(SIZE, (2, TOKENS, 3))
+    moved = cp.unshard(x.requires_grad_())
+    (grad,) = torch.autograd.grad(moved, x, y)
+    same([(moved.detach() / SIZE, y)], [(x.detach(), grad)])
+
+
+def _relayout(rank: int, layout: Any) -> None:
+    ring = ranks_of(None)
+    source, target = (
+        torch.stack([torch.as_tensor(Layout(x, TOKENS, SIZE).positions(r)) for r in range(SIZE)])
+        for x in (layout, "contiguous")
+    )
+    there = relayout_between(ring, source.numpy(), target.numpy(), torch.device("cpu"))
+    x, y = numbers(rank, *2 * [(TOKENS // SIZE, 4)])
+    moved = there(x.requires_grad_(), nullcontext)
+    (grad,) = torch.autograd.grad(moved, x, y)
+    same([(moved.detach(), y)], [(x.detach(), grad)])
+    assert torch.equal(there.back()(moved.detach(), nullcontext), x)
+
+
+def _ulysses(rank: int, layout: Any) -> None:
+    q, y = numbers(rank, (2, TOKENS // SIZE, 6, 4), (2, TOKENS, 2, 4))
+    k, v = numbers(rank, *2 * [(2, TOKENS // SIZE, 3, 4)])
+    ring = ranks_of(None)
+    options = Options(strategy="ulysses")
+    call, _ = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
+    strategy = call.strategy
+    assert isinstance(strategy, Ulysses)
+    (there,) = strategy._to_heads(call, [q], [False])
+    (back,) = strategy._to_tokens(call, [y], [False])
+    same([(there, y)], [(q, back)])
+    assert torch.equal(strategy._to_tokens(call, [there], [False])[0], q)
+
+
+def _gather(rank: int, layout: Any, own: bool) -> None:
+    """Keys that a rank fetches, and sums of gradients that it returns."""
+    q, k, v = numbers(rank, *3 * [(2, TOKENS // SIZE, 2, 4)])
+    ring = ranks_of(None)
+    options = Options(causal=True, strategy="gather", transport="p2p")
+    call, inputs = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
+    gather = gather_program(call.plan, rank, own=own)
+    session = open_session(call, inputs, call.forward_signature, groups=1, own=own)
+    keys, (arriving,) = session.spec.keys, session.fetch(gather, inputs)
+    arriving.wait(None)
+    fetched = keys.split(arriving.tensors[0])
+    y = numbers(rank, *2 * [tuple(fetched[0].shape)])
+    session = open_session(call, inputs, call.backward_signature, groups=1, own=own)
+    sums = KeyGradBuffer(keys, head_major=False)
+    (room,) = session.accumulators(gather, sums, zero=True)
+    for place, of in zip(sums.views(room, gather.length), y, strict=True):
+        place.copy_(of)
+    home = torch.zeros(sums.numel(keys.length), dtype=torch.float64)
+    for one in (fetch for fetch in gather.fetches if fetch.rank == rank):
+        places = sums.of(home, keys.length, one.source)
+        for place, of in zip(places, sums.of(room, gather.length, one.target), strict=True):
+            place.add_(of)
+    returning = session.return_grads(gather, sums, room, 0, overlapped=False)
+    returning.add_to(home, keys.length, lambda source: source)
+    returned = sums.views(home, keys.length)
+    same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
+
+
+MOVEMENTS = (_shard, _unshard, _relayout, _ulysses)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("movement", MOVEMENTS, ids=lambda movement: movement.__name__)
+def test_the_return_of_a_movement_is_its_adjoint(movement: Any, layout: str, backend: Any) -> None:
+    backend.pool(SIZE).run(movement, layout)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of others", "of all"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gradients_return_to_where_keys_were_fetched(layout: str, own: bool, backend: Any) -> None:
+    backend.pool(SIZE).run(_gather, layout, own)
