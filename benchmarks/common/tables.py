@@ -147,7 +147,7 @@ def _jax_ranks(row: Row) -> list[str]:
     """Of ranks that one GPU emulated the slowest."""
     cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['strategy']}`"]
     for way in PASSES:
-        cells += [f"{max(row[f'ms {way}'].values()):.2f}", f"{row[f'eta {way}']:.2f}"]
+        cells += [f"{max(row[f'ms {way}'].values()):.2f}", f"{row[f'efficiency {way}']:.2f}"]
     return cells
 
 

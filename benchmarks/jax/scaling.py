@@ -281,7 +281,7 @@ def over(
         row = rows.setdefault(name, {**what, "method": name, "error": methods[name][1]})
         row[kind] = flops * PASSES[kind] / took
         if name in OURS and kind in alone:
-            row[f"eta {kind}"] = row[kind] / alone[kind]
+            row[f"efficiency {kind}"] = row[kind] / alone[kind]
     for row in rows.values():
         report.add(row)
         print(
@@ -335,7 +335,7 @@ def emulated(size: int, lengths: list[int], report: Report) -> None:
             for kind in PASSES:
                 ranks = {str(key[1]): took[key] for key in runs if key[::2] == (way, kind)}
                 row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}
-                row[f"eta {kind}"] = took["one", 0, kind] / size / max(ranks.values())
+                row[f"efficiency {kind}"] = took["one", 0, kind] / size / max(ranks.values())
             report.add(row)
             print(row, flush=True)
 

@@ -8,10 +8,10 @@ import pytest
 
 from ring_core.tools import bench
 
-DEFAULTS = bench.Setting(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+DEFAULTS = bench.BenchCase(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
 
 
-def setting(*words: str) -> bench.Setting:
+def setting(*words: str) -> bench.BenchCase:
     parser = argparse.ArgumentParser()
     bench.add_options(parser)
     return bench.setting_of(parser.parse_args(words), DEFAULTS)
@@ -21,7 +21,7 @@ def test_what_is_given_replaces_the_defaults() -> None:
     assert setting() == DEFAULTS
     words = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
     more = ("--window", "9", "--layout", "contiguous", "--kernel", "eager")
-    assert setting(*words, *more) == bench.Setting(
+    assert setting(*words, *more) == bench.BenchCase(
         2, 64, 4, 2, 64, "float64", 9, "contiguous", "auto", "eager"
     )  # fmt: skip
 
@@ -52,10 +52,10 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
         order.append(("ring", n))
         return 2.0 if n < 3 else 4.0, 4.0
 
-    forward, both = bench.timings(one, ring, share=0.5, seconds=0)
+    forward, both = bench.timings(one, ring, work_fraction=0.5, seconds=0)
     rounds = range(bench.LEAST_ROUNDS + 1)
     assert order == [(name, n) for n in rounds for name in ("one", "ring")]
-    assert (forward.etas, forward.eta) == ([0.5, 1.0, 1.0], 1.0)
-    assert (both.what, both.eta) == ("forward and backward", 1.5)
+    assert (forward.efficiencies, forward.efficiency) == ([0.5, 1.0, 1.0], 1.0)
+    assert (both.what, both.efficiency) == ("forward and backward", 1.5)
     text = bench.shown(DEFAULTS, "devices", (forward, both))
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text

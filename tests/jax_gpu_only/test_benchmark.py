@@ -188,7 +188,7 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     names = ["triton", "all-gather xla", "two-stage xla", "zigzag xla"]
     assert [row["method"] for row in split] == names
     assert [row.get("layers") for row in (causal, alone, *split)] == [None, *[2] * 5]
-    assert {"forward", "both", "eta forward", "eta both"} <= set(split[0])
+    assert {"forward", "both", "efficiency forward", "efficiency both"} <= set(split[0])
     reasons = [row["reason"] for row in report["refused"]]
     assert reasons.count("ValueError: no causal") == 2
     assert sum("errors of ('out',)" in reason for reason in reasons) == 3

@@ -155,6 +155,6 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
-    assert all(row["share"] == 1 and row["eta"] > 0 for row in found["timings"])
+    assert all(row["work_fraction"] == 1 and row["efficiency"] > 0 for row in found["timings"])
     assert cli.main(["bench", "--seq-len", "101"]) == 2
     assert "101 is not a positive multiple of 16" in capsys.readouterr().err

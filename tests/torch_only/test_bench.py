@@ -27,7 +27,7 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
     for row in found["timings"]:
         assert len(row["one"]) == len(row["ring"]) == 3
-        assert row["share"] == 0.5 and row["eta"] > 0
+        assert row["work_fraction"] == 0.5 and row["efficiency"] > 0
 
 
 def test_no_speed_without_right_results(
@@ -42,7 +42,7 @@ def test_no_speed_without_right_results(
     assert main(["bench", *SMALL, "--ranks", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED" in text and text.endswith("something is wrong\n")
-    assert "eta" not in text
+    assert "efficiency" not in text
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from ring_core.tools.sizes import size
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
 #: Runs a round of its number; seconds of the forward, and of forward and backward.
-Run = Callable[[int], tuple[float, float]]
+TimedRound = Callable[[int], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchCase:
     """What is timed: a call of ``[1, seq_len, heads, head_dim]`` over ``ranks``.
 
     ``dtype`` is a name both frameworks know; the mask is causal, with a window where one is given.
@@ -62,26 +62,26 @@ class Setting:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round of a pass; ``share`` is what part of the work one rank's device has.
+    """Seconds of each round of a pass; ``work_fraction`` is what one device has of the work.
 
-    ``share`` is 1 / ranks, or 1 where the ranks' devices are the same cores as the one device's.
+    That is 1 / ranks, or 1 where the ranks' devices are the same cores as the one device's.
     """
 
     what: str
     one: tuple[float, ...]
     ring: tuple[float, ...]
-    share: float
+    work_fraction: float
 
     @property
-    def etas(self) -> list[float]:
+    def efficiencies(self) -> list[float]:
         """For each round: the rate a device of the ring keeps, over that of one alone."""
         pairs = zip(self.one, self.ring, strict=True)
-        return sorted(self.share * one / ring for one, ring in pairs)
+        return sorted(self.work_fraction * one / ring for one, ring in pairs)
 
     @property
-    def eta(self) -> float:
+    def efficiency(self) -> float:
         """Their median."""
-        return statistics.median(self.etas)
+        return statistics.median(self.efficiencies)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="for programs")
 
 
-def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
+def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
     """What a command line asks for, and the rest from ``defaults``.
 
     Raises:
@@ -118,7 +118,7 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
             f"--heads must be a multiple of --kv-heads, got {values['heads']} and "
             f"{values['kv_heads']}"
         )
-    setting = Setting(
+    setting = BenchCase(
         **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
     plan = make_plan(  # refuses what cannot be planned
@@ -128,7 +128,9 @@ def setting_of(args: argparse.Namespace, defaults: Setting) -> Setting:
     return setting
 
 
-def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timing, Timing]:
+def timings(
+    one: TimedRound, ring: TimedRound, *, work_fraction: float, seconds: float
+) -> tuple[Timing, Timing]:
     """Time both in turns, forward and with the backward, showing how far it is on stderr.
 
     With tqdm that is a progress bar, else a line a round.
@@ -148,7 +150,7 @@ def timings(one: Run, ring: Run, *, share: float, seconds: float) -> tuple[Timin
                 break
     ones, rings = zip(*rounds, strict=True)
     forward, both = (
-        Timing(what, tuple(x[n] for x in ones), tuple(x[n] for x in rings), share)
+        Timing(what, tuple(x[n] for x in ones), tuple(x[n] for x in rings), work_fraction)
         for n, what in enumerate(("forward", "forward and backward"))
     )
     return forward, both
@@ -190,11 +192,13 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
     return bar
 
 
-def shown(setting: Setting, where: str, found: Sequence[Timing]) -> str:
+def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     """Timings for people."""
-    lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}   eta"]
+    lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
     for timing in found:
         one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
-        spread = f"{timing.etas[0]:.2f} to {timing.etas[-1]:.2f}, {len(timing.one)} rounds"
-        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.eta:.2f}  ({spread})")
+        spread = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
+        lines.append(
+            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({spread})"
+        )
     return "\n".join(lines)

@@ -13,23 +13,23 @@ from jax.sharding import AxisType
 
 from ring_core import Mask
 from ring_core.tools import doctor
-from ring_core.tools.bench import Run, Setting, Timing, timings
+from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
 from ring_jax.context import ContextParallel
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
 
-def defaults() -> Setting:
+def defaults() -> BenchCase:
     """What is timed where nothing else is asked for: all local devices."""
     ranks = jax.local_device_count()
     if jax.default_backend() == "cpu":
-        return Setting(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
-    return Setting(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
+        return BenchCase(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+    return BenchCase(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
 
 
 def bench(
-    context: type[ContextParallel], setting: Setting, seconds: float
+    context: type[ContextParallel], setting: BenchCase, seconds: float
 ) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
     """Check a ring against float64 on a short sequence, then time it, and one device alone.
 
@@ -54,18 +54,18 @@ def bench(
     checks = list(_checks(ring, setting))
     if not all(check.passed for check in checks):
         return checks, ()
-    share = 1.0 if devices[0].platform == "cpu" else 1 / setting.ranks
+    work_fraction = 1.0 if devices[0].platform == "cpu" else 1 / setting.ranks
     runs = (_run(one, setting), _run(ring, setting))
-    return checks, timings(*runs, share=share, seconds=seconds)
+    return checks, timings(*runs, work_fraction=work_fraction, seconds=seconds)
 
 
-def _ring(context: type[ContextParallel], setting: Setting, ranks: int) -> ContextParallel:
+def _ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
     devices = jax.local_devices()[:ranks]
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices)
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 
-def _attend(cp: ContextParallel, setting: Setting) -> Attend:
+def _attend(cp: ContextParallel, setting: BenchCase) -> Attend:
     return partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy
     )
@@ -82,7 +82,7 @@ def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tupl
     return both
 
 
-def _checks(cp: ContextParallel, setting: Setting) -> Iterator[doctor.Check]:
+def _checks(cp: ContextParallel, setting: BenchCase) -> Iterator[doctor.Check]:
     """The ring on a short sequence."""
     inputs = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(cp.cp_size, setting.head_dim)
@@ -115,7 +115,7 @@ def _where(ranks: int) -> str:
     return f"{ranks} {jax.default_backend()}"
 
 
-def _run(cp: ContextParallel, setting: Setting) -> Run:
+def _run(cp: ContextParallel, setting: BenchCase) -> TimedRound:
     attend = _attend(cp, setting)
     forward, both = jax.jit(attend), out_and_grads(attend)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)

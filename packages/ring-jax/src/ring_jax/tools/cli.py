@@ -86,10 +86,10 @@ def _bench(args: argparse.Namespace) -> int:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     where = f"devices: {jax.devices()[0].device_kind}"
-    if found[0].share == 1:
+    if found[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
     facts = {"versions": versions(), "setting": asdict(setting), "where": where}
-    rows = [asdict(timing) | {"eta": timing.eta} for timing in found]
+    rows = [asdict(timing) | {"efficiency": timing.efficiency} for timing in found]
     text = bench.shown(setting, where, found)
     print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
     return 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core.tools.bench import Run, Setting, Timing, timings
+from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
 from ring_core.tools.doctor import Check
 from ring_torch.context import ContextParallel
 from ring_torch.local import LocalRanks
@@ -20,16 +20,16 @@ from ring_torch.tools.doctor import ring_checks
 PATIENCE = 600.0  # seconds for a round
 
 
-def defaults() -> Setting:
+def defaults() -> BenchCase:
     """What is timed where nothing else is asked for: all GPUs, or two processes on the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
-        return Setting(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
-    return Setting(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+        return BenchCase(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
+    return BenchCase(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
 
 
 def bench(
-    setting: Setting, transport: str, seconds: float
+    setting: BenchCase, transport: str, seconds: float
 ) -> tuple[list[Check], tuple[Timing, ...]]:
     """Check a ring against float64 on a short sequence, then time it, and one rank alone.
 
@@ -51,18 +51,19 @@ def bench(
             return checks, ()
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
             one, ring = (
-                cast("Run", partial(_slowest, pool, setting, transport)) for pool in (alone, ranks)
+                cast("TimedRound", partial(_slowest, pool, setting, transport))
+                for pool in (alone, ranks)
             )
-            return checks, timings(one, ring, share=1 / setting.ranks, seconds=seconds)
+            return checks, timings(one, ring, work_fraction=1 / setting.ranks, seconds=seconds)
 
 
-def _slowest(pool: LocalRanks, setting: Setting, transport: str, n: int) -> tuple[float, float]:
+def _slowest(pool: LocalRanks, setting: BenchCase, transport: str, n: int) -> tuple[float, float]:
     """Seconds of a round on the slowest rank."""
     forward, both = zip(*pool.run(time_round, setting, transport, n), strict=True)
     return max(forward), max(both)
 
 
-def time_round(rank: int, setting: Setting, transport: str, seed: int) -> tuple[float, float]:
+def time_round(rank: int, setting: BenchCase, transport: str, seed: int) -> tuple[float, float]:
     """Seconds of a forward, and of a forward and backward, on this rank."""
     cuda = torch.cuda.is_available()
     cp = ContextParallel(layout=setting.layout)

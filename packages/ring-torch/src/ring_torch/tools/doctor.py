@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ring_core import Mask
 from ring_core.tools import doctor
-from ring_core.tools.bench import Setting
+from ring_core.tools.bench import BenchCase
 from ring_core.tools.doctor import Check
 from ring_torch.attention import ring_attention
 from ring_torch.context import ContextParallel
@@ -179,7 +179,9 @@ def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]
     if not ways:
         return
     dtype = "bfloat16" if cuda else "float32"
-    setting = Setting(RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto", "auto")
+    setting = BenchCase(
+        RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto", "auto"
+    )
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in ways:
             way = replace(setting, strategy=strategy)
@@ -187,7 +189,7 @@ def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]
 
 
 def ring_checks(
-    ranks: LocalRanks, setting: Setting, transport: str, *, cuda: bool
+    ranks: LocalRanks, setting: BenchCase, transport: str, *, cuda: bool
 ) -> Iterator[Check]:
     """A setting on a short sequence, between these ranks."""
     dtype = getattr(torch, setting.dtype)
@@ -202,7 +204,7 @@ def ring_checks(
     yield from _judged(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
 
 
-def _ring_rank(rank: int, arrays: Arrays, setting: Setting, transport: str, cuda: bool) -> Arrays:
+def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
     cp = ContextParallel(layout=setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
