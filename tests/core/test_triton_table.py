@@ -76,9 +76,9 @@ BAD: dict[str, tuple[str, str]] = {
     "itemsize": (json.dumps([{**GOOD, "itemsize": 8}]), "itemsize 2 or 4"),
     "head-dim": (json.dumps([{**GOOD, "head_dim": 0}]), "head_dim >= 1"),
     "true": (json.dumps([{**GOOD, "stages": True}]), "stages 1 to 8"),
-    "per_score_inputs": (json.dumps([{**GOOD, "per_score_inputs": 1}]), "got"),
-    "few": (json.dumps([GOOD]), "has no row for attend of 2 bytes"),
-    "empty": ("[]", "has no row for attend of 2 bytes"),
+    "per-score-inputs": (json.dumps([{**GOOD, "per_score_inputs": 1}]), "got"),
+    "few": (json.dumps([GOOD]), "has no row for fwd of 2 bytes"),
+    "empty": ("[]", "has no row for fwd of 2 bytes"),
 }
 
 

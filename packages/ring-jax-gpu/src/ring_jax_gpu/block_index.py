@@ -1,7 +1,7 @@
 """Which blocks of scores are visited, where bands alone do not say.
 
 For bands and documents a kernel works out from the items which blocks to visit; where segment ids,
-a predicate or a mask that is an array decide, the blocks that are not empty are listed, for each
+a predicate or a mask that is an array decide, the blocks that are not empty are indexed, for each
 block of the outer side: partial ones first, then full ones.
 """
 

@@ -38,8 +38,8 @@ class Call:
     """A step's work for the kernels.
 
     Attributes:
-        separate_kv: Keys and values, and their gradients, are arrays of their own. In calls of several
-            steps they travel side by side.
+        separate_kv: Keys and values, and their gradients, are arrays of their own. In calls of
+            several steps they travel side by side.
         blocks, roles: As of ``TritonKernel``.
     """
 

@@ -3,7 +3,7 @@
 A block is empty, full, partial (needs its mask), or nonfinite: partial and holding numbers
 that are not finite, which weights of 0 do not keep out of products. The blocks that are not empty
 are written down one after another, and the grid of a kernel walks along that list, whose length is
-known on the device only: empty blocks are neither fetched nor computed, and cost no step of the grid.
+known on the device only: empty blocks are neither fetched nor computed, and cost no step.
 
 A list lies in scalar memory, which holds so many words. Where there are more blocks, a kernel is
 launched for some rows (or columns) of blocks after others, each time with a list of their own.
@@ -30,7 +30,7 @@ _MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for e
 
 
 class BlockIndex(NamedTuple):
-    """Lists of visits, int32 ``[1 or B, length]``, and the steps along the longest.
+    """Lists of blocks to visit, int32 ``[1 or B, length]``, and the steps along the longest.
 
     The number is traced, except where there is one block in all.
     """

@@ -25,8 +25,8 @@ class Generation:
         narrow: A block where it sees few: windows, chunks.
         part, windowed_part: What of a forward block is multiplied at once.
         prefetches_scores: A part's scores are computed before the softmax of the part before it.
-        separate_kv_fetch: K and V are fetched one by one. Their rows lie side by side in main memory,
-            and v4 turns half-filled registers into full ones at some cost.
+        separate_kv_fetch: K and V are fetched one by one. Their rows lie side by side in main
+            memory, and v4 turns half-filled registers into full ones at some cost.
     """
 
     name: str

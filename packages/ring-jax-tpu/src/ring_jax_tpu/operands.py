@@ -47,7 +47,7 @@ def fitting_blocks(
     direction: Pass, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
     lists: int, generation: Generation,
 ) -> Blocks:  # fmt: skip
-    """The blocks of a launch over so many queries and keys, with so many lists of visits.
+    """The blocks of a launch over so many queries and keys, with so many lists of blocks.
 
     Raises:
         UnsupportedError: They do not fit on chip, or are too many.
@@ -69,7 +69,7 @@ class Launch:
     shape: Shape
     blocks: Blocks
     kinds: Array  # [1 or B, I, J]
-    scalars: ScalarOperands  # without visits
+    scalars: ScalarOperands  # without ``block_index``
     operands: Operands
 
     @classmethod

@@ -102,7 +102,7 @@ class KeyBlock(NamedTuple):
     v: Tensor
     position: Tensor | None  # [m] global index of each key, where an option needs it
     segments: Tensor | None  # [B, m] int32
-    aligned8: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
+    aligned8: bool = False  # positions are known to be 8 n to 8 n + 7, at 8 m
     runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
     def take(self, part: slice) -> KeyBlock:

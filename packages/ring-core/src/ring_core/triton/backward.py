@@ -225,7 +225,7 @@ def bwd_dkv_unless_nan(
     x, strides, consts, nan_safe, q, k, v, dout, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
     delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads, group,
 ):  # fmt: skip
-    """Add what a block of keys gets; with care if there are NaN, which it may not have seen."""
+    """Add what a block of keys gets; NaN-safe if there are NaN, which it may not have seen."""
     start = block * consts.BLOCK_K
     k_part, v_part = loop_over_q(
         x, strides, consts, q, k, v, dout, lse, delta, dq, block_index, counts, block_index_batch,

@@ -46,7 +46,7 @@ class Constexprs(NamedTuple):
         FRESH: Results hold nothing yet and are not read; but for dQ where ``FUSED`` adds to it.
         KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
         BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
-        ALIGNED8: Positions of keys are aligned to 8: ``k_at[8 n]`` is a multiple of 8, seven follow.
+        ALIGNED8: Of positions of keys ``k_at[8 n]`` is a multiple of 8, and seven follow it.
         Q_STEP, K_STEP, V_STEP, OUT_STEP, DQ_STEP, DK_STEP, DV_STEP: From a token of a head to the
             next, in numbers; ``OUT_STEP`` is of the output or of its gradient.
     """

@@ -37,8 +37,8 @@ class Row:
     """The blocks of a pass, for numbers of ``itemsize`` bytes and head dims up to ``head_dim``.
 
     Attributes:
-        crowded: Only where each score has an input of its own (a bias, tiles of a predicate, random
-            numbers for dropout).
+        per_score_inputs: Only where each score has an input of its own (a bias, tiles of a
+            predicate, random words for dropout).
     """
 
     kernel: Pass

@@ -52,10 +52,10 @@ def bwd_hopper(
     and ``v`` are of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, values beside their keys;
     then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
     to whole blocks, ``neg_lse`` is minus ``lse`` over the scale, ``-inf`` for rows that saw
-    nothing, and ``neg_delta`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1, dK and
-    dV, because of NaN; 2, all, because of keys that are not finite. With ``consts.STREAM_K``,
-    ``stream_k`` is what ``StreamKBackward`` says; ``parts [split, 2, 128, D]`` and
-    ``marks [split]``, which says how many parts are done, are all zeros.
+    nothing, and ``neg_delta`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1,
+    dK and dV, because of NaN; 2, all, because of keys that are not finite. With
+    ``consts.STREAM_K``, ``stream_k`` is what ``StreamKBackward`` says; ``parts [split, 2, 128, D]``
+    and ``marks [split]``, which says how many parts are done, are all zeros.
     """
     stages: gl.constexpr = consts.STAGES
     k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, consts.D], k.layout)
@@ -136,7 +136,7 @@ def piece_of(n, tile, begin, end, skipped, length, sizes, consts: gl.constexpr):
 
 @gluon.jit
 def stream_k_of(sizes):
-    """``(whole, split, own, helpers)``: how many tiles are not split, and what ``stream_k`` says."""
+    """``(whole, split, own, helpers)``: how many tiles are whole, and what ``stream_k`` says."""
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     split = gl.load(stream_k + SPLIT)
     whole = gl.load(stream_k + BUSY) * batch * (heads // group) - split
@@ -292,7 +292,7 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
 
 @gluon.jit
 def parts_of(split_index, sizes):
-    """In how many parts a shared tile comes: of who has it, and of those who help."""
+    """In how many parts a split tile comes: of who has it, and of those who help."""
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
     each = group * gl.load(stream_k + Q_MANY) - own

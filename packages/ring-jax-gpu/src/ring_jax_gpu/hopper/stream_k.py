@@ -59,14 +59,14 @@ class StreamKBackward(NamedTuple):
 
 
 def of_queries(seen: Rectangle, heads: int, programs: int) -> StreamK:
-    """What is shared in the forward; ``heads`` are those of queries, of all batch rows."""
+    """What is split in the forward; ``heads`` are those of queries, of all batch rows."""
     first, busy = _blocks(seen.q_start, seen.q_stop, QUERIES)
     _, length = _blocks(seen.k_start, seen.k_stop, KEYS_A_BLOCK)
     return StreamK(first, busy, *split_tiles(busy * heads, length, programs))
 
 
 def of_keys(seen: Rectangle, heads: int, group: int, programs: int) -> StreamKBackward:
-    """What is shared in the backward; ``heads`` are those of keys, of all batch rows."""
+    """What is split in the backward; ``heads`` are those of keys, of all batch rows."""
     first, busy = _blocks(seen.k_start, seen.k_stop, KEYS)
     q_first, q_many = _blocks(seen.q_start, seen.q_stop, QUERIES_A_BLOCK)
     return StreamKBackward(
@@ -75,11 +75,11 @@ def of_keys(seen: Rectangle, heads: int, group: int, programs: int) -> StreamKBa
 
 
 def split_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """``(split, own, each)`` of :class:`Shares` for tiles that are ``length`` blocks long."""
+    """``(split, own, each)`` of :class:`StreamK` for tiles that are ``length`` blocks long."""
     split = tiles % programs
     best, took = (0, 0, 1), length
     for each in range(2, min(_MOST_PARTS, length) + 1 if split else 2):
-        # Rounds of the other parts, which those without a tile draw.
+        # Rounds of the other parts, which those without a tile take.
         rounds = -(-split * (each - 1) // (programs - split))
         share = rounds / (each - 1)
         own = math.ceil((share * length + (rounds - 1) * _JOINING) / (1 + share))
@@ -91,7 +91,7 @@ def split_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
 
 
 def split_tiles_backward(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """``(split, own, helpers)`` of :class:`Helped` for tiles that are ``length`` blocks long."""
+    """``(split, own, helpers)`` of :class:`StreamKBackward`, for tiles of ``length`` blocks."""
     split = tiles % programs
     helpers = min(programs - split, split * (_MOST_SHARERS - 1))
     own = -(-split * (length + _JOINING) // max(split + helpers, 1))

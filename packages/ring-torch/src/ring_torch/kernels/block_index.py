@@ -2,7 +2,7 @@
 
 A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
 the item which blocks to visit; where segment ids, a predicate or a mask that is a tensor decide,
-the blocks that are not empty are listed, for each block of the outer side: partial ones first, then
+the blocks that are not empty are indexed, for each block of the outer side: partial first, then
 full ones.
 """
 

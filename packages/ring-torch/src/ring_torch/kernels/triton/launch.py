@@ -145,7 +145,7 @@ class Launch:
         }  # fmt: skip
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
-        """The lists of blocks, if they are listed."""
+        """The index of blocks, if there is one."""
         if not self._is_indexed:
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
