@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ring_core.triton.tile_sizes import NAN_SAFE
+from ring_core.triton.tile_sizes import NAN_SAFE_BLOCK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -83,7 +83,7 @@ class Constexprs(NamedTuple):
 def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
     """Constants of the blocks that are done again, where numbers are not finite."""
     return consts._replace(
-        BLOCK_Q=min(NAN_SAFE, consts.BLOCK_Q), BLOCK_K=min(NAN_SAFE, consts.BLOCK_K), TMA=False,
+        BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q), BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
         Q_IS_MULTIPLE=False, K_IS_MULTIPLE=False, INDEXED=False, ALL_PARTIAL=True,
     )  # fmt: skip
 
