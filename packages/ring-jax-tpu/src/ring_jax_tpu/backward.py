@@ -169,7 +169,7 @@ def _slopes(
     weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
     weights = weights if visible is None else jnp.where(visible, weights, 0.0)
     dweights = dot("nt", v, above.dout[...])
-    keep = tile.kept()
+    keep = tile.dropout_keep()
     dweights = dweights if keep is None else dweights * keep
     dlogits = weights * (dweights - above.delta[...])
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)

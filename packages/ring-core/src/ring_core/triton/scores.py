@@ -83,7 +83,8 @@ class Constexprs(NamedTuple):
 def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
     """Constants of the blocks that are done again, where numbers are not finite."""
     return consts._replace(
-        BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q), BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
+        BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q),
+        BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
         Q_IS_MULTIPLE=False, K_IS_MULTIPLE=False, INDEXED=False, ALL_PARTIAL=True,
     )  # fmt: skip
 

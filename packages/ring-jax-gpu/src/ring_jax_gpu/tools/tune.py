@@ -103,7 +103,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
         )  # fmt: skip
         return out
 
-    if row.kernel == "attend":
+    if row.kernel == "fwd":
         forward = jax.jit(attend)
         return lambda: (forward(q, k, v, bias),)
     _, pull = jax.jit(partial(jax.vjp, attend))(q, k, v, bias)
