@@ -56,7 +56,7 @@ def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
 
 def is_of(direction: str, name: str) -> bool:
     """Whether a dump is of a kernel of this pass; a backward's program runs the forward, too."""
-    return (direction == "forward") == bool(re.search("attend|fwd", name))
+    return (direction == "forward") == bool(re.search("fwd", name))
 
 
 class Branch(NamedTuple):

@@ -22,9 +22,7 @@ Span = tuple[float, float]  # begin and end, in nanoseconds
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _STREAM = "Stream"  # names of other lines do not begin so: they sum up what these hold
-_ATTENTION = re.compile(
-    r"attend|add_fast|add_to_|flash|fmha|sdpa|fprop|bprop|mosaic", re.IGNORECASE
-)
+_ATTENTION = re.compile(r"fwd|bwd|flash|fmha|sdpa|fprop|bprop|mosaic", re.IGNORECASE)
 _TRANSFER = re.compile(r"nccl|p2p|ptop", re.IGNORECASE)
 _TO_DEVICE = re.compile(r"\bdest:(\d+)")
 _TOP = 12

@@ -151,17 +151,17 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
                 continue
             inside = nearest >= low and furthest <= high
             full, partial = full + inside, partial + (not inside)
-            outer = left if by_columns(kernel) else top
+            outer = left if k_major(kernel) else top
             by_row[outer] = by_row.get(outer, 0) + 1
-    outers = LENGTH // (k if by_columns(kernel) else q)
+    outers = LENGTH // (k if k_major(kernel) else q)
     empty = 0 if who == "ours" else outers * max(by_row.values()) - full - partial
     rows = len(by_row) if who == "ours" else outers
     return Blocks(*(HEADS * n for n in (full, partial, empty, rows)))
 
 
-def by_columns(kernel: str) -> bool:
+def k_major(kernel: str) -> bool:
     """Whether a kernel walks over the blocks column by column."""
-    return any(word in kernel for word in ("dkv", "keys", "all"))
+    return any(word in kernel for word in ("dkv", "fused"))
 
 
 def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:

@@ -17,16 +17,21 @@ def taken_by(module: Any) -> dict[str, Any]:
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         report = _said(tool, "-res-usage", file.name)
-        has_roles = "setmaxnreg" in module.asm["ptx"]
-        # Code is read of kernels with roles alone: it takes a second each to be taken apart.
-        code = _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if has_roles else None
+        is_warp_specialised = "setmaxnreg" in module.asm["ptx"]
+        # Code is read of warp-specialised kernels alone: it takes a second each to be taken apart.
+        code = (
+            _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
+            if is_warp_specialised
+            else None
+        )
     usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
     return {
         "shared": module.metadata.shared, "registers": usage["REG"],
         "stack": usage["STACK"] + usage["LOCAL"],
         "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
         "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
-        "roles": has_roles, "spilled": None if code is None else spilled_in_loop(code),
+        "warp_specialised": is_warp_specialised,
+        "spilled": None if code is None else spilled_in_loop(code),
         "bare": bare_arrivals(module.asm["ptx"]),
     }  # fmt: skip
 

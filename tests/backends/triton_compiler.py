@@ -161,7 +161,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
             "num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True,
         },
     )  # fmt: skip
-    return {"kernel": launch.kernel, "fused": dict(launch.facts)["FUSED"], **taken_by(result)}
+    return {"kernel": launch.kernel, "fused": dict(launch.consts)["FUSED"], **taken_by(result)}
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,8 +202,8 @@ def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from compile_for_hopper(call)
             continue
         for params, types in kernels_of(call):
-            facts = compile_one(params, types, question["arch"])
-            yield {"call": call.get("name", ""), **facts}
+            consts = compile_one(params, types, question["arch"])
+            yield {"call": call.get("name", ""), **consts}
 
 
 if __name__ == "__main__":

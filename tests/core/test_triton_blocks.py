@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from internals.core import come_in_eights, parts_of_tiles
+from internals.core import parts_of_tiles, positions_aligned8
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from internals.core import come_in_eights, parts_of_tiles
     ],
 )
 def test_positions_that_come_in_eights(positions: list[int], expected: bool) -> None:
-    assert come_in_eights(np.array(positions)) is expected
+    assert positions_aligned8(np.array(positions)) is expected
 
 
 def test_parts_of_tiles() -> None:

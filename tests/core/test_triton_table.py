@@ -23,49 +23,51 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", table.PASSES)
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("per_score_inputs", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("dim", [1, 64, 65, 128, 129, 256, 300])
-def test_every_call_has_a_row(kernel: table.Pass, crowded: bool, itemsize: int, dim: int) -> None:
-    row = table.find(OURS, kernel, itemsize, dim, crowded=crowded)
+def test_every_call_has_a_row(
+    kernel: table.Pass, per_score_inputs: bool, itemsize: int, dim: int
+) -> None:
+    row = table.find(OURS, kernel, itemsize, dim, per_score_inputs=per_score_inputs)
     assert row.kernel == kernel and row.itemsize == min(itemsize, 4)
     assert row.head_dim >= min(dim, 256)
-    assert row.crowded == (crowded and itemsize == 2 and dim <= 128)
+    assert row.per_score_inputs == (per_score_inputs and itemsize == 2 and dim <= 128)
 
 
 def test_the_first_row_that_fits_counts() -> None:
-    first = Row("attend", 2, 64, crowded=False, q=16, k=32, warps=4, stages=1)
-    assert table.find((first, *OURS), "attend", 2, 64, crowded=True) == first
-    assert table.find((first, *OURS), "attend", 2, 65, crowded=False) != first
+    first = Row("fwd", 2, 64, per_score_inputs=False, q=16, k=32, warps=4, stages=1)
+    assert table.find((first, *OURS), "fwd", 2, 64, per_score_inputs=True) == first
+    assert table.find((first, *OURS), "fwd", 2, 65, per_score_inputs=False) != first
 
 
 def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     path.write_text(table.written(replace(row, q=32, warps=2) for row in OURS))
-    usual = choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False)
+    usual = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
     monkeypatch.setenv(table.VARIABLE, str(path))
-    found = choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False)
+    found = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
     assert found == replace(usual, q=32, warps=2)
     asked = KernelConfig(block_q=64, block_k=16)
-    assert choose_blocks(asked, "attend", 128, 2, crowded=False) == replace(found, q=64, k=16)
+    assert choose_blocks(asked, "fwd", 128, 2, per_score_inputs=False) == replace(found, q=64, k=16)
     monkeypatch.setenv(table.VARIABLE, "")
-    assert choose_blocks(KernelConfig(), "attend", 128, 2, crowded=False) == usual
+    assert choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False) == usual
 
 
 def test_a_table_of_the_call_comes_first() -> None:
-    one = Row("attend", 2, 256, crowded=False, q=16, k=16, warps=1, stages=1)
-    assert choose_blocks(KernelConfig(), "attend", 8, 2, crowded=False, rows=(one,)) == Blocks(
-        16, 16, 1, 1
-    )
+    one = Row("fwd", 2, 256, per_score_inputs=False, q=16, k=16, warps=1, stages=1)
+    assert choose_blocks(
+        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, rows=(one,)
+    ) == Blocks(16, 16, 1, 1)
 
 
 GOOD = asdict(OURS[0])
 BAD: dict[str, tuple[str, str]] = {
     "no-json": ("{", "no table of blocks"),
     "no-list": ("3", "no table of blocks"),
-    "short": (json.dumps([{"kernel": "attend"}]), "a row has kernel, itemsize"),
+    "short": (json.dumps([{"kernel": "fwd"}]), "a row has kernel, itemsize"),
     "more": (json.dumps([{**GOOD, "best": 1}]), "a row has kernel, itemsize"),
-    "kernel": (json.dumps([{**GOOD, "kernel": "attend_fast"}]), "kernels are attend"),
+    "kernel": (json.dumps([{**GOOD, "kernel": "fwd_hopper"}]), "kernels are fwd"),
     "size": (json.dumps([{**GOOD, "q": 96}]), "powers of two from 16 to 256"),
     "small": (json.dumps([{**GOOD, "k": 8}]), "powers of two from 16 to 256"),
     "text": (json.dumps([{**GOOD, "k": "64"}]), "powers of two"),
@@ -74,9 +76,9 @@ BAD: dict[str, tuple[str, str]] = {
     "itemsize": (json.dumps([{**GOOD, "itemsize": 8}]), "itemsize 2 or 4"),
     "head-dim": (json.dumps([{**GOOD, "head_dim": 0}]), "head_dim >= 1"),
     "true": (json.dumps([{**GOOD, "stages": True}]), "stages 1 to 8"),
-    "crowded": (json.dumps([{**GOOD, "crowded": 1}]), "got"),
-    "few": (json.dumps([GOOD]), "has no row for attend of 2 bytes"),
-    "empty": ("[]", "has no row for attend of 2 bytes"),
+    "per-score-inputs": (json.dumps([{**GOOD, "per_score_inputs": 1}]), "got"),
+    "few": (json.dumps([GOOD]), "has no row for fwd of 2 bytes"),
+    "empty": ("[]", "has no row for fwd of 2 bytes"),
 }
 
 

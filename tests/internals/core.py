@@ -47,5 +47,5 @@ from ring_core.triton.tile_configs import Blocks as Blocks
 from ring_core.triton.tile_configs import Row as Row
 from ring_core.triton.tile_sizes import FLAGS_TOGETHER as FLAGS_TOGETHER
 from ring_core.triton.tile_sizes import choose_blocks as choose_blocks
-from ring_core.triton.tile_sizes import come_in_eights as come_in_eights
 from ring_core.triton.tile_sizes import parts_of_tiles as parts_of_tiles
+from ring_core.triton.tile_sizes import positions_aligned8 as positions_aligned8

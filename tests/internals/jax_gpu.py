@@ -7,11 +7,11 @@ from ring_jax_gpu import operands as operands
 from ring_jax_gpu.fmha import Pattern as Pattern
 from ring_jax_gpu.hopper import ffi as hopper_ffi
 from ring_jax_gpu.hopper import run as hopper_run
-from ring_jax_gpu.hopper.ffi import Taken as Taken
-from ring_jax_gpu.hopper.stream_k import helped_tiles as helped_tiles
+from ring_jax_gpu.hopper.ffi import InArray as InArray
 from ring_jax_gpu.hopper.stream_k import of_keys as of_keys
 from ring_jax_gpu.hopper.stream_k import of_queries as of_queries
-from ring_jax_gpu.hopper.stream_k import shared_tiles as shared_tiles
+from ring_jax_gpu.hopper.stream_k import split_tiles as split_tiles
+from ring_jax_gpu.hopper.stream_k import split_tiles_backward as split_tiles_backward
 from ring_jax_gpu.launch import Kernel as Kernel
 from ring_jax_gpu.launch import Launch as Launch
 from ring_jax_gpu.launch import arguments_of as arguments_of

@@ -50,9 +50,9 @@ from ring_torch.kernels.api import Kernel as Kernel
 from ring_torch.kernels.api import Selection as Selection
 from ring_torch.kernels.api import SplitBackward as SplitBackward
 from ring_torch.kernels.block_index import Grid as Grid
+from ring_torch.kernels.block_index import block_index as block_index
 from ring_torch.kernels.block_index import in_blocks as in_blocks
 from ring_torch.kernels.block_index import kinds_on as kinds_on
-from ring_torch.kernels.block_index import visits as visits
 from ring_torch.kernels.eager import EagerKernel as EagerKernel
 from ring_torch.kernels.eager import ScoreBlocks as ScoreBlocks
 from ring_torch.kernels.fa4 import FA4 as FA4

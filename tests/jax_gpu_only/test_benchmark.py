@@ -42,7 +42,7 @@ planes { name: "/device:GPU:0"
   lines { id: 2 name: "Stream #19(Compute)" timestamp_ns: 40
     events { metadata_id: 2 offset_ps: 0 duration_ps: 40000 } }
   lines { id: 3 name: "XLA Modules" events { metadata_id: 3 duration_ps: 900000 } }
-  event_metadata { key: 1 value { id: 1 name: "attend_fast" } }
+  event_metadata { key: 1 value { id: 1 name: "fwd_hopper" } }
   event_metadata { key: 2 value { id: 2 name: "ncclDevKernel_SendRecv" } }
   event_metadata { key: 3 value { id: 3 name: "wrapped_convert" } } }
 planes { name: "/device:GPU:1"
@@ -79,22 +79,22 @@ def test_shares_of_random_spans() -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
         begins, lengths = random.integers(0, 40, 12), random.integers(1, 9, 12)
-        kinds = random.choice(["nccl", "attend", "convert"], 12)
-        runs: dict[Any, Any] = {kind: np.zeros(50, bool) for kind in ("nccl", "attend", "convert")}
+        kinds = random.choice(["nccl", "fwd", "convert"], 12)
+        runs: dict[Any, Any] = {kind: np.zeros(50, bool) for kind in ("nccl", "fwd", "convert")}
         for begin, length, kind in zip(begins, lengths, kinds, strict=True):
             runs[kind][begin : begin + length] = True
         operations = [
             Operation(str(kind), (float(begin), float(begin + length)), kind == "nccl")
             for begin, length, kind in zip(begins, lengths, kinds, strict=True)
         ]
-        any_runs = runs["nccl"] | runs["attend"] | runs["convert"]
+        any_runs = runs["nccl"] | runs["fwd"] | runs["convert"]
         (at,) = any_runs.nonzero()
         whole = at[-1] - at[0] + 1
         found = summary(operations, calls=1)
         assert found["us"] == pytest.approx(whole / 1e3)
-        assert found["attention"] == pytest.approx(runs["attend"].sum() / whole)
+        assert found["attention"] == pytest.approx(runs["fwd"].sum() / whole)
         assert found["transfer"] == pytest.approx(runs["nccl"].sum() / whole)
-        assert found["exposed"] == pytest.approx((runs["nccl"] & ~runs["attend"]).sum() / whole)
+        assert found["exposed"] == pytest.approx((runs["nccl"] & ~runs["fwd"]).sum() / whole)
         assert found["idle"] == pytest.approx(1 - any_runs.sum() / whole, abs=1e-12)
 
 
@@ -108,7 +108,7 @@ def test_a_trace() -> None:
     shares = [first[key] for key in ("attention", "transfer", "exposed", "idle")]
     assert shares == pytest.approx([60 / 90, 40 / 90, 20 / 90, 5 / 90])
     names = [(x["name"], x["us"], x["times"]) for x in first["operations"]]
-    assert names[0] == ("attend_fast", pytest.approx(0.03), 1)
+    assert names[0] == ("fwd_hopper", pytest.approx(0.03), 1)
     assert names[1] == ("ncclDevKernel_SendRecv", pytest.approx(0.02), 0.5)
     assert summary(found["1"], calls=1)["exposed"] == pytest.approx(0.8)  # to another GPU
 

@@ -35,7 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch", SHARED)
 def test_causal(arch: int) -> None:
     kernels = compiled([{"options": {"causal": True}}], arch)
-    assert [x["kernel"] for x in kernels] == ["attend", "add_to_queries", "add_to_keys"]
+    assert [x["kernel"] for x in kernels] == ["fwd", "bwd_dq", "bwd_dkv"]
     assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
     assert all(x["copies"] == (arch >= 90) for x in kernels)
     if arch == 90:
@@ -56,11 +56,11 @@ def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
     call = {"options": {"causal": causal}, "dims": [dim, dim], "hopper": True, "step": step}
     kernels = compiled([call | {"tokens": [1024, 2048]}], 90)
     found = {x["kernel"]: x for x in kernels}
-    assert list(found) == ["attend_fast", "attend", "add_fast", "add_to_keys"]
+    assert list(found) == ["fwd_hopper", "fwd", "bwd_hopper", "bwd_dkv"]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
-    for name in ("attend_fast", "add_fast"):
+    for name in ("fwd_hopper", "bwd_hopper"):
         x = found[name]
-        assert x["roles"] and x["copies"] and x["ptx"] == "wgmma", x
+        assert x["warp_specialised"] and x["copies"] and x["ptx"] == "wgmma", x
         assert x["warps"] == 12 and x["stack"] <= 256, x  # bytes: some addresses, no tile
         assert x["spilled"] <= 8, x  # of some 500 instructions
         assert x["bare"] == [], x

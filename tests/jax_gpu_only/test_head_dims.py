@@ -17,6 +17,6 @@ def test_they_are_launched_at(given: tuple[int, int], launched: tuple[int, int])
     launches = [params["launch"] for params, _ in launches_in(call)]
     assert len(launches) >= 2
     for launch in launches:
-        facts = dict(launch.facts)
-        assert (facts["D"], facts["DV"]) == launched
+        consts = dict(launch.consts)
+        assert (consts["D"], consts["DV"]) == launched
         assert launch.hopper == (launched[0] == launched[1] in (64, 128))

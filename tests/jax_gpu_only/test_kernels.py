@@ -17,7 +17,7 @@ from backends.triton_compiler import STEPS, pretend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
 from internals.core import FLAGS_TOGETHER
-from internals.jax_gpu import Kernel, Launch, Taken, arguments_of, stages_of
+from internals.jax_gpu import InArray, Kernel, Launch, arguments_of, stages_of
 from internals.jax_gpu import hopper_run as run
 from tolerances import assert_close
 
@@ -156,7 +156,7 @@ def test_what_the_kernels_for_hopper_leave(
     def call(
         kernel: Any, parameters: Any, constants: Any, *, programs: int, **_: Any
     ) -> dict[str, Any]:
-        arrays = {name: x for name, x in parameters.items() if isinstance(x, Taken)}
+        arrays = {name: x for name, x in parameters.items() if isinstance(x, InArray)}
         memory = {
             name: np.ascontiguousarray(x.array.swapaxes(1, 2) if x.layout else x.array)
             for name, x in arrays.items()
@@ -173,14 +173,14 @@ def test_what_the_kernels_for_hopper_leave(
     def leave(*arrays: Any, launch: Launch, names: Any, num_changed: int) -> list[Any]:
         assert launch.hopper
         x: Any = {name: np.array(array) for name, array in zip(names, arrays, strict=True)}
-        goes_by_rows = launch.kernel == "attend"
-        batch, heads, length, _ = x["q"].shape if goes_by_rows else run._keys(x).shape
-        size = 64 if goes_by_rows else 128
-        across = -(-length // size)
-        many = batch * heads * across
-        x["only"] = np.full(many, 1 if goes_by_rows else 2, np.int32)
-        flags = {"only_across": across}
-        if goes_by_rows:
+        is_q_major = launch.kernel == "fwd"
+        batch, heads, length, _ = x["q"].shape if is_q_major else run._keys(x).shape
+        size = 64 if is_q_major else 128
+        per_head = -(-length // size)
+        many = batch * heads * per_head
+        x["only"] = np.full(many, 1 if is_q_major else 2, np.int32)
+        flags = {"only_per_head": per_head}
+        if is_q_major:
             flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
         else:
             programs = many
@@ -222,9 +222,9 @@ def test_refusals_say_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch(kernel: Kernel, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
-    facts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
-    facts |= {"PADDED": dim, "PADDED_V": dim}
-    return Launch(kernel, (), tuple(facts.items()), (1, 1, 1), 8, stages)
+    consts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
+    consts |= {"PADDED": dim, "PADDED_V": dim}
+    return Launch(kernel, (), tuple(consts.items()), (1, 1, 1), 8, stages)
 
 
 def test_explain_names_a_kernel_for_each_platform() -> None:
@@ -251,7 +251,7 @@ def test_explain_names_a_kernel_for_each_platform() -> None:
 
 
 def test_fewer_stages_where_shared_memory_is_small() -> None:
-    launch = _launch("attend", 128, 128, 128, 3)
+    launch = _launch("fwd", 128, 128, 128, 3)
     assert stages_of(launch, 2, 90) == 3
     assert stages_of(launch, 2, 80) == 2
     assert stages_of(launch, 2, 120) == 1
@@ -259,15 +259,15 @@ def test_fewer_stages_where_shared_memory_is_small() -> None:
 
 def test_blocks_that_have_no_room_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="227 KiB of shared memory"):
-        stages_of(_launch("add_to_keys", 256, 256, 256, 2), 2, 90)
+        stages_of(_launch("bwd_dkv", 256, 256, 256, 2), 2, 90)
 
 
 def test_what_a_kernel_does_not_know_is_an_error() -> None:
     """jax-triton would take it for a constant."""
-    from internals.core_triton import Facts, attend
+    from internals.core_triton import Constexprs, fwd
 
-    facts = {name: 16 for name in Facts._fields if name != "TMA"}
-    launch = Launch("attend", (), tuple(facts.items()), (1, 1, 1), 4, 2)
+    consts = {name: 16 for name in Constexprs._fields if name != "TMA"}
+    launch = Launch("fwd", (), tuple(consts.items()), (1, 1, 1), 4, 2)
     arrays = {"q": jnp.zeros((1, 1, 16, 16)), "q_idx": jnp.zeros(16)}
     with pytest.raises(AssertionError, match="q_idx"):
-        arguments_of(attend, launch, arrays, has_copy_engine=False)
+        arguments_of(fwd, launch, arrays, has_copy_engine=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from internals.jax import Rectangle
-from internals.jax_gpu import helped_tiles, of_keys, of_queries, shared_tiles
+from internals.jax_gpu import of_keys, of_queries, split_tiles, split_tiles_backward
 from internals.jax_gpu_triton import hopper_backward as backward
 from internals.jax_gpu_triton import hopper_forward as forward
 from triton.experimental.gluon import language as gl
@@ -30,7 +30,8 @@ SEEN = {
 
 #: What programs work out among themselves.
 NAMES = (
-    "job_of", "seen_in_part", "work_of", "piece_of", "shared_of", "keys_of", "place_of", "parts_of",
+    "decode_tile", "seen_in_part", "work_of", "piece_of", "stream_k_of", "keys_of",
+    "swizzled_block_and_head", "parts_of",
 )  # fmt: skip
 
 
@@ -73,72 +74,72 @@ def seen_by_tiles(outer: tuple[int, int], inner: tuple[int, int]) -> Callable[..
     return visited
 
 
-@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("heads_per_swizzle", [1, 2, 8])
 @pytest.mark.parametrize("programs", [3, 7, 30, 132])
 @pytest.mark.parametrize("name", SEEN)
 def test_all_is_done_once(
-    name: str, programs: int, together: int, monkeypatch: pytest.MonkeyPatch
+    name: str, programs: int, heads_per_swizzle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the forward: what a program sees of each ticket, together."""
     seen = SEEN[name]
-    shares = of_queries(seen, BATCH * HEADS, programs)
-    assert shares.split > 0 or programs == 132 or name == "nothing"
+    stream_k = of_queries(seen, BATCH * HEADS, programs)
+    assert stream_k.split > 0 or programs == 132 or name == "nothing"
     visited = seen_by_tiles((seen.q_start, seen.q_stop), (seen.k_start, seen.k_stop))
     as_python(forward, monkeypatch, visited)
     kernel: Any = forward
-    facts = SimpleNamespace(SHARED=True, BLOCK=128)
-    sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
+    consts = SimpleNamespace(STREAM_K=True, BLOCK=128)
+    sizes = (*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
     rows, heads = range(-(-LENGTHS[0] // 128)), range(BATCH * HEADS)
     done: list[tuple[int, int, int]] = []
     first: list[tuple[int, int]] = []
     parts: Counter[int] = Counter()
-    for ticket in range(len(rows) * len(heads) + shares.split * (shares.each - 1)):
-        block, head, part, turn = kernel.job_of(ticket, sizes, facts)
+    for tile_id in range(len(rows) * len(heads) + stream_k.split * (stream_k.each - 1)):
+        block, head, part, split_index = kernel.decode_tile(tile_id, sizes, consts)
         row = (block * 128, min(block * 128 + 128, LENGTHS[0]))
         low, whole_low, whole_high, high = kernel.seen_in_part(
-            None, 0, *row, part, turn, sizes, facts
+            None, 0, *row, part, split_index, sizes, consts
         )
         assert low <= whole_low <= whole_high <= high
         done += [(block, head, i) for i in range(low, high)]
         first += [(block, head)] if part == 0 else []
-        parts[turn] += turn >= 0
+        parts[split_index] += split_index >= 0
     blocks = {row: visited(None, 0, row * 128, row * 128 + 128, 128) for row in rows}
     assert sorted(done) == [
         (b, h, i) for b, x in blocks.items() for h in heads for i in range(x[0], x[3])
     ]
     assert sorted(first) == list(product(rows, heads))
-    assert +parts == Counter(dict.fromkeys(range(shares.split), shares.each))
+    assert +parts == Counter(dict.fromkeys(range(stream_k.split), stream_k.each))
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("heads_per_swizzle", [1, 2, 4])
 @pytest.mark.parametrize("programs", [3, 7, 13, 30, 132])
 @pytest.mark.parametrize("name", SEEN)
 def test_all_is_done_once_backwards(
-    name: str, programs: int, together: int, monkeypatch: pytest.MonkeyPatch
+    name: str, programs: int, heads_per_swizzle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, heads = SEEN[name], range(BATCH * HEADS // GROUP)
-    shares = of_keys(seen, len(heads), GROUP, programs)
-    assert shares.split > 0 or name != "all"
+    stream_k = of_keys(seen, len(heads), GROUP, programs)
+    assert stream_k.split > 0 or name != "all"
     visited = seen_by_tiles((seen.k_start, seen.k_stop), (seen.q_start, seen.q_stop))
     as_python(backward, monkeypatch, visited)
     kernel: Any = backward
-    facts = SimpleNamespace(SHARED=True, BLOCK=64)
-    sizes = (*LENGTHS, BATCH, HEADS, GROUP, together, Pointer(shares))
+    consts = SimpleNamespace(STREAM_K=True, BLOCK=64)
+    sizes = (*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
     columns = range(-(-LENGTHS[1] // 128))
-    whole, split, _, helpers = kernel.shared_of(sizes)
+    whole, split, _, helpers = kernel.stream_k_of(sizes)
     done: list[tuple[int, int, int, int]] = []
     first: list[tuple[int, int]] = []
     parts: Counter[int] = Counter()
     launched = len(columns) * len(heads) + helpers + 5  # another rank may have more helpers
     for program in range(launched):
         kernel.gl.program_id = dict.fromkeys([0], program).get
-        tile, pieces, *work = kernel.work_of(sizes, facts)
+        tile, pieces, *work = kernel.work_of(sizes, consts)
         for n in range(pieces):
-            block, head, part, part_stop = kernel.piece_of(n, tile, *work, sizes, facts)
+            block, head, part, part_stop = kernel.piece_of(n, tile, *work, sizes, consts)
             row = (block * 128, min(block * 128 + 128, LENGTHS[1]))
             for member in range(GROUP):
                 low, whole_low, whole_high, high = kernel.seen_in_part(
-                    None, 0, *row, part, part_stop, member, sizes, facts
+                    None, 0, *row, part, part_stop, member, sizes, consts
                 )
                 assert low <= whole_low <= whole_high <= high
                 done += [(block, head, member, i) for i in range(low, high)]
@@ -152,7 +153,9 @@ def test_all_is_done_once_backwards(
         for i in range(x[0], x[3])
     ]
     assert sorted(first) == list(product(columns, heads))
-    assert +parts == Counter({turn: kernel.parts_of(turn, sizes) for turn in range(split)})
+    assert +parts == Counter(
+        {split_index: kernel.parts_of(split_index, sizes) for split_index in range(split)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,14 +170,14 @@ def test_all_is_done_once_backwards(
     ],
 )
 def test_examples(tiles: int, length: int, expected: tuple[int, int, int]) -> None:
-    assert shared_tiles(tiles, length, PROGRAMS) == expected
+    assert split_tiles(tiles, length, PROGRAMS) == expected
 
 
 @pytest.mark.parametrize("programs", [1, 5, 78, 132])
 def test_what_is_shared_is_shorter(programs: int) -> None:
     for tiles in range(1, 3 * programs):
         for length in (1, 4, 12, 33, 256):
-            split, own, each = shared_tiles(tiles, length, programs)
+            split, own, each = split_tiles(tiles, length, programs)
             if split == 0:
                 continue
             assert split == tiles % programs and each > 1 and 0 < own < length
@@ -187,7 +190,7 @@ def test_who_helps_has_as_much_as_who_is_helped(programs: int) -> None:
     """In the backward, but for what a part costs besides its blocks."""
     for tiles in range(1, 3 * programs):
         for length in (1, 4, 12, 33, 512):
-            split, own, helpers = helped_tiles(tiles, length, programs)
+            split, own, helpers = split_tiles_backward(tiles, length, programs)
             if split == 0:
                 continue
             assert split == tiles % programs and split + helpers <= programs and 0 < own < length
@@ -196,8 +199,8 @@ def test_who_helps_has_as_much_as_who_is_helped(programs: int) -> None:
 
 
 def test_examples_of_the_backward() -> None:
-    assert helped_tiles(132, 512, PROGRAMS) == (0, 0, 0)
-    assert helped_tiles(512, 512, PROGRAMS) == (116, 454, 16)
-    assert helped_tiles(1024, 1024, PROGRAMS) == (100, 779, 32)
-    assert helped_tiles(4, 512, PROGRAMS) == (4, 129, 12)  # no more than three help one
-    assert helped_tiles(12, 4, PROGRAMS) == (12, 2, 36)
+    assert split_tiles_backward(132, 512, PROGRAMS) == (0, 0, 0)
+    assert split_tiles_backward(512, 512, PROGRAMS) == (116, 454, 16)
+    assert split_tiles_backward(1024, 1024, PROGRAMS) == (100, 779, 32)
+    assert split_tiles_backward(4, 512, PROGRAMS) == (4, 129, 12)  # no more than three help one
+    assert split_tiles_backward(12, 4, PROGRAMS) == (12, 2, 36)

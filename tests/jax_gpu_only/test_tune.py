@@ -14,7 +14,7 @@ from internals.core import Row
 from internals.core import tile_configs as table
 from internals.jax_gpu import main, tune
 
-ROW = Row("attend", 2, 64, crowded=False, q=128, k=128, warps=8, stages=3)
+ROW = Row("fwd", 2, 64, per_score_inputs=False, q=128, k=128, warps=8, stages=3)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.setattr(tune, "WARPS", (4,))
     monkeypatch.setattr(tune, "STAGES", (2,))
     monkeypatch.setattr(tune, "_median", lambda *_: 2.0)
-    arguments = ["tune", str(path), "--kernels", "attend", "--head-dims", "64", "--tokens", "48"]
+    arguments = ["tune", str(path), "--kernels", "fwd", "--head-dims", "64", "--tokens", "48"]
     assert main([*arguments, "--verbose"]) == 0
     assert table.read(str(path)) == table.default(), "nothing was faster"
     out = capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert main(arguments) == 0
     assert "1.50 times as fast" in capsys.readouterr().out
     changed = [x for x in json.loads(path.read_text()) if x["q"] == x["k"] == 16]
-    assert [(x["kernel"], x["head_dim"]) for x in changed] == [("attend", 64)]
+    assert [(x["kernel"], x["head_dim"]) for x in changed] == [("fwd", 64)]
     before = path.read_text()
     monkeypatch.setattr(tune, "timer", timer)
     assert main([*arguments[:-3], "128", "--tokens", "48"]) == 0

@@ -17,14 +17,14 @@ from cases import Case, diagonals, prefix
 from internals.jax import ItemTable, KeyBlock, QueryBlock, RingAttention, XlaKernel
 from internals.jax_tpu import (
     GENERATIONS,
-    ODD,
+    NONFINITE,
     Blocks,
     block_kinds,
-    by_columns,
-    by_rows,
+    k_major,
     operands,
+    q_major,
     unpack,
-    with_odd,
+    with_nonfinite,
 )
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -190,24 +190,24 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)
     np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
     np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
-    for visits, outer in ((by_rows(kinds).whole(), 0), (by_columns(kinds).whole(), 1)):
-        words = [unpack(word) for word in np.asarray(visits.words[0])[: int(visits.steps)]]
+    for index, outer in ((q_major(kinds).whole(), 0), (k_major(kinds).whole(), 1)):
+        words = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
         live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda at: at[outer])
         assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live
         assert sum(word.is_first for word in words) == sum(word.is_last for word in words)
 
 
 def test_numbers_that_are_not_finite() -> None:
-    """Partial blocks that meet one are odd, in the batch rows that hold it."""
+    """Partial blocks that meet one are nonfinite, in the batch rows that hold it."""
     blocks = Blocks(128, 128, 384, 256)
     kinds = jnp.asarray([[[FULL, EMPTY], [PARTIAL, PARTIAL], [PARTIAL, FULL]]], jnp.int32)
     rows, columns = np.zeros((2, 300), bool), np.zeros((2, 256), bool)
     rows[0, [0, 299]] = columns[1, 255] = True
-    first = [[FULL, EMPTY], [PARTIAL, PARTIAL], [ODD, FULL]]
-    second = [[FULL, EMPTY], [PARTIAL, ODD], [PARTIAL, FULL]]
-    both = [[FULL, EMPTY], [PARTIAL, ODD], [ODD, FULL]]
+    first = [[FULL, EMPTY], [PARTIAL, PARTIAL], [NONFINITE, FULL]]
+    second = [[FULL, EMPTY], [PARTIAL, NONFINITE], [PARTIAL, FULL]]
+    both = [[FULL, EMPTY], [PARTIAL, NONFINITE], [NONFINITE, FULL]]
     for many, expected in ((1, [both]), (2, [first, second])):
-        found = with_odd(
+        found = with_nonfinite(
             jnp.repeat(kinds, many, axis=0), jnp.asarray(rows), jnp.asarray(columns), blocks
         )
         np.testing.assert_array_equal(found, expected)

@@ -64,9 +64,9 @@ def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
 
     def counting(plain: Any) -> Any:
         def listed(kinds: Any) -> Any:
-            visits = plain(kinds)
-            jax.debug.callback(lambda x: visited.append(int(x)), visits.counts.sum())
-            return visits
+            index = plain(kinds)
+            jax.debug.callback(lambda x: visited.append(int(x)), index.counts.sum())
+            return index
 
         return listed
 
@@ -78,12 +78,12 @@ def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
         return jax.grad(loss)(qkv)
 
     parts = [mock.patch.object(operands, x, counting(getattr(operands, x)))
-             for x in ("by_rows", "by_columns")]  # fmt: skip
-    with parts[0], parts[1], mock.patch.object(operands.Call, "add_to_bias") as add_to_bias:
+             for x in ("q_major", "k_major")]  # fmt: skip
+    with parts[0], parts[1], mock.patch.object(operands.Call, "bwd_dbias") as bwd_dbias:
         jax.block_until_ready(grads(qkv, mask))
         jax.effects_barrier()
     blocks = np.asarray(mask).any(axis=1).reshape(-1, T // BLOCK, BLOCK, T // BLOCK, BLOCK)
     live = blocks.any(axis=(2, 4))
     assert visited == [live.sum()] * 3
     assert not live.all()
-    add_to_bias.assert_not_called()
+    bwd_dbias.assert_not_called()

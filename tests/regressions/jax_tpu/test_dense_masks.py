@@ -79,7 +79,7 @@ def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
     patches = [
         mock.patch.object(module, name, counting(getattr(module, name)))
         for module, name in (
-            (forward, "by_rows"), (backward, "by_rows"), (backward, "by_columns"),
+            (forward, "q_major"), (backward, "q_major"), (backward, "k_major"),
         )
     ]  # fmt: skip
     with interpreted(), patches[0], patches[1], patches[2]:

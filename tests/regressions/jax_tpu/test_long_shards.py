@@ -19,7 +19,7 @@ from backends.tpu_compiled import compiled, exposed, letters
 from backends.tpu_interpreter import interpreted
 from cases import Case, diagonals
 from internals.jax import _compiled
-from internals.jax_tpu import Walk, block_index, by_columns, by_rows, unpack
+from internals.jax_tpu import Walk, block_index, k_major, q_major, unpack
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
@@ -105,7 +105,7 @@ def test_pieces_are_all_blocks_in_order(
     kinds = np.random.default_rng(3).integers(0, FULL + 1, shape).astype(np.int32)
     kinds[:, shape[1] // 2] = EMPTY
     few_words.setattr(block_index, "_MOST", shape[0] * max(shape[1:]))
-    for walk, outer in ((by_rows(jnp.asarray(kinds)), 0), (by_columns(jnp.asarray(kinds)), 1)):
+    for walk, outer in ((q_major(jnp.asarray(kinds)), 0), (k_major(jnp.asarray(kinds)), 1)):
         assert walk.pieces > 1
         found: list[list[list[int]]] = [[] for _ in range(shape[0])]
         for n in range(walk.pieces):

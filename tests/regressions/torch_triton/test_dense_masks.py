@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import Selection, TritonKernel, in_blocks, prepare, visits
+from internals.torch import Selection, TritonKernel, block_index, in_blocks, prepare
 from internals.torch import triton_launch as launch
 from torch import Tensor
 
@@ -84,13 +84,13 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
     qkv, mask = _given((2, 1, T, T))
 
     def counting(*args: Any) -> Any:
-        listed = visits(*args)
+        listed = block_index(*args)
         found.append(int(listed.counts.sum()))
         return listed
 
     with (
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(launch, "visits", counting),
+        patch.object(launch, "block_index", counting),
     ):
         prepare._prepare.cache_clear()
         cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)

@@ -1,7 +1,7 @@
 """Which blocks of scores are visited, where bands alone do not say.
 
 For bands and documents a kernel works out from the items which blocks to visit; where segment ids,
-a predicate or a mask that is an array decide, the blocks that are not empty are listed, for each
+a predicate or a mask that is an array decide, the blocks that are not empty are indexed, for each
 block of the outer side: partial ones first, then full ones.
 """
 
@@ -66,7 +66,7 @@ def block_kinds(
     return classify(rows, columns, work, in_tiles, (block_q, block_k), grid)
 
 
-def by_rows(kinds: Array) -> BlockIndex:
+def q_major(kinds: Array) -> BlockIndex:
     """What each block of queries visits."""
     kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
@@ -74,9 +74,9 @@ def by_rows(kinds: Array) -> BlockIndex:
     return BlockIndex(blocks, jnp.stack(counts, axis=2))
 
 
-def by_columns(kinds: Array) -> BlockIndex:
+def k_major(kinds: Array) -> BlockIndex:
     """What each block of keys visits."""
-    return by_rows(kinds.swapaxes(1, 2))
+    return q_major(kinds.swapaxes(1, 2))
 
 
 def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
@@ -84,9 +84,9 @@ def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -
 
     Finer than its tiles where blocks are.
     """
-    down = tiles.which.shape[0] * (TILE // min(TILE, block_q))
+    num_q_parts = tiles.which.shape[0] * (TILE // min(TILE, block_q))
     some, every = (
-        jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(down, -1)
+        jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(num_q_parts, -1)
         for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
     )
     for axis, size in enumerate((block_q, block_k)):

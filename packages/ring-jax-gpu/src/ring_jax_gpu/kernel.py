@@ -43,7 +43,7 @@ class TritonKernel:
         rounds: What the last step of a call yields may have the inputs' dtype.
         blocks: How large blocks are, a table as ``python -m ring_jax_gpu tune`` writes it; ``None``
             for the package's, or that of ``RING_TRITON_BLOCKS``.
-        roles: On Hopper, kernels whose warps have roles do what they can do.
+        roles: On Hopper, warp-specialised kernels do what they can do.
     """
 
     repeats: bool = False
@@ -81,7 +81,7 @@ class TritonKernel:
             before = None if static.fresh else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
         call = self._call(static, rows, columns, work)
-        out, lse = call.attend(into, before)
+        out, lse = call.fwd(into, before)
         return AttentionState(out.astype(wide), lse)
 
     def grads_into(
@@ -103,13 +103,13 @@ class TritonKernel:
         keys = call.parts_of(dkv.astype(rows.q.dtype) if is_one else dkv, "dk", "dv")
         on_hopper = fused is None and not self.repeats and call.on_hopper
         if fused or on_hopper:
-            dq, keys = call.add_to_all(upstream, dq, keys, only_on_hopper=on_hopper)
+            dq, keys = call.bwd_fused(upstream, dq, keys, only_on_hopper=on_hopper)
         else:
-            dq = call.add_to_queries(upstream, dq)
-            keys = call.add_to_keys(upstream, keys)
+            dq = call.bwd_dq(upstream, dq)
+            keys = call.bwd_dkv(upstream, keys)
         dkv = jnp.concatenate([x.astype(wide) for x in keys.values()], axis=-1)
         if dbias is not None:
-            dbias = call.add_to_bias(upstream, dbias)
+            dbias = call.bwd_dbias(upstream, dbias)
         return Grads(dq, dkv, dbias)
 
     def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:

@@ -11,11 +11,11 @@ from ring_core.triton.tile_sizes import stages_that_fit
 from ring_jax.records import Array, Rectangle
 
 Arrays = dict[str, Array]
-Kernel = Literal["attend", "add_to_queries", "add_to_keys", "add_to_bias"]
-ONLY_HOPPER = "rank"  # whose queries these are, int32[]
+Kernel = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
+RANK_OPERAND = "rank"  # whose queries these are, int32[]; for Hopper alone
 
 # Parameters of kernels that are other views of an array: of what comes by the copy engine, for
-# blocks that are done with care; of keys and values side by side, for each by itself.
+# blocks that are done NaN-safe; of keys and values side by side, for each by itself.
 _VIEWS = {
     "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
     "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"),
@@ -28,31 +28,31 @@ class Launch:
 
     kernel: Kernel
     numbers: tuple[tuple[str, int], ...]
-    facts: tuple[tuple[str, Any], ...]  # of ``_scores.Facts``, but for ``TMA``
+    consts: tuple[tuple[str, Any], ...]  # of ``Constexprs``, but for ``TMA``
     grid: tuple[int, int, int]
     warps: int
     stages: int
     hopper: bool = False  # kernels for Hopper can do it
     rectangles: tuple[Rectangle, ...] = ()  # of Static
-    otherwise: tuple[Launch, ...] = ()  # what to launch instead where they cannot
+    fallback: tuple[Launch, ...] = ()  # what to launch instead where they cannot
 
 
 def launches_of(launch: Launch) -> tuple[Launch, ...]:
     """The launches of plain Triton that one stands for, or itself."""
-    return launch.otherwise or (launch,)
+    return launch.fallback or (launch,)
 
 
 def kernel_of(launch: Launch) -> Any:
     """The kernel of plain Triton."""
     from ring_core.triton import backward, forward
 
-    return getattr(forward if launch.kernel == "attend" else backward, launch.kernel)
+    return getattr(forward if launch.kernel == "fwd" else backward, launch.kernel)
 
 
 def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
     """All but what another launch changes, and what kernels for Hopper alone take."""
     known = kernel_of(launch).arg_names
-    others = {*may_change, ONLY_HOPPER}
+    others = {*may_change, RANK_OPERAND}
     return {name: x for name, x in arrays.items() if name not in others or name in known}
 
 
@@ -67,10 +67,10 @@ def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
     Raises:
         UnsupportedError: A GPU has no room for a block.
     """
-    facts: dict[str, Any] = dict(launch.facts)
-    blocks = Blocks(facts["BLOCK_Q"], facts["BLOCK_K"], launch.warps, launch.stages)
-    name = "add_to_all" if facts["FUSED"] else launch.kernel
-    return stages_that_fit(name, blocks, (facts["D"], facts["DV"]), itemsize, capability)
+    consts: dict[str, Any] = dict(launch.consts)
+    blocks = Blocks(consts["BLOCK_Q"], consts["BLOCK_K"], launch.warps, launch.stages)
+    name = "bwd_fused" if consts["FUSED"] else launch.kernel
+    return stages_that_fit(name, blocks, (consts["D"], consts["DV"]), itemsize, capability)
 
 
 def arguments_of(
@@ -80,15 +80,15 @@ def arguments_of(
 
     jax-triton takes a name that it does not know for a constant; here that is an error.
     """
-    from ring_core.triton.scores import Facts, as_constants, careful_facts
+    from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
-    copied = has_copy_engine and launch.kernel != "add_to_bias" and _can_be_copied(launch, arrays)
-    facts = Facts(**dict(launch.facts), TMA=copied)
-    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "facts": as_constants(facts)}
-    known["careful"] = as_constants(careful_facts(facts))
+    copied = has_copy_engine and launch.kernel != "bwd_dbias" and _can_be_copied(launch, arrays)
+    consts = Constexprs(**dict(launch.consts), TMA=copied)
+    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "consts": as_constants(consts)}
+    known["nan_safe"] = as_constants(nan_safe_constexprs(consts))
     known |= {name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays}
-    if facts.TMA:
-        known |= _descriptors(facts, arrays)
+    if consts.TMA:
+        known |= _descriptors(consts, arrays)
     unknown = set(arrays) | set(dict(launch.numbers))
     unknown -= {*kernel.arg_names, "kv", "k", "v"}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
@@ -97,19 +97,19 @@ def arguments_of(
 
 def _can_be_copied(launch: Launch, arrays: Arrays) -> bool:
     """Whether tiles can come by the copy engine, which knows no padding inside a row."""
-    facts = dict(launch.facts)
-    whole = facts["D"] == facts["PADDED"] and facts["DV"] == facts["PADDED_V"]
-    return bool(whole and arrays["q"].dtype.itemsize * facts["DV"] % 16 == 0)
+    consts = dict(launch.consts)
+    whole = consts["D"] == consts["PADDED"] and consts["DV"] == consts["PADDED_V"]
+    return bool(whole and arrays["q"].dtype.itemsize * consts["DV"] % 16 == 0)
 
 
-def _descriptors(facts: Any, arrays: Arrays) -> dict[str, Any]:
+def _descriptors(consts: Any, arrays: Arrays) -> dict[str, Any]:
     """Tensors as ``[heads, length, dims]`` for the copy engine, with the tiles that it fetches."""
     from jax_triton import TensorDescriptor
 
-    keys, values = ("kv", "kv") if facts.BESIDE else ("k", "v")
+    keys, values = ("kv", "kv") if consts.KV_PACKED else ("k", "v")
     shapes = {
-        "q": ("q", facts.BLOCK_Q, facts.D), "dout": ("dout", facts.BLOCK_Q, facts.DV),
-        "k": (keys, facts.BLOCK_K, facts.D), "v": (values, facts.BLOCK_K, facts.DV),
+        "q": ("q", consts.BLOCK_Q, consts.D), "dout": ("dout", consts.BLOCK_Q, consts.DV),
+        "k": (keys, consts.BLOCK_K, consts.D), "v": (values, consts.BLOCK_K, consts.DV),
     }  # fmt: skip
     found = {}
     for name, (array, length, dims) in shapes.items():

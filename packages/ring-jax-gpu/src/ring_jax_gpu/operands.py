@@ -13,7 +13,7 @@ from jax import lax
 from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
-from ring_core.triton.tile_sizes import choose_blocks, come_in_eights, heads_together, padded
+from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, positions_aligned8
 from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import (
     Array,
@@ -24,8 +24,8 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax_gpu.block_index import Tiles, block_kinds, by_columns, by_rows, in_documents
-from ring_jax_gpu.launch import ONLY_HOPPER, Kernel, Launch
+from ring_jax_gpu.block_index import Tiles, block_kinds, in_documents, k_major, q_major
+from ring_jax_gpu.launch import RANK_OPERAND, Kernel, Launch
 from ring_jax_gpu.primitive import run
 
 Arrays = dict[str, Array]
@@ -38,8 +38,8 @@ class Call:
     """A step's work for the kernels.
 
     Attributes:
-        is_apart: Keys and values, and their gradients, are arrays of their own. In calls of several
-            steps they travel side by side.
+        separate_kv: Keys and values, and their gradients, are arrays of their own. In calls of
+            several steps they travel side by side.
         blocks, roles: As of ``TritonKernel``.
     """
 
@@ -47,21 +47,21 @@ class Call:
     rows: QueryBlock
     columns: KeyBlock
     work: ItemTable
-    is_apart: bool
+    separate_kv: bool
     blocks: Table | None
     roles: bool
 
-    def attend(self, into: AttentionState, before: Array | None) -> AttentionState:
+    def fwd(self, into: AttentionState, before: Array | None) -> AttentionState:
         """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
         changed = {"out": into.out, "lse": into.lse}
-        launch, given = self._plan("attend")
+        launch, given = self._plan("fwd")
         given |= {} if before is None else {"before": before}
         changed = run(launch, given, changed)
         return AttentionState(changed["out"], changed["lse"])
 
-    def add_to_queries(self, upstream: BackwardInputs, dq: Array) -> Array:
+    def bwd_dq(self, upstream: BackwardInputs, dq: Array) -> Array:
         """Add the gradient of the queries."""
-        launch, given = self._plan("add_to_queries", upstream)
+        launch, given = self._plan("bwd_dq", upstream)
         return run(launch, given, {"dq": dq})["dq"]
 
     def parts_of(self, both: Array, keys: str, values: str) -> Arrays:
@@ -69,31 +69,31 @@ class Call:
 
         The compiler takes apart what was just joined without a copy.
         """
-        if not self.is_apart:
+        if not self.separate_kv:
             return {keys: both}
         parts = jnp.split(both, [self.static.head_dim], axis=-1)
         return dict(zip((keys, values), parts, strict=True))
 
-    def add_to_keys(self, upstream: BackwardInputs, dkv: Arrays) -> Arrays:
+    def bwd_dkv(self, upstream: BackwardInputs, dkv: Arrays) -> Arrays:
         """Add the gradients of keys and values."""
-        launch, given = self._plan("add_to_keys", upstream)
+        launch, given = self._plan("bwd_dkv", upstream)
         return run(launch, given, dkv)
 
-    def add_to_all(
+    def bwd_fused(
         self, upstream: BackwardInputs, dq: Array, dkv: Arrays, *, only_on_hopper: bool
     ) -> tuple[Array, Arrays]:
         """Both, in one kernel or, where that is slower, in two."""
-        launch, given = self._plan("add_to_all", upstream)
+        launch, given = self._plan("bwd_fused", upstream)
         if only_on_hopper:
-            queries, _ = self._plan("add_to_queries", upstream)
-            keys, _ = self._plan("add_to_keys", upstream)
-            launch = replace(launch, otherwise=(queries, keys))
+            queries, _ = self._plan("bwd_dq", upstream)
+            keys, _ = self._plan("bwd_dkv", upstream)
+            launch = replace(launch, fallback=(queries, keys))
         changed = run(launch, given, {"dq": dq, **dkv})
         return changed.pop("dq"), changed
 
-    def add_to_bias(self, upstream: BackwardInputs, dbias: Array) -> Array:
+    def bwd_dbias(self, upstream: BackwardInputs, dbias: Array) -> Array:
         """Add the gradient of the bias."""
-        launch, given = self._plan("add_to_bias", upstream, dbias=dbias)
+        launch, given = self._plan("bwd_dbias", upstream, dbias=dbias)
         return run(launch, given, {"dbias": dbias})["dbias"]
 
     @property
@@ -111,52 +111,52 @@ class Call:
     def _choose(self, name: Pass) -> Blocks:
         widest = max(self.static.head_dim, self._v_dim)
         rows, has_tiles = self.rows, self.work.kinds is not None
-        crowded = rows.bias is not None or rows.seed is not None or has_tiles
+        per_score_inputs = rows.bias is not None or rows.seed is not None or has_tiles
         return choose_blocks(
-            self.static.config, name, widest, rows.q.dtype.itemsize, crowded=crowded,
-            rows=self.blocks,
+            self.static.config, name, widest, rows.q.dtype.itemsize,
+            per_score_inputs=per_score_inputs, rows=self.blocks,
         )  # fmt: skip
 
     def _plan(
         self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
     ) -> tuple[Launch, Arrays]:
         """The launch of a kernel, and what it reads."""
-        fused = name == "add_to_all"
-        kernel: Kernel = "add_to_keys" if name == "add_to_all" else name
-        blocks, goes_by_rows = self._choose(name), kernel != "add_to_keys"
-        keys = self.parts_of(self.columns.kv, "k" if self.is_apart else "kv", "v")
-        given = {"q": self.rows.q, **keys, **self._marks(), **self._options()}
+        fused = name == "bwd_fused"
+        kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
+        blocks, is_q_major = self._choose(name), kernel != "bwd_dkv"
+        keys = self.parts_of(self.columns.kv, "k" if self.separate_kv else "kv", "v")
+        given = {"q": self.rows.q, **keys, **self._token_operands(), **self._options()}
         if upstream is not None:
             given |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
         given["items"] = item_bounds(self.work)
         if self._has_documents:
             assert self.rows.cells is not None and self.columns.cells is not None
             sides = (self.rows.cells, self.columns.cells)
-            given["cells"] = in_documents(*(sides if goes_by_rows else sides[::-1]))
+            given["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
         masked_by = self.rows.bias if self.static.bias_masks else None
         lists = (self.work.kinds, self.rows.ids, masked_by)
-        is_listed = any(x is not None for x in lists)
+        is_indexed = any(x is not None for x in lists)
         numbers = self._numbers | self._strides(kernel)
-        if kernel != "add_to_bias":
-            numbers["visits_batch"] = 0
-        if is_listed and kernel != "add_to_bias":
+        if kernel != "bwd_dbias":
+            numbers["block_index_batch"] = 0
+        if is_indexed and kernel != "bwd_dbias":
             tiles = self._tiles_of_predicate
             kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
             if masked_by is not None:
                 kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
-            given["visits"], given["counts"] = (by_rows if goes_by_rows else by_columns)(kinds)
-            many, outer, inner = given["visits"].shape
-            numbers["visits_batch"] = outer * inner if many > 1 else 0
-        facts = {
-            "LISTED": is_listed or kernel == "add_to_bias", "FUSED": fused,
-            "FRESH": self.static.fresh and kernel in ("attend", "add_to_keys"), **self._facts,
+            given["block_index"], given["counts"] = (q_major if is_q_major else k_major)(kinds)
+            many, outer, inner = given["block_index"].shape
+            numbers["block_index_batch"] = outer * inner if many > 1 else 0
+        consts = {
+            "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": fused,
+            "FRESH": self.static.fresh and kernel in ("fwd", "bwd_dkv"), **self._consts,
             **self._sizes(blocks),
         }  # fmt: skip
         batch, heads, q_len = self.rows.q.shape[:3]
         _, kv_heads, k_len, _ = self.columns.kv.shape
-        across, down = -(-k_len // blocks.k), -(-q_len // blocks.q)
+        num_k_blocks, num_q_blocks = -(-k_len // blocks.k), -(-q_len // blocks.q)
         if dbias is not None:
             shape = dbias.shape
             numbers |= {
@@ -164,25 +164,25 @@ class Call:
                 "bias_heads": shape[1], "dbias_batch": shape[1] * q_len * k_len,
                 "dbias_head": q_len * k_len, "dbias_row": k_len,
             }  # fmt: skip
-            grid = (across, down, shape[0] * shape[1])
+            grid = (num_k_blocks, num_q_blocks, shape[0] * shape[1])
         else:
-            numbers["together"] = self._together(name)
-            many = down * batch * heads if goes_by_rows else across * batch * kv_heads
+            numbers["heads_per_swizzle"] = self._heads_per_swizzle(name)
+            many = num_q_blocks * batch * heads if is_q_major else num_k_blocks * batch * kv_heads
             grid = (many, 1, 1)
-        hopper = name in ("attend", "add_to_all") and self.on_hopper
+        hopper = name in ("fwd", "bwd_fused") and self.on_hopper
         launch = Launch(
-            kernel, tuple(numbers.items()), tuple(facts.items()), grid, blocks.warps, blocks.stages,
-            hopper=hopper, rectangles=self.static.rectangles if hopper else (),
+            kernel, tuple(numbers.items()), tuple(consts.items()), grid, blocks.warps,
+            blocks.stages, hopper=hopper, rectangles=self.static.rectangles if hopper else (),
         )  # fmt: skip
         if launch.rectangles:
-            given[ONLY_HOPPER] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
+            given[RANK_OPERAND] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
         return launch, given
 
-    def _together(self, name: Pass) -> int:
+    def _heads_per_swizzle(self, name: Pass) -> int:
         batch, heads, q_len, head_dim = self.rows.q.shape
         kv_heads, k_len = self.columns.kv.shape[1:3]
         row = (head_dim + self._v_dim) * self.rows.q.dtype.itemsize
-        return heads_together(
+        return heads_per_swizzle(
             name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
         )
 
@@ -213,7 +213,7 @@ class Call:
     @property
     def _key_steps(self) -> tuple[int, int]:
         """From key to key, and from value to value."""
-        if self.is_apart:
+        if self.separate_kv:
             return self.static.head_dim, self._v_dim
         return (self.columns.kv.shape[3],) * 2
 
@@ -227,9 +227,9 @@ class Call:
             "q": (*queries, dim), "k": (*keys, of_k), "v": (*keys, of_v),
             "out": (*queries, self._v_dim), "lse": (*queries, 1),
         }  # fmt: skip
-        if kernel in ("add_to_queries", "add_to_keys"):
+        if kernel in ("bwd_dq", "bwd_dkv"):
             shapes["dq"] = (*queries, dim)
-        if kernel == "add_to_keys":
+        if kernel == "bwd_dkv":
             shapes |= {"dk": (*keys, of_k), "dv": (*keys, of_v)}
         found: dict[str, int] = {}
         for name, (many, length, row) in shapes.items():
@@ -237,38 +237,38 @@ class Call:
         return found
 
     @cached_property
-    def _facts(self) -> dict[str, Any]:
+    def _consts(self) -> dict[str, Any]:
         """What the kernels are compiled for, but for sizes."""
         static, (of_k, of_v) = self.static, self._key_steps
         return {
-            "BESIDE": not self.is_apart, "BIAS_BY_POSITION": False,
-            "EIGHTS": _come_in_eights(static.plan), "Q_STEP": static.head_dim, "K_STEP": of_k,
+            "KV_PACKED": not self.separate_kv, "BIAS_BY_POSITION": False,
+            "ALIGNED8": _positions_aligned8(static.plan), "Q_STEP": static.head_dim, "K_STEP": of_k,
             "V_STEP": of_v, "OUT_STEP": self._v_dim, "DQ_STEP": static.head_dim, "DK_STEP": of_k,
-            "DV_STEP": of_v, "D": static.head_dim, "DV": self._v_dim, "PADDED": padded(static.head_dim),
-            "PADDED_V": padded(self._v_dim), "ITEMS": self.work.items.shape[0],
-            "ALL_PARTIAL": self.rows.bias is not None, "SCALE": static.scale,
-            "SOFTCAP": static.softcap,
+            "DV_STEP": of_v, "D": static.head_dim, "DV": self._v_dim,
+            "PADDED": padded(static.head_dim), "PADDED_V": padded(self._v_dim),
+            "ITEMS": self.work.items.shape[0], "ALL_PARTIAL": self.rows.bias is not None,
+            "SCALE": static.scale, "SOFTCAP": static.softcap,
             "DROPPED": dropout_threshold(static.dropout_p) if static.dropout_p > 0 else None,
         }  # fmt: skip
 
     def _sizes(self, blocks: Blocks) -> dict[str, Any]:
         return {
             "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
-            "EVEN_Q": self.rows.q.shape[2] % blocks.q == 0,
-            "EVEN_K": self.columns.kv.shape[2] % blocks.k == 0,
+            "Q_IS_MULTIPLE": self.rows.q.shape[2] % blocks.q == 0,
+            "K_IS_MULTIPLE": self.columns.kv.shape[2] % blocks.k == 0,
         }  # fmt: skip
 
-    def _marks(self) -> Arrays:
+    def _token_operands(self) -> Arrays:
         """Numbers of tokens, those that the call needs."""
         rows, columns = self.rows, self.columns
-        marks: dict[str, Array | None] = {"q_ids": rows.ids, "k_ids": columns.ids}
+        operands: dict[str, Array | None] = {"q_ids": rows.ids, "k_ids": columns.ids}
         if rows.slopes is not None:
-            marks["q_at"] = rows.positions
+            operands["q_at"] = rows.positions
         if rows.seed is not None:
-            marks["q_index"] = rows.indices
+            operands["q_index"] = rows.indices
         if rows.slopes is not None or rows.seed is not None:
-            marks["k_at"] = columns.positions
-        return {name: array for name, array in marks.items() if array is not None}
+            operands["k_at"] = columns.positions
+        return {name: array for name, array in operands.items() if array is not None}
 
     def _options(self) -> Arrays:
         """The arrays of options."""
@@ -313,6 +313,6 @@ class Call:
 
 
 @lru_cache(maxsize=64)
-def _come_in_eights(plan: Plan) -> bool:
+def _positions_aligned8(plan: Plan) -> bool:
     """Whether keys of all ranks do."""
-    return all(come_in_eights(plan.k_positions(rank)) for rank in range(plan.cp_size))
+    return all(positions_aligned8(plan.k_positions(rank)) for rank in range(plan.cp_size))

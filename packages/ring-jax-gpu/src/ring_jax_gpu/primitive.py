@@ -70,7 +70,7 @@ def _call_triton(
     """Call the kernel, or kernels, on the GPU that is compiled for."""
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
     capability = compute_capability()
-    if launch.hopper and capability == HOPPER and has_roles():
+    if launch.hopper and capability == HOPPER and has_gluon():
         from ring_jax_gpu.hopper.run import run as run_for_hopper
 
         found = run_for_hopper(launch, by_name)
@@ -111,7 +111,7 @@ def _call_one(
     return dict(zip(changed, found, strict=True))
 
 
-def has_roles() -> bool:
+def has_gluon() -> bool:
     """Whether this Triton has the Gluon that the kernels for Hopper are written in."""
     import triton
 

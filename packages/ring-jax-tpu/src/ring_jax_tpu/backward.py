@@ -17,16 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import EMPTY, FULL, PARTIAL
 from ring_jax.records import Array, BackwardInputs, Grads
-from ring_jax_tpu.block_index import ODD, by_columns, by_rows, for_every_batch
+from ring_jax_tpu.block_index import NONFINITE, for_every_batch, k_major, q_major
 from ring_jax_tpu.dq_pipeline import Block, DqPipeline
 from ring_jax_tpu.forward import split
 from ring_jax_tpu.operands import (
     Grid,
+    GridPoint,
     Launch,
     Operands,
-    Place,
     bias_grid,
-    is_odd,
+    has_nonfinite,
     key_head_grid,
     pad,
     query_head_grid,
@@ -38,8 +38,10 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     """Add the gradients of the launch's items."""
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
     # One test over both at once makes XLA for v5p keep another K/V in main memory.
-    k, v = split(launch.operands.kv, launch.facts.head_dim)
-    launch = launch.minding(_odd_rows(launch, upstream), is_odd(k) | is_odd(v))
+    k, v = split(launch.operands.kv, launch.consts.head_dim)
+    launch = launch.nan_safe_for(
+        _nonfinite_rows(launch, upstream), has_nonfinite(k) | has_nonfinite(v)
+    )
     blocks = launch.blocks
     above = BackwardInputs(
         pad(upstream.dout, 2, blocks.q_len),
@@ -59,48 +61,50 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
 
 
-def _odd_rows(launch: Launch, upstream: BackwardInputs) -> Array:
+def _nonfinite_rows(launch: Launch, upstream: BackwardInputs) -> Array:
     """Rows with numbers that are not finite, bool ``[B, T]``; what dO holds shows in ``delta``.
 
     A row that saw nothing has an ``lse`` of ``-inf``.
     """
     numbers = jnp.where(upstream.lse == -jnp.inf, 0.0, upstream.lse) + upstream.delta
-    return is_odd(launch.operands.q)[:, : numbers.shape[2]] | is_odd(numbers[..., None])
+    return has_nonfinite(launch.operands.q)[:, : numbers.shape[2]] | has_nonfinite(
+        numbers[..., None]
+    )
 
 
 def _query_grads(launch: Launch, above: BackwardInputs, dq: Array) -> Array:
-    blocks, facts = launch.blocks, launch.facts
-    grid = query_head_grid(by_rows(launch.kinds), dq.shape)
+    blocks, consts = launch.blocks, launch.consts
+    grid = query_head_grid(q_major(launch.kinds), dq.shape)
     return launch.run(
-        _add_to_queries, grid, above, _upstream_specs(launch, grid), dq,
-        launch.query_rows(grid, facts.head_dim),
-        scratch=(pltpu.VMEM((blocks.q, facts.head_dim), jnp.float32),),
+        _bwd_dq, grid, above, _upstream_specs(launch, grid), dq,
+        launch.query_rows(grid, consts.head_dim),
+        scratch=(pltpu.VMEM((blocks.q, consts.head_dim), jnp.float32),),
     )  # fmt: skip
 
 
 def _key_grads(launch: Launch, above: BackwardInputs, dkv: Array) -> Array:
-    blocks, facts = launch.blocks, launch.facts
-    grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
+    blocks, consts = launch.blocks, launch.consts
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
     return launch.run(
-        _add_to_keys, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
+        _bwd_dkv, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
         scratch=(
-            pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
+            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
+            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
         ),
     )  # fmt: skip
 
 
 def _all_grads(launch: Launch, above: BackwardInputs, dq: Array, dkv: Array) -> tuple[Array, Array]:
-    blocks, facts = launch.blocks, launch.facts
-    grid = key_head_grid(by_columns(launch.kinds), dkv.shape, facts.group)
-    kernel = functools.wraps(_add_to_all)(functools.partial(_add_to_all, grid))
+    blocks, consts = launch.blocks, launch.consts
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
+    kernel = functools.wraps(_bwd_fused)(functools.partial(_bwd_fused, grid))
     return launch.run(
         kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
         scratch=(
-            pltpu.VMEM((blocks.k, facts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, facts.v_dim), jnp.float32),
-            DqPipeline.scratch(blocks.q, facts.head_dim),
+            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
+            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
+            DqPipeline.scratch(blocks.q, consts.head_dim),
         ),
         cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
@@ -114,23 +118,23 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
     """
     batch, heads, q_len, head_dim = launch.operands.q.shape
     pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces
-    products = 3 * head_dim + 2 * launch.facts.v_dim
+    products = 3 * head_dim + 2 * launch.consts.v_dim
     return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
 
 
 def _bias_grads(launch: Launch, above: BackwardInputs, dbias: Array) -> Array:
     blocks = launch.blocks
-    walk = by_rows(for_every_batch(launch.kinds))
+    walk = q_major(for_every_batch(launch.kinds))
     grid = bias_grid(walk, dbias.shape, launch.operands.q.shape)
     return launch.run(
-        _add_to_bias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
+        _bwd_dbias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
         scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
     )  # fmt: skip
 
 
 def _upstream_specs(launch: Launch, grid: Grid) -> BackwardInputs:
     numbers: Any = launch.query_numbers(grid)
-    dout: Any = launch.query_rows(grid, launch.facts.v_dim)
+    dout: Any = launch.query_rows(grid, launch.consts.v_dim)
     return BackwardInputs(dout, numbers, numbers)
 
 
@@ -158,14 +162,14 @@ def _slopes(
 
     Where all numbers are finite masked probabilities are 0, and so is what they multiply.
     """
-    k, v = split(x.kv, tile.facts.head_dim)
+    k, v = split(x.kv, tile.consts.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     visible = None if finite else visible
     lse = above.lse[...]
     weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
     weights = weights if visible is None else jnp.where(visible, weights, 0.0)
     dweights = dot("nt", v, above.dout[...])
-    keep = tile.kept()
+    keep = tile.dropout_keep()
     dweights = dweights if keep is None else dweights * keep
     dlogits = weights * (dweights - above.delta[...])
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
@@ -177,16 +181,14 @@ def _slopes(
     return Slopes(kept, dlogits, dproducts, visible)
 
 
-def _add_to_queries(
-    tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref
-) -> None:
+def _bwd_dq(tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref) -> None:
     """One visit of a row of blocks; ``acc [q, D]``."""
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
         acc[...] = old[...]
 
-    for kind in (FULL, PARTIAL, ODD):
+    for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
@@ -197,16 +199,16 @@ def _add_to_queries(
         new[...] = acc[...]
 
 
-def _add_to_keys(
+def _bwd_dkv(
     tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, dk: Ref, dv: Ref
 ) -> None:
     """One visit of a column of blocks for one head; ``dk [k, D]``, ``dv [k, Dv]``."""
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old, tile.facts.head_dim)
+        dk[...], dv[...] = split(old, tile.consts.head_dim)
 
-    for kind in (FULL, PARTIAL, ODD):
+    for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
@@ -217,43 +219,43 @@ def _add_to_keys(
         new[...] = jnp.concatenate([dk[...], dv[...]], axis=1)
 
 
-def _add_to_all(
+def _bwd_fused(
     grid: Grid, tile: Tile, x: Operands, above: BackwardInputs, old: Any, new: Any,
-    dk: Ref, dv: Ref, relay: DqPipeline,
+    dk: Ref, dv: Ref, pipeline: DqPipeline,
 ) -> None:  # fmt: skip
-    """Like :func:`_add_to_keys`, and dQ is read, added to and written back."""
+    """Like :func:`_bwd_dkv`, and dQ is read, added to and written back."""
     batch, kv_head, step, member = (pl.program_id(axis) for axis in range(4))
-    wraps = member == tile.facts.group - 1
+    wraps = member == tile.consts.group - 1
     is_last = wraps & (step == pl.num_programs(2) - 1)
     next_step = jnp.where(wraps & ~is_last, step + 1, step)
     after = grid.place(tile.scalars, batch, kv_head, next_step, jnp.where(wraps, 0, member + 1))
     ends = is_last | (after.visit.kind == EMPTY)
-    size = tile.facts.block_q
+    size = tile.consts.block_q
 
-    def block(at: Place | Tile) -> Block:
+    def block(at: GridPoint | Tile) -> Block:
         rows = new[0].at[at.batch, at.head, pl.ds(at.visit.q_block * size, size)]
-        return Block(at.visit.q_block * tile.facts.heads + at.head, rows)
+        return Block(at.visit.q_block * tile.consts.heads + at.head, rows)
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old[1], tile.facts.head_dim)
-        pl.when((step == 0) & (member == 0))(relay.begin)
+        dk[...], dv[...] = split(old[1], tile.consts.head_dim)
+        pl.when((step == 0) & (member == 0))(pipeline.begin)
 
-    for kind in (FULL, PARTIAL, ODD):
+    for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            dq = relay.take(block(tile), block(after), nothing_follows=ends)
+            dq = pipeline.take(block(tile), block(after), nothing_follows=ends)
             _add_block(tile, x, above, Sums(dq, dk, dv), kind)
-            relay.give_back(block(tile))
+            pipeline.write_back(block(tile))
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
         new[1][...] = jnp.concatenate([dk[...], dv[...]], axis=1)
-        pl.when(ends)(lambda: relay.end(block(tile)))
+        pl.when(ends)(lambda: pipeline.end(block(tile)))
 
 
-def _add_to_bias(
+def _bwd_dbias(
     tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref
 ) -> None:
     """One visit for one of the batch rows and heads that share a bias; ``acc [q, k]``."""
@@ -275,9 +277,9 @@ def _add_to_bias(
 
 
 def _add_block(tile: Tile, x: Operands, above: BackwardInputs, into: Sums, kind: int) -> None:
-    """Add a block's gradients; where numbers are not finite, with care."""
-    if kind == ODD:
-        _add_odd(tile, x, above, into)
+    """Add a block's gradients; where numbers are not finite, NaN-safe."""
+    if kind == NONFINITE:
+        _add_nonfinite(tile, x, above, into)
     else:
         _add_finite(tile, x, above, into, masked=kind == PARTIAL)
 
@@ -287,25 +289,25 @@ def _add_finite(
 ) -> None:
     """The order of the three sums matters to the compiler: see docs/tried.md."""
     slopes = _slopes(tile, x, above, masked=masked, finite=True)
-    q, dout, scale = x.q[...], above.dout[...], tile.facts.static.scale
+    q, dout, scale = x.q[...], above.dout[...], tile.consts.static.scale
     dproducts = slopes.dproducts.astype(q.dtype)
     if into.dv is not None:
         into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
     if into.dq is not None:
-        k, _ = split(x.kv, tile.facts.head_dim)
+        k, _ = split(x.kv, tile.consts.head_dim)
         into.dq[...] += dot("tn", k, dproducts).T * scale
     if into.dk is not None:
         into.dk[...] += dot("nn", dproducts, q) * scale
 
 
-def _add_odd(tile: Tile, x: Operands, above: BackwardInputs, into: Sums) -> None:
+def _add_nonfinite(tile: Tile, x: Operands, above: BackwardInputs, into: Sums) -> None:
     slopes = _slopes(tile, x, above, masked=True, finite=False)
-    dproducts = slopes.dproducts * tile.facts.static.scale
+    dproducts = slopes.dproducts * tile.consts.static.scale
     by_key, by_query = functools.partial(dot, "nn"), functools.partial(dot, "tn")
     if into.dv is not None:
         add_seen(into.dv, by_key, slopes.weights, slopes.visible, above.dout[...])
     if into.dk is not None:
         add_seen(into.dk, by_key, dproducts, slopes.visible, x.q[...])
     if into.dq is not None:
-        k, _ = split(x.kv, tile.facts.head_dim)
+        k, _ = split(x.kv, tile.consts.head_dim)
         add_seen(into.dq, by_query, dproducts, slopes.visible, k)

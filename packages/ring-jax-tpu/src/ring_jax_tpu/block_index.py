@@ -1,9 +1,9 @@
 """Which blocks of scores are computed, and in which order.
 
-A block is empty, full, partial (needs its mask), or odd: partial and holding numbers that are not
-finite, which weights of 0 do not keep out of products. The blocks that are not empty are written
-down one after another, and the grid of a kernel walks along that list, whose length is known on the
-device only: empty blocks are neither fetched nor computed, and cost no step of the grid.
+A block is empty, full, partial (needs its mask), or nonfinite: partial and holding numbers
+that are not finite, which weights of 0 do not keep out of products. The blocks that are not empty
+are written down one after another, and the grid of a kernel walks along that list, whose length is
+known on the device only: empty blocks are neither fetched nor computed, and cost no step.
 
 A list lies in scalar memory, which holds so many words. Where there are more blocks, a kernel is
 launched for some rows (or columns) of blocks after others, each time with a list of their own.
@@ -22,7 +22,7 @@ from ring_jax.kernels.block_index import Flags, classify
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks
 
-ODD = 3  # beside ``EMPTY``, ``PARTIAL`` and ``FULL``
+NONFINITE = 3  # beside ``EMPTY``, ``PARTIAL`` and ``FULL``
 
 # A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
 _KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
@@ -30,7 +30,7 @@ _MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for e
 
 
 class BlockIndex(NamedTuple):
-    """Lists of visits, int32 ``[1 or B, length]``, and the steps along the longest.
+    """Lists of blocks to visit, int32 ``[1 or B, length]``, and the steps along the longest.
 
     The number is traced, except where there is one block in all.
     """
@@ -67,10 +67,10 @@ def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Bl
     return classify(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
 
 
-def with_odd(
+def with_nonfinite(
     kinds: Array, rows: Array, columns: Array, blocks: Blocks, *, has_bias: bool = False
 ) -> Array:
-    """Kinds where partial blocks that meet an odd row or column, bool ``[B, T]``, are odd.
+    """Kinds where partial blocks that meet a nonfinite row or column, bool ``[B, T]``, are too.
 
     And full ones, some of which a bias may hide.
     """
@@ -82,10 +82,10 @@ def with_odd(
         x.reshape(x.shape[0], -1, size).any(axis=2)
         for x, size in zip(padded, (blocks.q, blocks.k), strict=True)
     )
-    odd = in_rows[:, :, None] | in_columns[:, None, :]
-    odd = odd if kinds.shape[0] > 1 else odd.any(axis=0, keepdims=True)
+    nonfinite = in_rows[:, :, None] | in_columns[:, None, :]
+    nonfinite = nonfinite if kinds.shape[0] > 1 else nonfinite.any(axis=0, keepdims=True)
     hides = (kinds > EMPTY) if has_bias else (kinds == PARTIAL)
-    return jnp.where(hides & odd, ODD, kinds)
+    return jnp.where(hides & nonfinite, NONFINITE, kinds)
 
 
 def for_every_batch(kinds: Array) -> Array:
@@ -128,23 +128,23 @@ class Walk:
     def whole(self) -> BlockIndex:
         """The list, where there is one."""
         assert self.pieces == 1
-        return _listed(self.kinds, self.outer_at, self.inner_at)
+        return _indexed(self.kinds, self.outer_at, self.inner_at)
 
     def piece(self, n: Array) -> BlockIndex:
         """The list of a piece."""
         missing = self.pieces * self.height - self.kinds.shape[1]
         kinds = jnp.pad(self.kinds, ((0, 0), (0, missing), (0, 0)), constant_values=EMPTY)
         kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
-        words, steps = _listed(kinds, self.outer_at, self.inner_at)
+        words, steps = _indexed(kinds, self.outer_at, self.inner_at)
         return BlockIndex(words + ((n * self.height) << self.outer_at), steps)
 
 
-def by_rows(kinds: Array) -> Walk:
+def q_major(kinds: Array) -> Walk:
     """Visit the blocks row by row."""
     return Walk(kinds, _Q_AT, _K_AT)
 
 
-def by_columns(kinds: Array) -> Walk:
+def k_major(kinds: Array) -> Walk:
     """Visit the blocks column by column."""
     return Walk(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
 
@@ -168,7 +168,7 @@ def check_number(lists: int, blocks: Blocks) -> None:
         )
 
 
-def _listed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
+def _indexed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
     """Write down the live blocks of ``[N, outer, inner]`` kinds.
 
     A list that is shorter than the longest repeats its last block as an empty one, so that nothing

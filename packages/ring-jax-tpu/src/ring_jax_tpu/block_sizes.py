@@ -13,7 +13,7 @@ from ring_jax.records import Pass
 from ring_jax_tpu.generations import UNKNOWN, Generation, Pair
 
 LANES = 128  # of a vector register: sizes of blocks are multiples
-_SPARING = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
+_VMEM_FRACTION = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
 _MIB = 2.0**20
 _SPAN = 8192  # below this span narrow blocks cost less: see docs/tried.md
 
@@ -88,8 +88,8 @@ def default_sizes(
     row = generation.forward if direction == "forward" else generation.backward
     q, k = _WIDE[direction] if wide else row
     if span < _SPAN:
-        q, k = min(q, generation.narrow[0]), min(k, generation.narrow[1])
-    most = _SPARING * generation.vmem_mib
+        q, k = min(q, generation.windowed[0]), min(k, generation.windowed[1])
+    most = _VMEM_FRACTION * generation.vmem_mib
     while vmem_mib(direction, shape, q, k) > most and max(q, k) > LANES:
         q, k = (q, k // 2) if k >= q else (q // 2, k)
     return q, k
@@ -97,7 +97,7 @@ def default_sizes(
 
 def part_sizes(span: float, generation: Generation) -> Pair:
     """What of a forward block is multiplied at once."""
-    return generation.narrow_part if span < _SPAN else generation.part
+    return generation.windowed_part if span < _SPAN else generation.part
 
 
 def prefers_fused(shape: Shape, blocks: Blocks) -> bool:

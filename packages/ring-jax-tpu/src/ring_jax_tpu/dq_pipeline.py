@@ -75,7 +75,7 @@ class DqPipeline(NamedTuple):
         self.ahead[0], self.last[0] = jnp.where(early, after.name, _NONE), block.name
         return self.blocks.at[slot]
 
-    def give_back(self, block: Block) -> None:
+    def write_back(self, block: Block) -> None:
         """Write what was taken."""
         slot = self.slot[0]
         self._write(block, slot).start()

@@ -14,22 +14,22 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import FULL, PARTIAL
 from ring_jax.records import AttentionState
-from ring_jax_tpu.block_index import ODD, by_rows
-from ring_jax_tpu.operands import Launch, Operands, is_odd, pad, query_head_grid
+from ring_jax_tpu.block_index import NONFINITE, q_major
+from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad, query_head_grid
 from ring_jax_tpu.scores import EVERY, LOG2E, SUBLANES, Ref, Scores, Tile, add_seen, dot
 
 
 def forward(launch: Launch, into: AttentionState) -> AttentionState:
     """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
-    blocks, facts = launch.blocks, launch.facts
+    blocks, consts = launch.blocks, launch.consts
     q_len = into.lse.shape[2]
-    _, v = split(launch.operands.kv, facts.head_dim)
-    launch = launch.minding(jnp.zeros_like(into.lse[:, 0], dtype=bool), is_odd(v))
-    grid = query_head_grid(by_rows(launch.kinds), into.lse.shape)
+    _, v = split(launch.operands.kv, consts.head_dim)
+    launch = launch.nan_safe_for(jnp.zeros_like(into.lse[:, 0], dtype=bool), has_nonfinite(v))
+    grid = query_head_grid(q_major(launch.kinds), into.lse.shape)
     padded = AttentionState(*(pad(x, 2, blocks.q_len) for x in into))
-    specs: Any = (launch.query_rows(grid, facts.v_dim), launch.query_numbers(grid))
+    specs: Any = (launch.query_rows(grid, consts.v_dim), launch.query_numbers(grid))
     out, lse = launch.run(
-        _attend,
+        _fwd,
         grid,
         extra=(),
         extra_specs=(),
@@ -38,13 +38,13 @@ def forward(launch: Launch, into: AttentionState) -> AttentionState:
         scratch=(
             pltpu.VMEM((1, blocks.q), jnp.float32),
             pltpu.VMEM((SUBLANES, blocks.q), jnp.float32),
-            pltpu.VMEM((facts.v_dim, blocks.q), jnp.float32),
+            pltpu.VMEM((consts.v_dim, blocks.q), jnp.float32),
         ),
     )
     return AttentionState(out[:, :, :q_len], lse[:, :, 0, :q_len])
 
 
-def _attend(
+def _fwd(
     tile: Tile,
     x: Operands,
     _: tuple[()],
@@ -67,39 +67,41 @@ def _attend(
         total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
-    for kind in (FULL, PARTIAL, ODD):
+    for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
         def _merge(kind: int = kind) -> None:
-            _merge_block(tile, x, top, total, acc, kind)
+            _online_softmax_step(tile, x, top, total, acc, kind)
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
-        mass = total[...].sum(axis=0, keepdims=True)
-        new.out[...] = (acc[...] * (1 / jnp.where(mass == 0, 1.0, mass))).T
-        new.lse[...] = top[...] * (1 / LOG2E) + jnp.log(mass)
+        row_sum = total[...].sum(axis=0, keepdims=True)
+        new.out[...] = (acc[...] * (1 / jnp.where(row_sum == 0, 1.0, row_sum))).T
+        new.lse[...] = top[...] * (1 / LOG2E) + jnp.log(row_sum)
 
 
-def _merge_block(tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, kind: int) -> None:
+def _online_softmax_step(
+    tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, kind: int
+) -> None:
     """The step of the running softmax.
 
     Where the generation gains from it the scores of a part are asked for before the softmax of the
     part before it, so that the matrix unit has work while that runs.
     """
-    masked, finite = kind != FULL, kind != ODD
+    masked, finite = kind != FULL, kind != NONFINITE
     parts = list(tile.parts()) if finite else [(tile, EVERY, EVERY)]
 
     def scores(n: int) -> Scores:
         part, q_at, k_at = parts[n]
-        k, _ = split(some(x.kv, k_at), tile.facts.head_dim)
+        k, _ = split(some(x.kv, k_at), tile.consts.head_dim)
         return part.scores(x.q[q_at, :], k, masked=masked)
 
-    ahead = int(tile.facts.asks_ahead)
+    ahead = int(tile.consts.prefetches_scores)
     found = [scores(n) for n in range(ahead)]
     for n, (part, q_at, k_at) in enumerate(parts):
         if n + ahead < len(parts):
             found.append(scores(n + ahead))
-        _, v = split(some(x.kv, k_at), tile.facts.head_dim)
+        _, v = split(some(x.kv, k_at), tile.consts.head_dim)
         _merge_part(part, v, found[n], q_at, top, total, acc, finite=finite)
 
 
@@ -116,7 +118,7 @@ def _merge_part(
     top[:, q_at] = new_top
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
     total[:, q_at] = total[:, q_at] * shrink + sums
-    keep = tile.kept()
+    keep = tile.dropout_keep()
     weights = weights if keep is None else weights * keep
     if finite:
         acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))

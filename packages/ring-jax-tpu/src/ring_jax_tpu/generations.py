@@ -23,35 +23,35 @@ class Generation:
         vmem_mib: On-chip memory that a kernel asks for, MiB; the compiler's default is 16.
         forward, backward: A block where a query sees many keys.
         narrow: A block where it sees few: windows, chunks.
-        part, narrow_part: What of a forward block is multiplied at once.
-        asks_ahead: A part's scores are asked for before the softmax of the part before it.
-        fetches_apart: K and V are fetched one by one. Their rows lie side by side in main memory,
-            and v4 turns half-filled registers into full ones at some cost.
+        part, windowed_part: What of a forward block is multiplied at once.
+        prefetches_scores: A part's scores are computed before the softmax of the part before it.
+        separate_kv_fetch: K and V are fetched one by one. Their rows lie side by side in main
+            memory, and v4 turns half-filled registers into full ones at some cost.
     """
 
     name: str
     vmem_mib: float = 16.0
     forward: Pair = (1024, 1024)
     backward: Pair = (512, 1024)
-    narrow: Pair = (512, 512)
+    windowed: Pair = (512, 512)
     part: Pair = (256, 128)
-    narrow_part: Pair = (256, 128)
-    asks_ahead: bool = True
-    fetches_apart: bool = False
+    windowed_part: Pair = (256, 128)
+    prefetches_scores: bool = True
+    separate_kv_fetch: bool = False
 
 
 #: Fits on every generation.
 UNKNOWN = Generation("unknown")
 
 _V4 = Generation(
-    "v4", backward=(1024, 512), part=(128, 128), narrow_part=(128, 128),
-    asks_ahead=False, fetches_apart=True,
+    "v4", backward=(1024, 512), part=(128, 128), windowed_part=(128, 128),
+    prefetches_scores=False, separate_kv_fetch=True,
 )  # fmt: skip
 _LARGER = Generation("", vmem_mib=32.0, backward=(1024, 1024))
 _V5E = replace(_LARGER, name="v5e")
 _V5P = replace(_LARGER, name="v5p")
-_V6E = replace(_LARGER, name="v6e", narrow_part=(512, 256))
-_TPU7X = replace(_LARGER, name="tpu7x", narrow_part=(256, 512))
+_V6E = replace(_LARGER, name="v6e", windowed_part=(512, 256))
+_TPU7X = replace(_LARGER, name="tpu7x", windowed_part=(256, 512))
 
 #: By what jax calls a device's kind.
 GENERATIONS = MappingProxyType(

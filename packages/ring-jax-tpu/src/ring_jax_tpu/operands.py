@@ -17,10 +17,10 @@ from ring_core import KernelConfig, Mask
 from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax.varying import match_varying, varying_axes
-from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_odd
+from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
 from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
 from ring_jax_tpu.generations import Generation, generation_of
-from ring_jax_tpu.scores import Facts, Marks, Scalars, Tile
+from ring_jax_tpu.scores import Constants, ScalarOperands, Tile, TokenOperands
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
 
@@ -30,12 +30,12 @@ class Operands(NamedTuple):
 
     q: Any  # [B, H, T, D]
     kv: Any  # [B, K, S, D + Dv]; inside a kernel also a pair, K and V
-    rows: Marks
-    columns: Marks
+    rows: TokenOperands
+    columns: TokenOperands
     bias: Any  # [B or 1, H or 1, T, S], or None
 
 
-class Place(NamedTuple):
+class GridPoint(NamedTuple):
     """Where a step of a grid is: batch row, query head, block."""
 
     batch: Any
@@ -47,7 +47,7 @@ def fitting_blocks(
     direction: Pass, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
     lists: int, generation: Generation,
 ) -> Blocks:  # fmt: skip
-    """The blocks of a launch over so many queries and keys, with so many lists of visits.
+    """The blocks of a launch over so many queries and keys, with so many lists of blocks.
 
     Raises:
         UnsupportedError: They do not fit on chip, or are too many.
@@ -65,11 +65,11 @@ class Launch:
     """
 
     generation: Generation
-    facts: Facts
+    consts: Constants
     shape: Shape
     blocks: Blocks
     kinds: Array  # [1 or B, I, J]
-    scalars: Scalars  # without visits
+    scalars: ScalarOperands  # without ``block_index``
     operands: Operands
 
     @classmethod
@@ -97,34 +97,34 @@ class Launch:
             kinds = under_mask(kinds, rows.bias, blocks.q, blocks.k)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
-        facts = Facts(
+        consts = Constants(
             static, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
             bounds.shape[0], heads if by_batch else 0, part_sizes(span_of(mask), generation),
-            generation.asks_ahead,
+            generation.prefetches_scores,
         )  # fmt: skip
         slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)
-        scalars = Scalars(None, bounds.reshape(-1), slopes, _dropout_words(rows))
+        scalars = ScalarOperands(None, bounds.reshape(-1), slopes, _dropout_words(rows))
         needs_positions = slopes is not None or static.plan.mask.predicate is not None
         operands = Operands(
             pad(rows.q, 2, blocks.q_len),
             pad(columns.kv, 2, blocks.k_len),
-            _marks(
+            _token_operands(
                 rows.positions if needs_positions else None,
                 rows.indices if scalars.dropout is not None else None,
                 rows.cells, rows.ids, blocks.q_len, _NO_ROW,
             ),
-            _marks(
+            _token_operands(
                 columns.positions if needs_positions or scalars.dropout is not None else None,
                 None, columns.cells, columns.ids, blocks.k_len, _NO_COLUMN,
             ),
             None if rows.bias is None else pad(pad(rows.bias, 2, blocks.q_len), 3, blocks.k_len),
         )  # fmt: skip
-        return cls(generation, facts, shape, blocks, kinds, scalars, operands)
+        return cls(generation, consts, shape, blocks, kinds, scalars, operands)
 
-    def minding(self, rows: Array, columns: Array) -> Launch:
+    def nan_safe_for(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
         has_bias = self.operands.bias is not None
-        kinds = with_odd(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
+        kinds = with_nonfinite(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
         return replace(self, kinds=kinds)
 
     def run[T](
@@ -147,17 +147,23 @@ class Launch:
         if self.scalars.dropout is not None:
             room = (pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32),)
 
-        def body(scalars: Scalars, operands: Operands, *refs: Any) -> None:
+        def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
             place = grid.place(scalars, *ids)
-            drawn, refs = (refs[-1], refs[:-1]) if room else (None, refs)
+            dropout_scratch, refs = (refs[-1], refs[:-1]) if room else (None, refs)
             tile = Tile(
-                self.facts, scalars, operands.rows, operands.columns, operands.bias, *place, drawn
+                self.consts,
+                scalars,
+                operands.rows,
+                operands.columns,
+                operands.bias,
+                *place,
+                dropout_scratch,
             )
             kernel(tile, operands, *refs)
 
         operands = self.operands
-        if self._fetches_apart:
+        if self._separate_kv_fetch:
             operands = operands._replace(kv=(operands.kv, operands.kv))
         walk, steps = grid.walk, None
         lists = walk.kinds
@@ -172,10 +178,10 @@ class Launch:
         ]
 
         def launch(
-            words: Array, steps: Array | int | None, scalars: Scalars, operands: Operands,
+            words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
             extra: Any, into: Any,
         ) -> Any:  # fmt: skip
-            scalars = scalars._replace(visits=words.reshape(-1))
+            scalars = scalars._replace(block_index=words.reshape(-1))
             steps_or_one = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
@@ -243,33 +249,33 @@ class Launch:
 
     def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
         """A block of some of those columns, ``width`` wide."""
-        group, shape = self.facts.group, (None, None, self.blocks.k, width)
+        group, shape = self.consts.group, (None, None, self.blocks.k, width)
 
-        def index(at: Place) -> tuple[Any, ...]:
+        def index(at: GridPoint) -> tuple[Any, ...]:
             return at.batch, lax.div(at.head, group), at.visit.k_block, column
 
         return grid.spec(shape, index)
 
     @property
-    def _fetches_apart(self) -> bool:
+    def _separate_kv_fetch(self) -> bool:
         """Whether K and V are fetched one by one: both have to be whole registers wide."""
-        dims = self.facts.head_dim, self.facts.v_dim
+        dims = self.consts.head_dim, self.consts.v_dim
         whole = dims[1] % LANES == 0 and dims[0] % dims[1] == 0
-        return self.generation.fetches_apart and whole
+        return self.generation.separate_kv_fetch and whole
 
     def _specs(self, grid: Grid) -> Operands:
         x = self.operands
         kv: Any = self.key_rows(grid)
-        if self._fetches_apart:
-            k_dim, v_dim = self.facts.head_dim, self.facts.v_dim
+        if self._separate_kv_fetch:
+            k_dim, v_dim = self.consts.head_dim, self.consts.v_dim
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
-        def numbers(x: Array, size: int, block: Callable[[Place], Any]) -> pl.BlockSpec:
+        def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
             many = x.shape[0] > 1
             return grid.spec((None, 1, size), lambda at: (at.batch if many else 0, 0, block(at)))
 
         return Operands(
-            self.query_rows(grid, self.facts.head_dim),
+            self.query_rows(grid, self.consts.head_dim),
             kv,
             jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
             jax.tree.map(
@@ -293,10 +299,10 @@ class Grid:
     walk: Walk
     sizes: tuple[int | None, ...]
     parallel: int
-    place: Callable[..., Place]
+    place: Callable[..., GridPoint]
 
     def spec(
-        self, shape: tuple[int | None, ...], index: Callable[[Place], tuple[Any, ...]]
+        self, shape: tuple[int | None, ...], index: Callable[[GridPoint], tuple[Any, ...]]
     ) -> pl.BlockSpec:
         """A block whose index depends on the place."""
         return pl.BlockSpec(shape, lambda *ids: index(self.place(ids[-1], *ids[:-1])))
@@ -306,8 +312,8 @@ def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     """All visits for each query head of ``[B, H, ...]``."""
     stride = walk.stride
 
-    def place(scalars: Scalars, batch: Any, head: Any, step: Any) -> Place:
-        return Place(batch, head, unpack(scalars.visits[batch * stride + step]))
+    def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
+        return GridPoint(batch, head, unpack(scalars.block_index[batch * stride + step]))
 
     return Grid(walk, (*q[:2], None), 2, place)
 
@@ -316,12 +322,14 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
     stride = walk.stride
 
-    def place(scalars: Scalars, batch: Any, kv_head: Any, step: Any, member: Any) -> Place:
-        visit = unpack(scalars.visits[batch * stride + step])
+    def place(
+        scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
+    ) -> GridPoint:
+        visit = unpack(scalars.block_index[batch * stride + step])
         visit = visit._replace(
             is_first=visit.is_first & (member == 0), is_last=visit.is_last & (member == group - 1)
         )
-        return Place(batch, kv_head * group + member, visit)
+        return GridPoint(batch, kv_head * group + member, visit)
 
     return Grid(walk, (*kv[:2], None, group), 2, place)
 
@@ -331,13 +339,13 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     shared = q[0] // bias[0], q[1] // bias[1]
 
     def place(
-        scalars: Scalars, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
-    ) -> Place:
+        scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
+    ) -> GridPoint:
         last = (inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1)
-        visit = unpack(scalars.visits[step])._replace(
+        visit = unpack(scalars.block_index[step])._replace(
             is_first=(inner_batch == 0) & (inner_head == 0), is_last=last
         )
-        return Place(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
+        return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
     return Grid(walk, (*bias[:2], None, *shared), 2, place)
 
@@ -353,19 +361,19 @@ def _dropout_words(rows: QueryBlock) -> Array | None:
     return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.offsets])
 
 
-def _marks(
+def _token_operands(
     positions: Array | None, indices: Array | None, cells: Array | None, ids: Array | None,
     length: int, padding: int,
-) -> Marks:  # fmt: skip
+) -> TokenOperands:  # fmt: skip
     """Numbers of tokens as Pallas takes them; negative ids become one that equals no other's."""
     ids = None if ids is None else jnp.where(ids < 0, padding, ids)
     every = (positions, indices, cells, ids)
-    return Marks(
+    return TokenOperands(
         *(None if x is None else pad(jnp.atleast_2d(x), 1, length)[:, None] for x in every)
     )
 
 
-def is_odd(x: Array) -> Array:
+def has_nonfinite(x: Array) -> Array:
     """Which tokens of ``[B, H, T, D]`` hold a number that is not finite, bool ``[B, T]``."""
     return ~jnp.isfinite(x).all(axis=(1, 3))
 

@@ -30,16 +30,16 @@ LOG2E = math.log2(math.e)
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
 
-class Scalars(NamedTuple):
+class ScalarOperands(NamedTuple):
     """What is prefetched to scalar memory; inside a kernel, references to it."""
 
-    visits: Any  # int32 [(1 or B) * length]
+    block_index: Any  # int32 [(1 or B) * length]
     bounds: Any  # int32 [R * 6]
     slopes: Any  # float32 [(1 or B) * H], or None
     dropout: Any  # int32 [4]: seed low, seed high, first batch row, first head; or None
 
 
-class Marks(NamedTuple):
+class TokenOperands(NamedTuple):
     """Numbers of tokens, int32 ``[1 or B, 1, T]`` or ``None``; inside a kernel ``[1, block]``."""
 
     positions: Any
@@ -49,7 +49,7 @@ class Marks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class Constants:
     """What a kernel knows when it is traced."""
 
     static: Static
@@ -61,7 +61,7 @@ class Facts:
     num_items: int
     slopes_stride: int  # from a batch row's slopes to the next one's; 0 if they share them
     part: tuple[int, int]  # queries and keys that stay in registers from product to product
-    asks_ahead: bool  # for the scores of the part after
+    prefetches_scores: bool  # for the scores of the part after
 
     @property
     def head_dim(self) -> int:
@@ -85,37 +85,37 @@ class Scores(NamedTuple):
 class Tile:
     """A block of scores of one head; references stand for its own rows and columns."""
 
-    facts: Facts
-    scalars: Scalars
-    rows: Marks
-    columns: Marks
+    consts: Constants
+    scalars: ScalarOperands
+    rows: TokenOperands
+    columns: TokenOperands
     bias: Ref | None  # [q, k]
     batch: Any
     head: Any
     visit: Visit
-    drawn: Ref | None = None  # int32 [k, q], room for dropout's numbers
+    dropout_scratch: Ref | None = None  # int32 [k, q], for dropout
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(keys, queries)``."""
-        return self.facts.block_k, self.facts.block_q
+        return self.consts.block_k, self.consts.block_q
 
     def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
         """The scores of queries ``[q, D]`` against keys ``[k, D]``."""
-        static, slope = self.facts.static, None
+        static, slope = self.consts.static, None
         products = dot("nt", k, q)
         if static.softcap is None:
             x = products * (static.scale * LOG2E)
         else:
-            squashed = jnp.tanh(products * (static.scale / static.softcap))
-            x, slope = squashed * (static.softcap * LOG2E), 1 - squashed * squashed
+            tanh_scores = jnp.tanh(products * (static.scale / static.softcap))
+            x, slope = tanh_scores * (static.softcap * LOG2E), 1 - tanh_scores * tanh_scores
         visible = self._visible() if masked else None
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
             shown = bias > -jnp.inf
             x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:
-            place = self.batch * self.facts.slopes_stride + self.head
+            place = self.batch * self.consts.slopes_stride + self.head
             distance = jnp.abs(self.rows.positions[...] - as_column(self.columns.positions))
             x -= (self.scalars.slopes[place] * LOG2E) * distance.astype(jnp.float32)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
@@ -126,11 +126,11 @@ class Tile:
 
         Masks that take a program of their own (dropout, predicates) are left whole.
         """
-        facts, whole = self.facts, self.facts.static.plan.mask.predicate is not None
+        consts, whole = self.consts, self.consts.static.plan.mask.predicate is not None
         whole |= self.scalars.dropout is not None
-        q_size = facts.block_q if whole else math.gcd(facts.block_q, facts.part[0])
-        k_size = facts.block_k if whole else math.gcd(facts.block_k, facts.part[1])
-        q_parts, k_parts = facts.block_q // q_size, facts.block_k // k_size
+        q_size = consts.block_q if whole else math.gcd(consts.block_q, consts.part[0])
+        k_size = consts.block_k if whole else math.gcd(consts.block_k, consts.part[1])
+        q_parts, k_parts = consts.block_q // q_size, consts.block_k // k_size
         for i in range(q_parts):
             for j in range(k_parts):
                 q_at = slice(i * q_size, (i + 1) * q_size)
@@ -142,7 +142,7 @@ class Tile:
                 yield (
                     replace(
                         self,
-                        facts=replace(facts, block_q=q_size, block_k=k_size),
+                        consts=replace(consts, block_q=q_size, block_k=k_size),
                         rows=_views(self.rows, q_at),
                         columns=_views(self.columns, k_at),
                         bias=None if self.bias is None else self.bias.at[q_at, k_at],
@@ -152,27 +152,27 @@ class Tile:
                     k_at,
                 )
 
-    def kept(self) -> Any | None:
+    def dropout_keep(self) -> Any | None:
         """Dropout's factor for each score; ``None`` without dropout.
 
         Ten rounds of Philox over a whole block would be a program of its own size: they run strip
         by strip, on registers.
         """
-        p, words = self.facts.static.dropout_p, self.scalars.dropout
-        if words is None or self.drawn is None:
+        p, words = self.consts.static.dropout_p, self.scalars.dropout
+        if words is None or self.dropout_scratch is None:
             return None
         seed: Any = [jnp.asarray(words[n]).astype(jnp.uint32) for n in range(2)]
         batch, head = self.batch + words[2], self.head + words[3]
-        queries, drawn = self.rows.indices[...], self.drawn
-        drawn[...] = jnp.broadcast_to(as_column(self.columns.positions), self.shape)
+        queries, dropout_scratch = self.rows.indices[...], self.dropout_scratch
+        dropout_scratch[...] = jnp.broadcast_to(as_column(self.columns.positions), self.shape)
 
         def strip(n: Any, _: None) -> None:
             at = pl.ds(pl.multiple_of(n * SUBLANES, SUBLANES), SUBLANES)
-            keep = dropout_keep(p, seed, batch, head, queries, drawn[at, :])
-            drawn[at, :] = keep.astype(jnp.int32)
+            keep = dropout_keep(p, seed, batch, head, queries, dropout_scratch[at, :])
+            dropout_scratch[at, :] = keep.astype(jnp.int32)
 
         lax.fori_loop(0, self.shape[0] // SUBLANES, strip, None)
-        return jnp.where(drawn[...] > 0, 1 / (1 - p), 0.0)
+        return jnp.where(dropout_scratch[...] > 0, 1 / (1 - p), 0.0)
 
     def _visible(self) -> Any:
         """What the block shows."""
@@ -180,14 +180,14 @@ class Tile:
         row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
         visible = self._in_item(0, row, col)
-        for item in range(1, self.facts.num_items):
+        for item in range(1, self.consts.num_items):
             visible |= self._in_item(item, row, col)
         if self.rows.cells is not None:
             visible &= self.rows.cells[...] == as_column(self.columns.cells)
         if self.rows.ids is not None:
             visible &= self.rows.ids[...] == as_column(self.columns.ids)
-        if self.facts.static.plan.mask.predicate is not None:
-            rule = self.facts.static.plan.mask.rule
+        if self.consts.static.plan.mask.predicate is not None:
+            rule = self.consts.static.plan.mask.rule
             visible &= rule(self.rows.positions[...], as_column(self.columns.positions))
         return visible
 
@@ -207,9 +207,9 @@ class Tile:
         return col - (first + least) < count + least
 
 
-def _views(marks: Marks, at: slice) -> Marks:
+def _views(tokens: TokenOperands, at: slice) -> TokenOperands:
     """References to some of the tokens."""
-    return Marks(*(None if ref is None else ref.at[:, at] for ref in marks))
+    return TokenOperands(*(None if ref is None else ref.at[:, at] for ref in tokens))
 
 
 def as_column(ref: Ref) -> Any:

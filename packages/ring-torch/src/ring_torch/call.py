@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
-from ring_core.triton.tile_sizes import come_in_eights
+from ring_core.triton.tile_sizes import positions_aligned8
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.signature import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
@@ -122,9 +122,9 @@ class Call(NamedTuple):
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
-        eights = self.needs_index and _come_in_eights(self.plan, rank)
+        aligned8 = self.needs_index and _positions_aligned8(self.plan, rank)
         runs = key_runs(self.plan, rank) if self.needs_index else ()
-        return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, eights, runs)
+        return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, aligned8, runs)
 
 
 Window = tuple[int | None, int | None]
@@ -186,8 +186,8 @@ class Options(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _come_in_eights(plan: Plan, rank: int) -> bool:
-    return come_in_eights(plan.k_positions(rank))
+def _positions_aligned8(plan: Plan, rank: int) -> bool:
+    return positions_aligned8(plan.k_positions(rank))
 
 
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:

@@ -102,15 +102,15 @@ class KeyBlock(NamedTuple):
     v: Tensor
     position: Tensor | None  # [m] global index of each key, where an option needs it
     segments: Tensor | None  # [B, m] int32
-    eights: bool = False  # positions are known to come in eights: 8 n to 8 n + 7, at 8 m
+    aligned8: bool = False  # positions are known to be 8 n to 8 n + 7, at 8 m
     runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
 
     def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
         segments = None if self.segments is None else self.segments[:, part]
-        position, eights = _part(self.position, part), self.eights and part.start % 8 == 0
+        position, aligned8 = _part(self.position, part), self.aligned8 and part.start % 8 == 0
         runs = _runs_in(self.runs, part)
-        return KeyBlock(self.k[:, part], self.v[:, part], position, segments, eights, runs)
+        return KeyBlock(self.k[:, part], self.v[:, part], position, segments, aligned8, runs)
 
     def share(self, n: int, groups: int) -> KeyBlock:
         """The same for the ``n``-th of so many groups of heads."""

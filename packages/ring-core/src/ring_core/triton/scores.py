@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ring_core.triton.tile_sizes import CAREFUL
+from ring_core.triton.tile_sizes import NAN_SAFE_BLOCK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,25 +28,25 @@ _FAR = tl.constexpr(1 << 30)
 _INF = tl.constexpr(float("inf"))
 
 
-class Facts(NamedTuple):
-    """What a kernel is compiled for.
+class Constexprs(NamedTuple):
+    """The constants that a kernel is compiled for.
 
     Attributes:
         D, DV: Head dims of queries and keys, and of values.
         PADDED, PADDED_V: The same, rounded up to powers of two.
         ITEMS: How many items there are.
-        LISTED: Blocks to visit come from a list; otherwise they follow from the items.
+        INDEXED: Blocks to visit come from a block index; otherwise they follow from the items.
         ALL_PARTIAL: Every block needs its mask.
         SCALE, SOFTCAP: Of the logits; ``None`` is no soft cap.
         DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
         BLOCK_Q, BLOCK_K: Queries and keys per block.
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
-        EVEN_Q, EVEN_K: Lengths are multiples of the blocks.
+        Q_IS_MULTIPLE, K_IS_MULTIPLE: Lengths are multiples of the blocks.
         FUSED: The kernel for dK and dV adds to dQ as well.
         FRESH: Results hold nothing yet and are not read; but for dQ where ``FUSED`` adds to it.
-        BESIDE: Values lie behind their keys, in the same rows, and so do their gradients.
+        KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
         BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
-        EIGHTS: Positions of keys come in eights: ``k_at[8 n]`` is a multiple of 8, seven follow.
+        ALIGNED8: Of positions of keys ``k_at[8 n]`` is a multiple of 8, and seven follow it.
         Q_STEP, K_STEP, V_STEP, OUT_STEP, DQ_STEP, DK_STEP, DV_STEP: From a token of a head to the
             next, in numbers; ``OUT_STEP`` is of the output or of its gradient.
     """
@@ -56,7 +56,7 @@ class Facts(NamedTuple):
     PADDED: tl.constexpr
     PADDED_V: tl.constexpr
     ITEMS: tl.constexpr
-    LISTED: tl.constexpr
+    INDEXED: tl.constexpr
     ALL_PARTIAL: tl.constexpr
     SCALE: tl.constexpr
     SOFTCAP: tl.constexpr
@@ -64,13 +64,13 @@ class Facts(NamedTuple):
     BLOCK_Q: tl.constexpr
     BLOCK_K: tl.constexpr
     TMA: tl.constexpr
-    EVEN_Q: tl.constexpr
-    EVEN_K: tl.constexpr
+    Q_IS_MULTIPLE: tl.constexpr
+    K_IS_MULTIPLE: tl.constexpr
     FUSED: tl.constexpr
     FRESH: tl.constexpr
-    BESIDE: tl.constexpr
+    KV_PACKED: tl.constexpr
     BIAS_BY_POSITION: tl.constexpr
-    EIGHTS: tl.constexpr
+    ALIGNED8: tl.constexpr
     Q_STEP: tl.constexpr
     K_STEP: tl.constexpr
     V_STEP: tl.constexpr
@@ -80,17 +80,18 @@ class Facts(NamedTuple):
     DV_STEP: tl.constexpr
 
 
-def careful_facts(facts: Facts) -> Facts:
-    """Facts of the blocks that are done again, where numbers are not finite."""
-    return facts._replace(
-        BLOCK_Q=min(CAREFUL, facts.BLOCK_Q), BLOCK_K=min(CAREFUL, facts.BLOCK_K), TMA=False,
-        EVEN_Q=False, EVEN_K=False, LISTED=False, ALL_PARTIAL=True,
+def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
+    """Constants of the blocks that are done again, where numbers are not finite."""
+    return consts._replace(
+        BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q),
+        BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
+        Q_IS_MULTIPLE=False, K_IS_MULTIPLE=False, INDEXED=False, ALL_PARTIAL=True,
     )  # fmt: skip
 
 
-def as_constants(facts: Facts) -> Facts:
-    """Facts as Triton 3.6 and 3.7 take them, whose functions want constants of its own kind."""
-    return Facts(*(x if x is None else tl.constexpr(x) for x in facts))
+def as_constants(consts: Constexprs) -> Constexprs:
+    """Constants as Triton 3.6 and 3.7 take them, whose functions want constants of its own kind."""
+    return Constexprs(*(x if x is None else tl.constexpr(x) for x in consts))
 
 
 class Strides(NamedTuple):
@@ -133,7 +134,7 @@ class Options(NamedTuple):
             nothing.
         bits: int32 ``[n, 128, 4]``, tiles of a predicate, the first column in the lowest bit.
         bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch``, ``bias_head`` and
-            ``bias_row``; with ``Facts.BIAS_BY_POSITION`` its columns are positions.
+            ``bias_row``; with ``Constexprs.BIAS_BY_POSITION`` its columns are positions.
         slopes: float32 ``[B or 1, H]`` with the stride ``slopes_batch``.
         dropout: int32 ``[4]``: the seed's low and high words, the first batch row and head.
     """
@@ -159,15 +160,17 @@ class Options(NamedTuple):
 
 
 @triton.jit
-def turn_and_head(blocks, together):
-    """Which turn a program has among the ``blocks`` of its head, and which head.
+def swizzled_block_and_head(blocks, heads_per_swizzle):
+    """A program's block among the ``blocks`` of its head, and which head, swizzled for the L2.
 
-    ``together`` heads take turns: the first blocks of all of them come before the second ones. The
-    longest come first, so that none of those is left when the GPU runs empty.
+    The first blocks of all ``heads_per_swizzle`` heads come before the second ones. The longest
+    come first, so that none of those is left when the GPU runs empty.
     """
-    each = blocks * together
+    each = blocks * heads_per_swizzle
     within = tl.program_id(0) % each
-    return within // together, (tl.program_id(0) // each) * together + within % together
+    return within // heads_per_swizzle, (
+        tl.program_id(0) // each
+    ) * heads_per_swizzle + within % heads_per_swizzle
 
 
 @triton.jit
@@ -181,7 +184,7 @@ def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
 @triton.jit
 def load_tile(
     x, flat, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, IS_MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """Tokens ``start`` and on of one head, dims ``AT`` and on.
 
@@ -194,7 +197,7 @@ def load_tile(
         token, dim = tl.arange(0, BLOCK), tl.arange(0, PADDED)
         first = x + tl.cast(start, tl.int64) * STEP + AT
         at = first + token[:, None] * STEP + dim[None, :]
-        if EVEN and DIM == PADDED:
+        if IS_MULTIPLE and DIM == PADDED:
             tile = tl.load(at)
         else:
             inside = (start + token < length)[:, None] & (dim < DIM)[None, :]
@@ -203,38 +206,38 @@ def load_tile(
 
 
 @triton.jit
-def load_keys(k, flat, start, length, facts):
+def load_keys(k, flat, start, length, consts):
     """A block of keys ``[BLOCK_K, PADDED]``."""
     return load_tile(
-        k, flat, start, length, facts.D, facts.PADDED, 0, facts.K_STEP, facts.BLOCK_K, facts.TMA,
-        facts.EVEN_K,
+        k, flat, start, length, consts.D, consts.PADDED, 0, consts.K_STEP, consts.BLOCK_K,
+        consts.TMA, consts.K_IS_MULTIPLE,
     )  # fmt: skip
 
 
 @triton.jit
-def load_values(v, flat, start, length, facts):
+def load_values(v, flat, start, length, consts):
     """A block of values ``[BLOCK_K, PADDED_V]``."""
     return load_tile(
-        v, flat, start, length, facts.DV, facts.PADDED_V, facts.D if facts.BESIDE else 0,
-        facts.V_STEP, facts.BLOCK_K, facts.TMA, facts.EVEN_K,
+        v, flat, start, length, consts.DV, consts.PADDED_V, consts.D if consts.KV_PACKED else 0,
+        consts.V_STEP, consts.BLOCK_K, consts.TMA, consts.K_IS_MULTIPLE,
     )  # fmt: skip
 
 
 @triton.jit
-def load_queries(q, flat, start, length, facts):
+def load_queries(q, flat, start, length, consts):
     """A block of queries ``[BLOCK_Q, PADDED]``."""
     return load_tile(
-        q, flat, start, length, facts.D, facts.PADDED, 0, facts.Q_STEP, facts.BLOCK_Q, facts.TMA,
-        facts.EVEN_Q,
+        q, flat, start, length, consts.D, consts.PADDED, 0, consts.Q_STEP, consts.BLOCK_Q,
+        consts.TMA, consts.Q_IS_MULTIPLE,
     )  # fmt: skip
 
 
 @triton.jit
-def load_gradient(dout, flat, start, length, facts):
+def load_gradient(dout, flat, start, length, consts):
     """A block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
     return load_tile(
-        dout, flat, start, length, facts.DV, facts.PADDED_V, 0, facts.OUT_STEP, facts.BLOCK_Q,
-        facts.TMA, facts.EVEN_Q,
+        dout, flat, start, length, consts.DV, consts.PADDED_V, 0, consts.OUT_STEP, consts.BLOCK_Q,
+        consts.TMA, consts.Q_IS_MULTIPLE,
     )  # fmt: skip
 
 
@@ -266,7 +269,7 @@ def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, facts):
+def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, consts):
     """The inner blocks that some outer token sees, and those that all of them see whole.
 
     Both are ranges, ``(start, full_start, full_stop, end)``; ``is_real`` says which outer tokens
@@ -274,7 +277,7 @@ def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, facts):
     """
     start = tl.min(first) // BLOCK
     end = tl.maximum((tl.max(stop) + BLOCK - 1) // BLOCK, start)
-    if facts.ALL_PARTIAL:
+    if consts.ALL_PARTIAL:
         full_start, full_stop = start, start
     else:
         full_start = (tl.max(tl.where(is_real, first, 0)) + BLOCK - 1) // BLOCK
@@ -285,15 +288,19 @@ def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, facts):
 
 
 @triton.jit
-def listed_blocks(visits, counts, visits_batch, batch, block, across):
-    """Where a block's list of visits begins, and how many of them are partial and full."""
-    count = counts + 2 * ((batch * visits_batch) // across + block)
-    return visits + batch * visits_batch + block * across, tl.load(count), tl.load(count + 1)
+def indexed_blocks(block_index, counts, block_index_batch, batch, block, num_inner_blocks):
+    """Where a block's list of inner blocks begins, and how many of them are partial and full."""
+    count = counts + 2 * ((batch * block_index_batch) // num_inner_blocks + block)
+    return (
+        block_index + batch * block_index_batch + block * num_inner_blocks,
+        tl.load(count),
+        tl.load(count + 1),
+    )
 
 
 @triton.jit
 def visible_cells(
-    x, facts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, shift,
+    x, consts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, shift,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """What a block shows; ``outer`` and ``inner`` are its tokens as they broadcast.
@@ -301,10 +308,10 @@ def visible_cells(
     ``first`` and ``stop`` are the intervals of one item; a block of a list shows what any does.
     ``shift`` is its bias, if there is one.
     """
-    if facts.LISTED:
+    if consts.INDEXED:
         visible = (outer < 0) & (inner < 0)
         limit = x.k_len if ROWS else x.q_len
-        for n in tl.static_range(facts.ITEMS):
+        for n in tl.static_range(consts.ITEMS):
             begin, end = interval(x, n, outer, limit, ROWS)
             visible |= (inner >= begin) & (inner < end)
     else:
@@ -315,22 +322,22 @@ def visible_cells(
         visible &= (mine == theirs) & (mine >= 0)
     if x.bias is not None:
         if x.bits is not None:  # a number says both: Triton 3.9 cannot move single bits about
-            shift += tl.log2(in_tiles(x, facts, row_start, col_start, rows, cols).to(tl.float32))
+            shift += tl.log2(in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32))
         visible &= shift > -_INF
     elif x.bits is not None:
-        visible &= in_tiles(x, facts, row_start, col_start, rows, cols) > 0
+        visible &= in_tiles(x, consts, row_start, col_start, rows, cols) > 0
     return visible
 
 
 @triton.jit
-def in_tiles(x, facts, row_start, col_start, rows, cols):
+def in_tiles(x, consts, row_start, col_start, rows, cols):
     """What a predicate shows: 1, else 0; beyond the lengths it may be either."""
-    across = (x.k_len + TILE - 1) // TILE
-    if facts.BLOCK_Q <= TILE and facts.BLOCK_K <= TILE:  # the block lies in one tile
-        which = tl.load(x.tiles + (row_start // TILE) * across + col_start // TILE)
+    num_k_tiles = (x.k_len + TILE - 1) // TILE
+    if consts.BLOCK_Q <= TILE and consts.BLOCK_K <= TILE:  # the block lies in one tile
+        which = tl.load(x.tiles + (row_start // TILE) * num_k_tiles + col_start // TILE)
     else:
         real = (rows < x.q_len) & (cols < x.k_len)
-        at = (rows // TILE) * across + cols // TILE
+        at = (rows // TILE) * num_k_tiles + cols // TILE
         which = tl.load(x.tiles + at, mask=real, other=-2)
     place = which * (TILE * TILE // 32) + (rows % TILE) * (TILE // 32) + (cols % TILE) // 32
     word = tl.load(x.bits + place, mask=place >= 0, other=0)  # no tile has a negative place
@@ -338,20 +345,20 @@ def in_tiles(x, facts, row_start, col_start, rows, cols):
 
 
 @triton.jit
-def load_bias(x, facts, batch, head, rows, cols):
+def load_bias(x, consts, batch, head, rows, cols):
     """The bias of a block, float32; ``-inf`` beyond the lengths."""
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
     real = (rows < x.q_len) & (cols < x.k_len)
-    place = rows.to(tl.int64) * x.bias_row + bias_columns(x, facts, cols)
+    place = rows.to(tl.int64) * x.bias_row + bias_columns(x, consts, cols)
     return tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
 
 
 @triton.jit
-def bias_columns(x, facts, cols):
+def bias_columns(x, consts, cols):
     """Which columns of the bias belong to keys."""
-    if facts.BIAS_BY_POSITION:
+    if consts.BIAS_BY_POSITION:
         cols = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
-        if facts.EIGHTS:  # so that a thread may load eight at once
+        if consts.ALIGNED8:  # so that a thread may load eight at once
             if cols.shape[0] == 1:
                 cols = tl.max_contiguous(tl.multiple_of(cols, (1, 8)), (1, 8))
             else:
@@ -360,23 +367,23 @@ def bias_columns(x, facts, cols):
 
 
 @triton.jit
-def bent(x, facts, products, shift, batch, head, rows, cols):
+def modified_scores(x, consts, products, shift, batch, head, rows, cols):
     """Scores in base 2, from products of queries and keys, and the slope of the soft cap.
 
     ``shift`` is the bias of the block, if there is one.
     """
-    if facts.SOFTCAP is not None:
+    if consts.SOFTCAP is not None:
         # 1 - 2 / (exp(2 x) + 1): overflows to 1, where (e - 1) / (e + 1) would be NaN
-        grown = tl.exp2(products * (2 * LOG2E * facts.SCALE / facts.SOFTCAP))
-        squashed = 1.0 - 2.0 / (grown + 1.0)
+        grown = tl.exp2(products * (2 * LOG2E * consts.SCALE / consts.SOFTCAP))
+        tanh_scores = 1.0 - 2.0 / (grown + 1.0)
         # near 0 that cancels; the series of tanh does not
-        small = products * (facts.SCALE / facts.SOFTCAP)
+        small = products * (consts.SCALE / consts.SOFTCAP)
         y = small * small
         series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
-        squashed = tl.where(y < 0.0625, small * series, squashed)
-        scores, slope = squashed * (facts.SOFTCAP * LOG2E), 1.0 - squashed * squashed
+        tanh_scores = tl.where(y < 0.0625, small * series, tanh_scores)
+        scores, slope = tanh_scores * (consts.SOFTCAP * LOG2E), 1.0 - tanh_scores * tanh_scores
     else:
-        scores = products * (facts.SCALE * LOG2E)
+        scores = products * (consts.SCALE * LOG2E)
         slope = scores  # it is not read; Triton 3.6 cannot return None
     if x.bias is not None:
         scores += shift * LOG2E
@@ -389,19 +396,19 @@ def bent(x, facts, products, shift, batch, head, rows, cols):
 
 
 @triton.jit
-def kept(x, facts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
+def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
     """Dropout's factor for each score: Philox-4x32-10, keyed by global indices.
 
     Words below ``DROPPED`` drop; it is 2**32 times the probability. Four keys beside each other
-    share what is drawn, if they lie so.
+    share their random words, if they lie so.
     """
     low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = low | (high << 32)
     b, h = tl.load(x.dropout + 2) + batch, tl.load(x.dropout + 3) + head
-    if facts.EIGHTS:
-        rows = row_start + tl.arange(0, facts.BLOCK_Q)[:, None]
-        cols = col_start + 4 * tl.arange(0, facts.BLOCK_K // 4)[None, :]
+    if consts.ALIGNED8:
+        rows = row_start + tl.arange(0, consts.BLOCK_Q)[:, None]
+        cols = col_start + 4 * tl.arange(0, consts.BLOCK_K // 4)[None, :]
         i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
         j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
         nothing = (rows + cols) * 0
@@ -409,7 +416,7 @@ def kept(x, facts, batch, head, row_start, col_start, rows, cols, ROWS: tl.const
             seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
         )
         word = tl.join(tl.join(zero, two), tl.join(one, three))
-        word = tl.reshape(word, (facts.BLOCK_Q, facts.BLOCK_K))
+        word = tl.reshape(word, (consts.BLOCK_Q, consts.BLOCK_K))
     else:
         i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
         j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
@@ -420,9 +427,9 @@ def kept(x, facts, batch, head, row_start, col_start, rows, cols, ROWS: tl.const
         lane = j & 3
         word = tl.where(lane < 2, tl.where(lane == 0, zero, one), tl.where(lane == 2, two, three))
     factor = tl.where(
-        word.to(tl.uint64) >= facts.DROPPED, 1.0 / (1.0 - facts.DROPPED / 4294967296.0), 0.0
+        word.to(tl.uint64) >= consts.DROPPED, 1.0 / (1.0 - consts.DROPPED / 4294967296.0), 0.0
     )
-    if facts.EIGHTS and not ROWS:
+    if consts.ALIGNED8 and not ROWS:
         factor = tl.trans(factor)
     return factor
 
@@ -434,26 +441,26 @@ def has_nan(x):
 
 
 @triton.jit
-def is_odd(x):
+def has_nonfinite(x):
     """Whether some number is not finite."""
     return tl.max(tl.where(tl.abs(x.to(tl.float32)) < _INF, 0, 1)) > 0
 
 
 @triton.jit
-def add_product(acc, weights, visible, x, CAREFUL: tl.constexpr):
+def add_product(acc, weights, visible, x, NAN_SAFE: tl.constexpr):
     """``acc + weights @ x``, in float32.
 
-    With ``CAREFUL`` it reads ``x [n, D]`` only where it is seen, as ``0 * nan`` is ``nan``: what is
-    not finite is left out of the product, and told to what sees it.
+    With ``NAN_SAFE`` it reads ``x [n, D]`` only where it is seen, as ``0 * nan`` is ``nan``: what
+    is not finite is left out of the product, and told to what sees it.
     """
-    if CAREFUL:
+    if NAN_SAFE:
         value = x.to(tl.float32)
         finite = tl.abs(value) < _INF
         infinite = tl.where(value == _INF, 1.0, tl.where(value == -_INF, -1.0, 0.0))
         pull = tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0))
         pull = tl.where(visible, pull, 0.0).to(x.dtype)
-        shown, odd = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
-        seen = tl.dot(shown, odd.to(x.dtype), input_precision=EXACT)
+        shown, nonfinite = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
+        seen = tl.dot(shown, nonfinite.to(x.dtype), input_precision=EXACT)
         many = tl.dot(tl.abs(pull), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
         net = tl.dot(pull, infinite.to(x.dtype), input_precision=EXACT)
         # Infinities of one sign stay what they are; with others, with 0, or with nan they are nan.

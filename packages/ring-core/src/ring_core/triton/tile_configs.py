@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Pass = Literal["attend", "add_to_queries", "add_to_keys", "add_to_all", "add_to_bias"]
+Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 VARIABLE = "RING_TRITON_BLOCKS"
@@ -37,14 +37,14 @@ class Row:
     """The blocks of a pass, for numbers of ``itemsize`` bytes and head dims up to ``head_dim``.
 
     Attributes:
-        crowded: Only where each score needs numbers of its own (a bias, tiles of a predicate,
-            dropout).
+        per_score_inputs: Only where each score has an input of its own (a bias, tiles of a
+            predicate, random words for dropout).
     """
 
     kernel: Pass
     itemsize: int
     head_dim: int
-    crowded: bool
+    per_score_inputs: bool
     q: int
     k: int
     warps: int
@@ -55,20 +55,28 @@ class Row:
         """What the row says."""
         return Blocks(self.q, self.k, self.warps, self.stages)
 
-    def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, crowded: bool) -> bool:
+    def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool) -> bool:
         """Whether the row is for such a call."""
         same = (self.kernel, self.itemsize) == (kernel, itemsize)
-        return same and head_dim <= self.head_dim and (crowded or not self.crowded)
+        return (
+            same and head_dim <= self.head_dim and (per_score_inputs or not self.per_score_inputs)
+        )
 
 
 Table = tuple[Row, ...]  # the first row that fits counts
 
 
-def find(table: Table, kernel: Pass, itemsize: int, head_dim: int, *, crowded: bool) -> Row:
+def find(
+    table: Table, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool
+) -> Row:
     """The row for a call; wider numbers or head dims than any row has take the widest."""
     itemsize = max(2, min(itemsize, 4))
     head_dim = min(head_dim, max(row.head_dim for row in table))
-    return next(row for row in table if row.fits(kernel, itemsize, head_dim, crowded=crowded))
+    return next(
+        row
+        for row in table
+        if row.fits(kernel, itemsize, head_dim, per_score_inputs=per_score_inputs)
+    )
 
 
 def default() -> Table:
@@ -97,12 +105,12 @@ def read(path: str) -> Table:
         f"{kernel} of {itemsize} bytes"
         for kernel in PASSES
         for itemsize in (2, 4)
-        if not any(row.fits(kernel, itemsize, LARGEST, crowded=False) for row in rows)
+        if not any(row.fits(kernel, itemsize, LARGEST, per_score_inputs=False) for row in rows)
     ]
     if missing:
         raise ValueError(
             f"{path} has no row for {', '.join(missing)} with head dims up to {LARGEST} that is "
-            "not only for crowded scores. Add these rows"
+            "not only for per-score inputs. Add these rows"
         )
     return rows
 
@@ -122,7 +130,7 @@ def _row(given: Any) -> Row:
     row = Row(**given)
     sizes = [row.q, row.k]
     right = (
-        row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.crowded, bool)
+        row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
         and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
         and row.head_dim >= 1
         and all(SMALLEST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)

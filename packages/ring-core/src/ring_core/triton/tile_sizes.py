@@ -19,12 +19,12 @@ from ring_core.triton.tile_configs import LARGEST, SMALLEST, Blocks, Pass, Table
 Flags = npt.NDArray[np.bool_]
 
 FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
-CAREFUL = 32  # queries and keys per block where numbers are not finite
+NAN_SAFE_BLOCK = 32  # queries and keys per block where numbers are not finite
 
-# Heads take turns as long as what they read is no more than this: keys and values of blocks of
+# Heads share a swizzle as long as what they read is no more than this: keys and values of blocks of
 # queries, queries of blocks of keys. Measured on an H200.
-_KEYS_TOGETHER = 16 * 2**20
-_QUERIES_TOGETHER = 64 * 2**20
+_SWIZZLE_KEY_BYTES = 16 * 2**20
+_SWIZZLE_QUERY_BYTES = 64 * 2**20
 
 HOPPER = 90  # the first compute capability with a copy engine for tiles
 
@@ -35,7 +35,7 @@ _BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
 
 
 def choose_blocks(
-    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, crowded: bool,
+    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, per_score_inputs: bool,
     rows: Table | None = None,
 ) -> Blocks:  # fmt: skip
     """The sizes a call asked for, else the table's; ``head_dim`` is the larger one.
@@ -45,7 +45,9 @@ def choose_blocks(
         ValueError: ``RING_TRITON_BLOCKS`` names no table.
     """
     rows = tile_configs.default() if rows is None else rows
-    default = tile_configs.find(rows, name, itemsize, head_dim, crowded=crowded).blocks
+    default = tile_configs.find(
+        rows, name, itemsize, head_dim, per_score_inputs=per_score_inputs
+    ).blocks
     return replace(
         default,
         q=_size("block_q", config.block_q, default.q),
@@ -69,25 +71,25 @@ def padded(dim: int) -> int:
     return max(SMALLEST, 1 << (dim - 1).bit_length())
 
 
-def heads_together(
+def heads_per_swizzle(
     name: Pass, *, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, row: int
 ) -> int:
-    """How many heads take turns; of queries, those that share keys always do.
+    """How many heads have their blocks swizzled; of queries, at least those that share keys.
 
     ``row`` is how many bytes a key and its value take, or a query and the gradient of its output.
     """
     group = heads // kv_heads
-    by_keys = name in ("add_to_keys", "add_to_all")
+    by_keys = name in ("bwd_dkv", "bwd_fused")
     if by_keys:
-        wanted = _QUERIES_TOGETHER // max(1, q_len * group * row)
+        wanted = _SWIZZLE_QUERY_BYTES // max(1, q_len * group * row)
     else:
-        wanted = _KEYS_TOGETHER // max(1, k_len * row)
+        wanted = _SWIZZLE_KEY_BYTES // max(1, k_len * row)
     many = batch * kv_heads
-    together = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
-    return together if by_keys else together * group
+    heads_per_swizzle = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
+    return heads_per_swizzle if by_keys else heads_per_swizzle * group
 
 
-def come_in_eights(positions: npt.NDArray[np.int64]) -> bool:
+def positions_aligned8(positions: npt.NDArray[np.int64]) -> bool:
     """Whether every eighth position is a multiple of 8, and those behind it follow."""
     first = positions[::8]
     followed = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
@@ -105,10 +107,12 @@ def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tupl
         Twice bool ``[tiles + 2, 128 / rows, 128 / columns]``; the last two, number -2 and -1, are
         the tiles that show nothing and all.
     """
-    down, across = TILE // rows, TILE // columns
-    some, every = (np.zeros((len(bits) + 2, down, across), bool) for _ in range(2))
+    num_q_parts, num_k_parts = TILE // rows, TILE // columns
+    some, every = (np.zeros((len(bits) + 2, num_q_parts, num_k_parts), bool) for _ in range(2))
     for n, tile in enumerate(bits):
-        seen = np.unpackbits(tile, axis=1, bitorder="little").reshape(down, rows, across, columns)
+        seen = np.unpackbits(tile, axis=1, bitorder="little").reshape(
+            num_q_parts, rows, num_k_parts, columns
+        )
         some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
     some[-1], every[-1] = True, True
     return some, every
@@ -131,12 +135,12 @@ def stages_that_fit(
     """
     q, k, dim = blocks.q, blocks.k, padded(dims[0])
     both = dim + padded(dims[1])
-    if name in ("add_to_keys", "add_to_all"):
+    if name in ("bwd_dkv", "bwd_fused"):
         held, fetched = k * both, q * both
-        if name == "add_to_all":  # what is added to dQ, in float32
+        if name == "bwd_fused":  # what is added to dQ, in float32
             held += 4 * q * max(k, dim) // itemsize
     else:
-        held, fetched = q * (dim if name == "attend" else both), k * both
+        held, fetched = q * (dim if name == "fwd" else both), k * both
     shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
     room = (shared - _BARRIERS) // itemsize - held
     if room < fetched // 2:  # one stage may fetch one array after the other

@@ -3,7 +3,7 @@
 A block of keys walks along the queries that see it, five products of matrices a block, and adds to
 their gradients in memory, in an order that differs from run to run. Gluon; no JAX.
 
-Where all queries see all keys, the tiles left for a last round are shared (as in Stream-K, Osama et
+Where all queries see all keys, the tiles left for a last round are split (as in Stream-K, Osama et
 al., arXiv 2301.03598): a program of its own has the first queries of each, and those that would
 else be idle have the others, of several tiles. So nearly all walk along the same queries at the
 same time, which the cache needs. Parts are added up in memory, and who is done last writes the sum.
@@ -26,47 +26,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ring_jax_gpu.hopper.common import LOG2E, columns_of, place_of, seen_by, visited
-from ring_jax_gpu.hopper.stream_k import Helped
+from ring_jax_gpu.hopper.common import LOG2E, columns_of, seen_by, swizzled_block_and_head, visited
+from ring_jax_gpu.hopper.stream_k import StreamKBackward
 
 KEYS = gl.constexpr(128)  # keys per block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
-# Where ``shares`` has what.
-FIRST = gl.constexpr(Helped._fields.index("first"))
-BUSY = gl.constexpr(Helped._fields.index("busy"))
-SPLIT = gl.constexpr(Helped._fields.index("split"))
-OWN = gl.constexpr(Helped._fields.index("own"))
-HELPERS = gl.constexpr(Helped._fields.index("helpers"))
-Q_FIRST = gl.constexpr(Helped._fields.index("q_first"))
-Q_MANY = gl.constexpr(Helped._fields.index("q_many"))
+# Where ``stream_k`` has what.
+FIRST = gl.constexpr(StreamKBackward._fields.index("first"))
+BUSY = gl.constexpr(StreamKBackward._fields.index("busy"))
+SPLIT = gl.constexpr(StreamKBackward._fields.index("split"))
+OWN = gl.constexpr(StreamKBackward._fields.index("own"))
+HELPERS = gl.constexpr(StreamKBackward._fields.index("helpers"))
+Q_FIRST = gl.constexpr(StreamKBackward._fields.index("q_first"))
+Q_MANY = gl.constexpr(StreamKBackward._fields.index("q_many"))
 
 
 @gluon.jit
-def add_fast(
-    q, k, v, dout, mass, slant, dq, items, shares, marks, parts, dk, dv, flags, q_len, k_len, batch,
-    heads, group, together, facts: gl.constexpr,
+def bwd_hopper(
+    q, k, v, dout, neg_lse, neg_delta, dq, items, stream_k, marks, parts, dk, dv, flags, q_len,
+    k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Add to ``dq``, ``dk`` and ``dv`` what blocks of 128 keys of one head give and get.
 
     ``q`` and ``dout`` are descriptors of ``[B * T, H * D]``, ``dq`` of the same in float32; ``k``
     and ``v`` are of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, values beside their keys;
     then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
-    to whole blocks, ``mass`` is minus ``lse`` over the scale, ``-inf`` for rows that saw nothing,
-    and ``slant`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1, dK and
-    dV, because of NaN; 2, all, because of keys that are not finite. With ``facts.SHARED``,
-    ``shares`` is what ``_shares.Helped`` says; ``parts [split, 2, 128, D]`` and ``marks [split]``,
-    which says how many parts are done, are all zeros.
+    to whole blocks, ``neg_lse`` is minus ``lse`` over the scale, ``-inf`` for rows that saw
+    nothing, and ``neg_delta`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1,
+    dK and dV, because of NaN; 2, all, because of keys that are not finite. With
+    ``consts.STREAM_K``, ``stream_k`` is what ``StreamKBackward`` says; ``parts [split, 2, 128, D]``
+    and ``marks [split]``, which says how many parts are done, are all zeros.
     """
-    stages: gl.constexpr = facts.STAGES
-    k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, facts.D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [KEYS, facts.D], v.layout)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [stages, facts.BLOCK, facts.D], q.layout)
-    g_tiles = gl.allocate_shared_memory(q.dtype, [stages, facts.BLOCK, facts.D], dout.layout)
-    m_tiles = gl.allocate_shared_memory(gl.float32, [stages, facts.BLOCK], mass.layout)
-    d_tiles = gl.allocate_shared_memory(gl.float32, [stages, facts.BLOCK], slant.layout)
+    stages: gl.constexpr = consts.STAGES
+    k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, consts.D], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [KEYS, consts.D], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [stages, consts.BLOCK, consts.D], q.layout)
+    g_tiles = gl.allocate_shared_memory(q.dtype, [stages, consts.BLOCK, consts.D], dout.layout)
+    m_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], neg_lse.layout)
+    d_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], neg_delta.layout)
     s_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    s_tile = gl.allocate_shared_memory(q.dtype, [KEYS, facts.BLOCK], s_layout)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [facts.BLOCK, facts.D], dq.layout)
+    s_tile = gl.allocate_shared_memory(q.dtype, [KEYS, consts.BLOCK], s_layout)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [consts.BLOCK, consts.D], dq.layout)
     kv_full, kv_free = mbarrier.allocate_mbarrier(), mbarrier.allocate_mbarrier()
     q_full, q_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     g_full, g_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
@@ -79,12 +79,12 @@ def add_fast(
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
-    sizes = (q_len, k_len, batch, heads, group, together, shares)
-    kept = (dk, dk if facts.BESIDE else dv, flags, marks, parts)
+    sizes = (q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
+    kept = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
-            (add_group, (tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts)),
-            (fetch_for_keys, (q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts)),
+            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts)),
+            (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts)),
         ],
         [1],
         [24],
@@ -92,87 +92,87 @@ def add_fast(
 
 
 @gluon.jit
-def work_of(sizes, facts: gl.constexpr):
+def work_of(sizes, consts: gl.constexpr):
     """``(tile, pieces, begin, end, skipped, length)``: what this program does.
 
     It has something of ``pieces`` tiles from ``tile`` on: of blocks of queries ``[begin, end)`` in
     a row of them; of each tile ``length`` blocks, over all heads of its group, from ``skipped`` on.
     """
-    q_len, k_len, batch, heads, group, together, shares = sizes
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     tile, pieces = gl.program_id(0), 1
     begin, skipped = 0, 0
-    length = group * ((q_len + facts.BLOCK - 1) // facts.BLOCK)
+    length = group * ((q_len + consts.BLOCK - 1) // consts.BLOCK)
     end = length
-    if facts.SHARED:
-        whole, split, own, helpers = shared_of(sizes)
-        length = group * gl.load(shares + Q_MANY)
-        turn = tile - whole
+    if consts.STREAM_K:
+        whole, split, own, helpers = stream_k_of(sizes)
+        length = group * gl.load(stream_k + Q_MANY)
+        split_index = tile - whole
         tiles = (k_len + KEYS - 1) // KEYS * batch * (heads // group)
-        if turn >= split + helpers:  # keys that nobody sees
+        if split_index >= split + helpers:  # keys that nobody sees
             tile -= helpers
             pieces = gl.where(tile < tiles, 1, 0)
-        elif turn >= split:
+        elif split_index >= split:
             skipped = own
             length -= own
-            begin = (turn - split) * split * length // helpers
-            end = (turn - split + 1) * split * length // helpers
+            begin = (split_index - split) * split * length // helpers
+            end = (split_index - split + 1) * split * length // helpers
             tile = whole + begin // length
             end -= begin // length * length
             begin = begin % length
             pieces = (end + length - 1) // length
         else:
-            end = gl.where(turn >= 0, own, length)
+            end = gl.where(split_index >= 0, own, length)
     return tile, pieces, begin, end, skipped, length
 
 
 @gluon.jit
-def piece_of(n, tile, begin, end, skipped, length, sizes, facts: gl.constexpr):
+def piece_of(n, tile, begin, end, skipped, length, sizes, consts: gl.constexpr):
     """``(block, flat, part, part_stop)`` of the ``n``-th: blocks of queries for keys of a head."""
     part = skipped + gl.maximum(begin - n * length, 0)
     part_stop = skipped + gl.minimum(end - n * length, length)
-    block, flat = keys_of(tile + n, sizes, facts)
+    block, flat = keys_of(tile + n, sizes, consts)
     return block, flat, part, part_stop
 
 
 @gluon.jit
-def shared_of(sizes):
-    """``(whole, split, own, helpers)``: how many tiles are not shared, and what ``shares`` says."""
-    q_len, k_len, batch, heads, group, together, shares = sizes
-    split = gl.load(shares + SPLIT)
-    whole = gl.load(shares + BUSY) * batch * (heads // group) - split
-    return whole, split, gl.load(shares + OWN), gl.load(shares + HELPERS)
+def stream_k_of(sizes):
+    """``(whole, split, own, helpers)``: how many tiles are whole, and what ``stream_k`` says."""
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
+    split = gl.load(stream_k + SPLIT)
+    whole = gl.load(stream_k + BUSY) * batch * (heads // group) - split
+    return whole, split, gl.load(stream_k + OWN), gl.load(stream_k + HELPERS)
 
 
 @gluon.jit
-def keys_of(tile, sizes, facts: gl.constexpr):
+def keys_of(tile, sizes, consts: gl.constexpr):
     """``(block, flat)`` of a tile: which keys of which head; those that are seen come first."""
-    q_len, k_len, batch, heads, group, together, shares = sizes
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     blocks = (k_len + KEYS - 1) // KEYS
-    if facts.SHARED:
-        first, busy = gl.load(shares + FIRST), gl.load(shares + BUSY)
+    if consts.STREAM_K:
+        first, busy = gl.load(stream_k + FIRST), gl.load(stream_k + BUSY)
         seen = busy * batch * (heads // group)
         if tile < seen:
-            block, flat = place_of(tile, busy, together)
+            block, flat = swizzled_block_and_head(tile, busy, heads_per_swizzle)
             block += first
         else:
-            block, flat = place_of(tile - seen, blocks - busy, together)
+            block, flat = swizzled_block_and_head(tile - seen, blocks - busy, heads_per_swizzle)
             block += gl.where(block >= first, busy, 0)
     else:
-        block, flat = place_of(tile, blocks, together)
+        block, flat = swizzled_block_and_head(tile, blocks, heads_per_swizzle)
     return block, flat
 
 
 @gluon.jit
 def seen_in_part(
-    items, item, start, stop, part, part_stop, member, sizes, facts: gl.constexpr,
+    items, item, start, stop, part, part_stop, member, sizes, consts: gl.constexpr,
 ):  # fmt: skip
     """:func:`visited` for a part of the queries, blocks ``[part, part_stop)`` of all heads."""
     low, whole_low, whole_high, high = visited(
-        items, item, start, stop, facts.BLOCK, ROWS_OUTSIDE=False
+        items, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
     )
-    if facts.SHARED:
-        shares = sizes[6]
-        before = member * gl.load(shares + Q_MANY) - gl.load(shares + Q_FIRST)
+    if consts.STREAM_K:
+        stream_k = sizes[6]
+        before = member * gl.load(stream_k + Q_MANY) - gl.load(stream_k + Q_FIRST)
         low = gl.maximum(low, part - before)
         high = gl.maximum(gl.minimum(high, part_stop - before), low)
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
@@ -188,156 +188,160 @@ def nth_block(n, low, whole_low, whole_high, high):
 
 
 @gluon.jit
-def fetch_for_keys(q, k, v, dout, mass, slant, tiles, bars, items, sizes, facts: gl.constexpr):
-    """The warp that fetches: a block of keys and its values, then the queries that see it."""
+def bwd_producer(
+    q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts: gl.constexpr
+):
+    """The producer warp fetches: a block of keys and its values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together, shares = sizes
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     kv_heads = heads // group
-    padded = (q_len + facts.BLOCK - 1) // facts.BLOCK * facts.BLOCK
-    tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
+    padded = (q_len + consts.BLOCK - 1) // consts.BLOCK * consts.BLOCK
+    tile, pieces, begin, end, skipped, length = work_of(sizes, consts)
     count = 0
     for n in range(pieces):
-        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, facts)
+        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         stop = gl.minimum(start + KEYS, k_len)
-        of_keys, of_values = columns_of(kv_head, facts)
+        of_keys, of_values = columns_of(kv_head, consts)
         mbarrier.wait(kv_free, (n & 1) ^ 1)
         mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
         tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
         tma.async_load(v, [b * k_len + start, of_values], kv_full, v_tile)
         for member in range(group):
             head = kv_head * group + member
-            for item in range(facts.ITEMS):
+            for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    items, item, start, stop, part, part_stop, member, sizes, facts
+                    items, item, start, stop, part, part_stop, member, sizes, consts
                 )
                 for i in range(high - low):
-                    row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
-                    slot = count % facts.STAGES
-                    phase = ((count // facts.STAGES) & 1) ^ 1
+                    row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
+                    slot = count % consts.STAGES
+                    phase = ((count // consts.STAGES) & 1) ^ 1
                     mbarrier.wait(q_free.index(slot), phase)
-                    mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + mass.nbytes_per_cta)
-                    number, column = (b * heads + head) * padded + row, head * facts.D
+                    mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + neg_lse.nbytes_per_cta)
+                    number, column = (b * heads + head) * padded + row, head * consts.D
                     tma.async_load(
                         q, [b * q_len + row, column], q_full.index(slot), q_tiles.index(slot)
                     )
-                    tma.async_load(mass, [number], q_full.index(slot), m_tiles.index(slot))
+                    tma.async_load(neg_lse, [number], q_full.index(slot), m_tiles.index(slot))
                     mbarrier.wait(g_free.index(slot), phase)
-                    mbarrier.expect(g_full.index(slot), dout.nbytes_per_cta + slant.nbytes_per_cta)
+                    mbarrier.expect(
+                        g_full.index(slot), dout.nbytes_per_cta + neg_delta.nbytes_per_cta
+                    )
                     tma.async_load(
                         dout, [b * q_len + row, column], g_full.index(slot), g_tiles.index(slot)
                     )
-                    tma.async_load(slant, [number], g_full.index(slot), d_tiles.index(slot))
+                    tma.async_load(neg_delta, [number], g_full.index(slot), d_tiles.index(slot))
                     count += 1
 
 
 @gluon.jit
-def add_group(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, facts: gl.constexpr):
-    """The warps that compute."""
+def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: gl.constexpr):
+    """The consumer warps compute."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, together, shares = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.D, 16])
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.D, 16])
     kv_heads = heads // group
-    tile, pieces, begin, end, skipped, length = work_of(sizes, facts)
+    tile, pieces, begin, end, skipped, length = work_of(sizes, consts)
     count = 0
     for n in range(pieces):
-        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, facts)
+        block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
         block_stop = gl.minimum(start + KEYS, k_len)
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-        dk = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
-        dv = gl.zeros([KEYS, facts.D], gl.float32, layout=o_layout)
+        dk = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
+        dv = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
         mbarrier.wait(kv_full, n & 1)
-        odd = has_odd(k_tile, facts)
+        nonfinite = has_nonfinite(k_tile, consts)
         for member in range(group):
             head = kv_head * group + member
-            for item in range(facts.ITEMS):
+            for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    items, item, start, block_stop, part, part_stop, member, sizes, facts
+                    items, item, start, block_stop, part, part_stop, member, sizes, consts
                 )
                 first, stop = seen_by(items, item, cols, ROWS_OUTSIDE=False)
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
-                    row = nth_block(i, low, whole_low, whole_high, high) * facts.BLOCK
+                    row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
                     dk, dv = one_block(
-                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, row, b * q_len, head,
-                        first, stop, True, facts,
+                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * q_len,
+                        head, first, stop, True, consts,
                     )  # fmt: skip
                     count += 1
                 for i in range(whole_low, whole_high):
                     dk, dv = one_block(
-                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, i * facts.BLOCK,
-                        b * q_len, head, first, stop, False, facts,
+                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite,
+                        i * consts.BLOCK, b * q_len, head, first, stop, False, consts,
                     )  # fmt: skip
                     count += 1
         mbarrier.arrive(kv_free, count=1)
         is_whole = True
-        if facts.SHARED:
-            whole, split, own, helpers = shared_of(sizes)
+        if consts.STREAM_K:
+            whole, split, own, helpers = stream_k_of(sizes)
             if (tile + n >= whole) & (tile + n < whole + split):
-                dk, dv, is_whole = joined(kept, tile + n, dk, dv, sizes, o_layout, facts)
+                dk, dv, is_whole = joined(kept, tile + n, dk, dv, sizes, o_layout, consts)
         if is_whole:
-            keep(kept, block, flat, odd, dk, dv, sizes, o_layout, facts)
+            keep(kept, block, flat, nonfinite, dk, dv, sizes, o_layout, consts)
     tma.store_wait(0)
 
 
 @gluon.jit
-def parts_of(turn, sizes):
-    """In how many parts a shared tile comes: of who has it, and of those who help."""
-    q_len, k_len, batch, heads, group, together, shares = sizes
-    whole, split, own, helpers = shared_of(sizes)
-    each = group * gl.load(shares + Q_MANY) - own
+def parts_of(split_index, sizes):
+    """In how many parts a split tile comes: of who has it, and of those who help."""
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
+    whole, split, own, helpers = stream_k_of(sizes)
+    each = group * gl.load(stream_k + Q_MANY) - own
     # Who helps with a block of queries: the last one that begins no later.
-    first = ((turn * each + 1) * helpers - 1) // (split * each)
-    last = ((turn + 1) * each * helpers - 1) // (split * each)
+    first = ((split_index * each + 1) * helpers - 1) // (split * each)
+    last = ((split_index + 1) * each * helpers - 1) // (split * each)
     return last - first + 2
 
 
 @gluon.jit
-def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
+def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
     """Add a part of a tile to the others; who is the last one gets the sum, and ``True``."""
     _, _, _, marks, parts = kept
-    q_len, k_len, batch, heads, group, together, shares = sizes
-    whole, split, own, helpers = shared_of(sizes)
-    turn = tile - whole
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
+    whole, split, own, helpers = stream_k_of(sizes)
+    split_index = tile - whole
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
-    at = parts + turn * (2 * KEYS * facts.D) + rows[:, None] * facts.D + dims[None, :]
+    dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
+    at = parts + split_index * (2 * KEYS * consts.D) + rows[:, None] * consts.D + dims[None, :]
     gl.atomic_add(at, dk, sem="relaxed")
-    gl.atomic_add(at + KEYS * facts.D, dv, sem="relaxed")
+    gl.atomic_add(at + KEYS * consts.D, dv, sem="relaxed")
     gl.barrier()
-    is_last = gl.atomic_add(marks + turn, 1) == parts_of(turn, sizes) - 1
+    is_last = gl.atomic_add(marks + split_index, 1) == parts_of(split_index, sizes) - 1
     if is_last:
         dk = gl.load(at)
-        dv = gl.load(at + KEYS * facts.D)
+        dv = gl.load(at + KEYS * consts.D)
     return dk, dv, is_last
 
 
 @gluon.jit
-def keep(kept, block, flat, odd, dk, dv, sizes, layout: gl.constexpr, facts: gl.constexpr):
+def keep(kept, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
     """Write the gradients of a block of keys; if there is a NaN, only say so."""
     to_k, to_v, flags, _, _ = kept
-    q_len, k_len, batch, heads, group, together, shares = sizes
+    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads
     is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124
-    left_out = gl.where(odd > 0, 2, gl.max(gl.max(is_nan, 1), 0))
+    left_out = gl.where(nonfinite > 0, 2, gl.max(gl.max(is_nan, 1), 0))
     gl.store(flags + flat * blocks + block, left_out)
     if left_out == 0:
         rows = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-        dims = gl.arange(0, facts.D, layout=gl.SliceLayout(0, layout))
+        dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
         real = (rows < k_len)[:, None]
-        of_keys, of_values = columns_of(kv_head, facts)
-        step: gl.constexpr = 2 * facts.D if facts.BESIDE else facts.D
+        of_keys, of_values = columns_of(kv_head, consts)
+        step: gl.constexpr = 2 * consts.D if consts.KV_PACKED else consts.D
         at = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
-        some_k, some_v = dk * facts.SCALE, dv
-        if not facts.FRESH:
+        some_k, some_v = dk * consts.SCALE, dv
+        if not consts.FRESH:
             some_k += gl.load(to_k + of_keys + at, mask=real, other=0.0)
             some_v += gl.load(to_v + of_values + at, mask=real, other=0.0)
         gl.store(to_k + of_keys + at, some_k.to(to_k.dtype.element_ty), mask=real)
@@ -345,10 +349,10 @@ def keep(kept, block, flat, odd, dk, dv, sizes, layout: gl.constexpr, facts: gl.
 
 
 @gluon.jit
-def has_odd(tile, facts: gl.constexpr):
+def has_nonfinite(tile, consts: gl.constexpr):
     """Whether some number is not finite."""
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 * 8 // facts.D, facts.D // 8], [8, 1], [1, 0]
+        [1, 8], [32 * 8 // consts.D, consts.D // 8], [8, 1], [1, 0]
     )
     x = tile.load(layout).to(gl.float32)
     return gl.max(gl.max(gl.where(gl.abs(x) < _INF, 0, 1), 1), 0)
@@ -356,20 +360,20 @@ def has_odd(tile, facts: gl.constexpr):
 
 @gluon.jit
 def one_block(
-    tiles, s_tile, dq_tile, dq, bars, count, dk, dv, odd, row, first_row, head, first, stop,
-    MASKED: gl.constexpr, facts: gl.constexpr,
+    tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
+    MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """What the queries at ``row`` add; scores lie transposed, ``[k, q]``."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, facts.D, 16])
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, facts.D // 2, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.D, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, consts.D // 2, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
-    slot, phase = count % facts.STAGES, (count // facts.STAGES) & 1
+    slot, phase = count % consts.STAGES, (count // consts.STAGES) & 1
     queries, gradient = q_tiles.index(slot), g_tiles.index(slot)
-    block: gl.constexpr = [KEYS, facts.BLOCK]
+    block: gl.constexpr = [KEYS, consts.BLOCK]
     mbarrier.wait(q_full.index(slot), phase)
     mbarrier.wait(g_full.index(slot), phase)
     # Of each query there are two numbers per column here; where products are summed there is room.
@@ -378,9 +382,9 @@ def one_block(
     products = warpgroup_mma(k_tile, queries.permute((1, 0)), above, is_async=True)
     dweights = warpgroup_mma(v_tile, gradient.permute((1, 0)), below, is_async=True)
     products = warpgroup_mma_wait(1, [products])
-    weights = gl.exp2(products * (facts.SCALE * LOG2E))
+    weights = gl.exp2(products * (consts.SCALE * LOG2E))
     if MASKED:
-        rows = row + gl.arange(0, facts.BLOCK, layout=numbers)
+        rows = row + gl.arange(0, consts.BLOCK, layout=numbers)
         visible = (rows[None, :] >= first[:, None]) & (rows[None, :] < stop[:, None])
         weights = gl.where(visible, weights, 0.0)
     narrow = gl.convert_layout(weights.to(q_tiles.dtype), p_layout)
@@ -393,18 +397,18 @@ def one_block(
     s_tile.store(slopes)
     fence_async_shared()
     slopes = gl.convert_layout(slopes, p_layout)
-    zero_q = gl.zeros([facts.BLOCK, facts.D], gl.float32, layout=q_layout)
+    zero_q = gl.zeros([consts.BLOCK, consts.D], gl.float32, layout=q_layout)
     part = warpgroup_mma(s_tile.permute((1, 0)), k_tile, zero_q, use_acc=False, is_async=True)
     dk = warpgroup_mma(slopes, queries, dk, is_async=True)
     part, dv, narrow = warpgroup_mma_wait(1, [part, dv, narrow])
     mbarrier.arrive(g_free.index(slot), count=1)
     tma.store_wait(0)
     gl.barrier()
-    dq_tile.store(part * facts.SCALE)
+    dq_tile.store(part * consts.SCALE)
     fence_async_shared()
     gl.barrier()
-    if odd == 0:
-        tma.async_atomic_add(dq, [first_row + row, head * facts.D], dq_tile)
+    if nonfinite == 0:
+        tma.async_atomic_add(dq, [first_row + row, head * consts.D], dq_tile)
     dk, slopes = warpgroup_mma_wait(0, [dk, slopes])
     mbarrier.arrive(q_free.index(slot), count=1)
     return dk, dv

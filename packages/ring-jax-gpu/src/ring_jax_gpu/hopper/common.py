@@ -17,7 +17,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 BOUNDS = gl.constexpr(6)  # numbers of an item: q_start, q_stop, k_start, k_stop, lo, hi
 
 
-class Hot(NamedTuple):
+class HopperConstexprs(NamedTuple):
     """What a kernel here is compiled for.
 
     Attributes:
@@ -27,9 +27,9 @@ class Hot(NamedTuple):
         BLOCK: Keys per block in the forward, queries per block in the backward.
         STAGES: Blocks on their way at once.
         FRESH: Results are new, nothing is merged into.
-        BESIDE: Values lie behind their keys, in the same rows, and so do their gradients.
-        TURNS: Groups of warps issue their products in turns.
-        SHARED: Programs share the last tiles.
+        KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
+        PINGPONG: Groups of warps issue their products in turns, as FlashAttention-3 does.
+        STREAM_K: The last tiles are split over programs, as in Stream-K.
     """
 
     D: gl.constexpr
@@ -38,30 +38,32 @@ class Hot(NamedTuple):
     BLOCK: gl.constexpr
     STAGES: gl.constexpr
     FRESH: gl.constexpr
-    BESIDE: gl.constexpr
-    TURNS: gl.constexpr
-    SHARED: gl.constexpr
+    KV_PACKED: gl.constexpr
+    PINGPONG: gl.constexpr
+    STREAM_K: gl.constexpr
 
 
 @gluon.jit
-def place_of(tile, blocks, together):
-    """Which turn a tile has among the ``blocks`` of its head, and which head.
+def swizzled_block_and_head(tile, blocks, heads_per_swizzle):
+    """A tile's block among the ``blocks`` of its head, and which head, in the order for the L2.
 
-    ``together`` heads take turns: the first blocks of all of them come before the second ones.
+    The first blocks of all ``heads_per_swizzle`` heads come before the second ones.
     """
-    each = blocks * together
+    each = blocks * heads_per_swizzle
     within = tile % each
-    return within // together, (tile // each) * together + within % together
+    return within // heads_per_swizzle, (
+        tile // each
+    ) * heads_per_swizzle + within % heads_per_swizzle
 
 
 @gluon.jit
-def columns_of(kv_head, facts: gl.constexpr):
+def columns_of(kv_head, consts: gl.constexpr):
     """Where in rows of memory the keys of a head begin, and where its values."""
-    if facts.BESIDE:
-        column = kv_head * (2 * facts.D)
-        values = column + facts.D
+    if consts.KV_PACKED:
+        column = kv_head * (2 * consts.D)
+        values = column + consts.D
     else:
-        column = kv_head * facts.D
+        column = kv_head * consts.D
         values = column
     return column, values
 

@@ -1,6 +1,6 @@
 """Kernels as operations of JAX where jax-triton cannot make them.
 
-It launches as many warps as it was asked to compile for; a kernel whose warps have roles has more,
+It launches as many warps as it was asked to compile for; a warp-specialised kernel has more,
 which its metadata says. And it takes arrays in one order of their axes only. So these kernels are
 launched from here, through the same target of JAX's.
 """
@@ -38,7 +38,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Made:
+class OutArray:
     """A parameter that is a result, new memory."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Made:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class InArray:
     """A parameter that is an array, which the kernel may change."""
 
     array: Array
@@ -56,37 +56,37 @@ class Taken:
     layout: Layout | None = None
 
 
-Parameter = Taken | Made | int | None
+Parameter = InArray | OutArray | int | None
 
 
 def call(
     kernel: Any, parameters: Mapping[str, Parameter], constants: Mapping[str, Any], *, warps: int,
     programs: int,
 ) -> dict[str, Array]:  # fmt: skip
-    """Launch a kernel; returns what it made and changed.
+    """Launch a kernel; returns its results and what it changed.
 
-    Arrays are handed over in the order of the parameters, those that are made behind the others.
+    Arrays are handed over in the order of the parameters, results behind the others.
     """
-    taken = {name: x for name, x in parameters.items() if isinstance(x, Taken)}
-    made = {name: x for name, x in parameters.items() if isinstance(x, Made)}
-    order = [name for name in parameters if name in taken or name in made]
-    assert order == [*taken, *made], f"what is made comes last, not {order}"
+    inputs = {name: x for name, x in parameters.items() if isinstance(x, InArray)}
+    outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
+    order = [name for name in parameters if name in inputs or name in outputs]
+    assert order == [*inputs, *outputs], f"results come last, not {order}"
     types = tuple(type_name(x) for x in parameters.values())
     named = tuple(zip(parameters, types, strict=True))
     module = compiled(kernel, named, tuple(constants.items()), warps)
     opaque = _launch(module, list(parameters.values()), programs)
-    changed = {name: x for name, x in taken.items() if x.changes}
+    changed = {name: x for name, x in inputs.items() if x.changes}
     spec: Any = jax.ShapeDtypeStruct
-    results = [spec(x.shape, x.dtype) for x in made.values()]
+    results = [spec(x.shape, x.dtype) for x in outputs.values()]
     results += [spec(x.array.shape, x.array.dtype) for x in changed.values()]
-    names = [*made, *changed]
+    names = [*outputs, *changed]
     found = jax.ffi.ffi_call(
         "triton_kernel_call_ffi",
         results,
-        input_layouts=[x.layout for x in taken.values()],
-        output_layouts=[x.layout for x in made.values()] + [x.layout for x in changed.values()],
-        input_output_aliases={list(taken).index(name): names.index(name) for name in changed},
-    )(*(x.array for x in taken.values()), opaque=opaque)
+        input_layouts=[x.layout for x in inputs.values()],
+        output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
+        input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
+    )(*(x.array for x in inputs.values()), opaque=opaque)
     return dict(zip(names, found, strict=True))
 
 
@@ -98,9 +98,9 @@ def type_name(parameter: Parameter) -> str:
         return "constexpr"
     if isinstance(parameter, int):
         return "i32" if parameter < 2**31 else "i64"
-    dtype = parameter.dtype if isinstance(parameter, Made) else parameter.array.dtype.name
+    dtype = parameter.dtype if isinstance(parameter, OutArray) else parameter.array.dtype.name
     kind = _TYPES[str(dtype)]
-    if isinstance(parameter, Made) or parameter.tiles is None:
+    if isinstance(parameter, OutArray) or parameter.tiles is None:
         return f"*{kind}"
     block = parameter.tiles.block
     bits = 32 if kind == "fp32" else 16
@@ -149,7 +149,7 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
             continue
         if isinstance(x, int):
             handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
-        elif isinstance(x, Taken) and x.tiles is not None:
+        elif isinstance(x, InArray) and x.tiles is not None:
             meta, tiles = next(descriptors), x.tiles
             handed.append(
                 gpu_triton.create_tma_descriptor_parameter(

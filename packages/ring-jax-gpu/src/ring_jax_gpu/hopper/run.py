@@ -1,4 +1,4 @@
-"""Calls of the kernels for Hopper, whose warps have roles, and of one for what these leave."""
+"""Calls of the kernels for Hopper, which are warp-specialised, and of one for what these leave."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core.triton.tile_sizes import FLAGS_TOGETHER
-from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, Made, Parameter, Taken, Tiles, call
+from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
 from ring_jax_gpu.hopper.stream_k import (
     KEYS,
     KEYS_A_BLOCK,
     QUERIES,
     QUERIES_A_BLOCK,
-    Helped,
-    Shares,
+    StreamK,
+    StreamKBackward,
     of_keys,
     of_queries,
 )
-from ring_jax_gpu.launch import ONLY_HOPPER, Arrays, Launch, arguments_of, kernel_of
+from ring_jax_gpu.launch import RANK_OPERAND, Arrays, Launch, arguments_of, kernel_of
 
 _HALF = 64  # of a block of queries, what one group of warps takes
 _STAGES = 2
-_UNEVEN = {"EVEN_Q": False, "EVEN_K": False}
-_KEY_HEADS_TOGETHER, _TILES_TOGETHER = 2, 128  # which take turns in the backward, at least
-_CHANGED = {"attend": ("out", "lse"), "add_to_keys": ("dq", "dk", "dv")}
+_NOT_MULTIPLES = {"Q_IS_MULTIPLE": False, "K_IS_MULTIPLE": False}
+_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE = 2, 128  # of a swizzle in the backward, at least
+_CHANGED = {"fwd": ("out", "lse"), "bwd_dkv": ("dq", "dk", "dv")}
 # Arrays that say how the rows of a parameter lie, by its name in strides and steps.
 _ROWS = {
     "q": ("q",), "k": ("kv", "k"), "v": ("kv", "v"), "out": ("out", "dout"), "dq": ("dq",),
@@ -39,94 +39,101 @@ _DEFAULT_PROCESSORS = 132  # of an H100 or H200
 
 def run(launch: Launch, arrays: Arrays) -> Arrays:
     """Run a launch; returns what it changed."""
-    return (_attend if launch.kernel == "attend" else _differentiate)(launch, arrays)
+    return (_fwd if launch.kernel == "fwd" else _bwd)(launch, arrays)
 
 
-def _attend(launch: Launch, arrays: Arrays) -> Arrays:
-    from ring_jax_gpu.hopper.common import Hot
-    from ring_jax_gpu.hopper.forward import attend_fast
+def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
+    from ring_jax_gpu.hopper.common import HopperConstexprs
+    from ring_jax_gpu.hopper.forward import fwd_hopper
 
-    q, facts, programs = arrays["q"], dict(launch.facts), _processors()
+    q, consts, programs = arrays["q"], dict(launch.consts), _processors()
     batch, heads, q_len, dim = q.shape
-    across = 2 * -(-q_len // QUERIES)  # flags of a head
-    shares = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
-    split = max((x.split for x in shares.values()), default=0)
-    parts = max((x.split * x.each for x in shares.values()), default=0)
-    hot = Hot(
-        D=dim, ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
-        FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=True, SHARED=split > 0,
+    flags_per_head = 2 * -(-q_len // QUERIES)  # flags of a head
+    stream_k = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
+    split = max((x.split for x in stream_k.values()), default=0)
+    parts = max((x.split * x.each for x in stream_k.values()), default=0)
+    hopper_consts = HopperConstexprs(
+        D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
+        FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
     )  # fmt: skip
     before = arrays.get("before")
-    marks = jnp.zeros(batch * heads * across + 1 + 2 * split, jnp.int32)
+    marks = jnp.zeros(batch * heads * flags_per_head + 1 + 2 * split, jnp.int32)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, _HALF), **_key_tiles(arrays, hot.BLOCK), "items": Taken(arrays["items"]),
-        "shares": _looked_up(shares, arrays) if split else None,
-        "marks": Taken(marks, changes=True),
-        "before": None if before is None else Taken(before, layout=HEADS_BEHIND),
-        "lse": _result(arrays["lse"], facts["FRESH"]),
-        "out": _result(arrays["out"], facts["FRESH"] or before is not None, HEADS_BEHIND),
-        "parts": Made((parts, 2, _HALF, dim), "float32") if split else None,
-        "sums": Made((parts, 2, 2, _HALF), "float32") if split else None,
-        **_sizes(arrays), "together": dict(launch.numbers)["together"],
+        "q": _tiles(q, _HALF), **_key_tiles(arrays, hopper_consts.BLOCK),
+        "items": InArray(arrays["items"]),
+        "stream_k": _looked_up(stream_k, arrays) if split else None,
+        "marks": InArray(marks, changes=True),
+        "before": None if before is None else InArray(before, layout=HEADS_BEHIND),
+        "lse": _result(arrays["lse"], consts["FRESH"]),
+        "out": _result(arrays["out"], consts["FRESH"] or before is not None, HEADS_BEHIND),
+        "parts": OutArray((parts, 2, _HALF, dim), "float32") if split else None,
+        "sums": OutArray((parts, 2, 2, _HALF), "float32") if split else None, **_sizes(arrays),
+        "heads_per_swizzle": dict(launch.numbers)["heads_per_swizzle"],
     }  # fmt: skip
-    found = call(attend_fast, parameters, {"facts": hot}, warps=4, programs=programs)
+    found = call(fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs)
     arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
-    many = batch * heads * across
-    numbers = {"only_across": across, "only_many": many}
+    many = batch * heads * flags_per_head
+    numbers = {"only_per_head": flags_per_head, "only_many": many}
     return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF, _HALF)
 
 
-def _differentiate(launch: Launch, arrays: Arrays) -> Arrays:
-    from ring_jax_gpu.hopper.backward import add_fast
-    from ring_jax_gpu.hopper.common import Hot
+def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
+    from ring_jax_gpu.hopper.backward import bwd_hopper
+    from ring_jax_gpu.hopper.common import HopperConstexprs
 
-    q, lse, facts = arrays["q"], arrays["lse"], dict(launch.facts)
+    q, lse, consts = arrays["q"], arrays["lse"], dict(launch.consts)
     sizes = _sizes(arrays)
     many = sizes["batch"] * sizes["heads"] // sizes["group"]
     blocks = -(-sizes["k_len"] // KEYS)
-    shares = {x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles}
-    split = max((x.split for x in shares.values()), default=0)
-    helpers = max((x.helpers for x in shares.values()), default=0)
-    hot = Hot(
-        D=q.shape[3], ITEMS=facts["ITEMS"], SCALE=facts["SCALE"], BLOCK=QUERIES_A_BLOCK, STAGES=_STAGES,
-        FRESH=facts["FRESH"], BESIDE=facts["BESIDE"], TURNS=False, SHARED=split > 0,
+    stream_k = {
+        x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles
+    }
+    split = max((x.split for x in stream_k.values()), default=0)
+    helpers = max((x.helpers for x in stream_k.values()), default=0)
+    hopper_consts = HopperConstexprs(
+        D=q.shape[3], ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
+        STAGES=_STAGES, FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
+        STREAM_K=split > 0,
     )  # fmt: skip
-    dv, parts = arrays.get("dv"), (split, 2, KEYS, hot.D)
+    dv, parts = arrays.get("dv"), (split, 2, KEYS, hopper_consts.D)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, hot.BLOCK), **_key_tiles(arrays, KEYS),
-        "dout": _tiles(arrays["dout"], hot.BLOCK),
-        "mass": _numbers(jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hot.SCALE)), hot.BLOCK),
-        "slant": _numbers(-arrays["delta"], hot.BLOCK),
-        "dq": replace(_tiles(arrays["dq"], hot.BLOCK), changes=True),
-        "items": Taken(arrays["items"]),
-        "shares": _looked_up(shares, arrays) if split else None,
-        "marks": Taken(jnp.zeros(split, jnp.int32), changes=True) if split else None,
-        "parts": Taken(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
-        "dk": _result(arrays["dk"], facts["FRESH"], HEADS_BEHIND),
-        "dv": None if dv is None else _result(dv, facts["FRESH"], HEADS_BEHIND),
-        "flags": Made((many, blocks), "int32"),
-        **sizes, "together": _key_heads_together(many, blocks),
+        "q": _tiles(q, hopper_consts.BLOCK), **_key_tiles(arrays, KEYS),
+        "dout": _tiles(arrays["dout"], hopper_consts.BLOCK),
+        "neg_lse": _numbers(
+            jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hopper_consts.SCALE)),
+            hopper_consts.BLOCK,
+        ),
+        "neg_delta": _numbers(-arrays["delta"], hopper_consts.BLOCK),
+        "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK), changes=True),
+        "items": InArray(arrays["items"]),
+        "stream_k": _looked_up(stream_k, arrays) if split else None,
+        "marks": InArray(jnp.zeros(split, jnp.int32), changes=True) if split else None,
+        "parts": InArray(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
+        "dk": _result(arrays["dk"], consts["FRESH"], HEADS_BEHIND),
+        "dv": None if dv is None else _result(dv, consts["FRESH"], HEADS_BEHIND),
+        "flags": OutArray((many, blocks), "int32"), **sizes,
+        "heads_per_swizzle": _key_heads_per_swizzle(many, blocks),
     }  # fmt: skip
     programs = many * blocks + helpers
-    found = call(add_fast, parameters, {"facts": hot}, warps=8, programs=programs)
+    found = call(bwd_hopper, parameters, {"consts": hopper_consts}, warps=8, programs=programs)
     arrays = arrays | {"only": found.pop("flags")}
     arrays |= {name: x for name, x in found.items() if name in arrays}
-    return _rest(launch, arrays, {"only_across": blocks}, many * blocks, _HALF, KEYS)
+    return _rest(launch, arrays, {"only_per_head": blocks}, many * blocks, _HALF, KEYS)
 
 
-def _key_heads_together(many: int, blocks: int) -> int:
-    """How many take turns in the backward: few, but enough that programs meet at few queries."""
-    wanted = max(_KEY_HEADS_TOGETHER, _TILES_TOGETHER // blocks)
+def _key_heads_per_swizzle(many: int, blocks: int) -> int:
+    """Heads of a swizzle in the backward: few, but enough that programs meet at few queries."""
+    wanted = max(_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE // blocks)
     return next(n for n in range(min(wanted, many), many + 1) if many % n == 0)
 
 
-def _looked_up(shares: Mapping[int, Shares | Helped], arrays: Arrays) -> Taken:
+def _looked_up(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
     """A rank's row; zeros for one that computes nothing now."""
-    (width,) = {len(x) for x in shares.values()}
-    table = np.zeros((max(shares) + 1, width), np.int32)
-    for rank, row in shares.items():
+    (width,) = {len(x) for x in stream_k.values()}
+    table = np.zeros((max(stream_k) + 1, width), np.int32)
+    for rank, row in stream_k.items():
         table[rank] = row
-    return Taken(jnp.asarray(table)[arrays[ONLY_HOPPER]])
+    return InArray(jnp.asarray(table)[arrays[RANK_OPERAND]])
 
 
 def _rest(
@@ -134,21 +141,21 @@ def _rest(
 ) -> Arrays:
     """Do the blocks that ``only`` names, in plain Triton; returns what the launch changed."""
     kernel = kernel_of(launch)
-    arrays = {name: x for name, x in arrays.items() if name != ONLY_HOPPER}
+    arrays = {name: x for name, x in arrays.items() if name != RANK_OPERAND}
     strides, steps = _heads_behind(launch, arrays)
-    facts = dict(launch.facts) | steps | {"BLOCK_Q": block_q, "BLOCK_K": block_k} | _UNEVEN
+    consts = dict(launch.consts) | steps | {"BLOCK_Q": block_q, "BLOCK_K": block_k} | _NOT_MULTIPLES
     rest = replace(
         launch,
-        facts=tuple(facts.items()),
+        consts=tuple(consts.items()),
         numbers=tuple((dict(launch.numbers) | strides | flags).items()),
     )
     known = arguments_of(kernel, rest, arrays, has_copy_engine=False)
-    constants = {name: known.pop(name) for name in ("facts", "careful")}
+    constants = {name: known.pop(name) for name in ("consts", "nan_safe")}
     parameters: dict[str, Parameter] = {}
     for name, x in known.items():
         if hasattr(x, "shape"):
             layout = HEADS_BEHIND if x.ndim == 4 else None
-            parameters[name] = Taken(x, changes=name in _CHANGED[launch.kernel], layout=layout)
+            parameters[name] = InArray(x, changes=name in _CHANGED[launch.kernel], layout=layout)
         else:
             parameters[name] = x
     return call(kernel, parameters, constants, warps=4, programs=programs)
@@ -181,10 +188,10 @@ def _keys(arrays: Arrays) -> Any:
     return arrays["kv"] if "kv" in arrays else arrays["k"]
 
 
-def _tiles(x: Any, length: int) -> Taken:
+def _tiles(x: Any, length: int) -> InArray:
     """``[B, H, T, D]`` as ``[B * T, H * D]``, which it is in memory."""
     batch, heads, tokens, dim = x.shape
-    return Taken(x, Tiles((batch * tokens, heads * dim), (length, dim)), layout=HEADS_BEHIND)
+    return InArray(x, Tiles((batch * tokens, heads * dim), (length, dim)), layout=HEADS_BEHIND)
 
 
 def _key_tiles(arrays: Arrays, length: int) -> dict[str, Parameter]:
@@ -195,20 +202,20 @@ def _key_tiles(arrays: Arrays, length: int) -> dict[str, Parameter]:
         x = arrays["kv"] if "kv" in arrays else arrays[name]
         batch, heads, tokens, row = x.shape
         tiles = Tiles((batch * tokens, heads * row), (length, dim))
-        found[name] = Taken(x, tiles, layout=HEADS_BEHIND)
+        found[name] = InArray(x, tiles, layout=HEADS_BEHIND)
     return found
 
 
-def _numbers(x: Any, length: int) -> Taken:
+def _numbers(x: Any, length: int) -> InArray:
     """``[B, H, T]`` in blocks, which begin at multiples of 16 bytes as the copy engine wants."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % length)))
-    return Taken(padded, Tiles((padded.size,), (length,)))
+    return InArray(padded, Tiles((padded.size,), (length,)))
 
 
 def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Parameter:
     if is_fresh:
-        return Made(x.shape, x.dtype.name, layout)
-    return Taken(x, changes=True, layout=layout)
+        return OutArray(x.shape, x.dtype.name, layout)
+    return InArray(x, changes=True, layout=layout)
 
 
 def _processors() -> int:

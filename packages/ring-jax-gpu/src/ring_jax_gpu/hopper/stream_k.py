@@ -1,4 +1,4 @@
-"""How the kernels for Hopper share tiles that do not come out even over a GPU's programs.
+"""How the kernels for Hopper split tiles that do not come out even over a GPU's programs.
 
 Where queries see all keys of a rectangle, tiles take equally long, and together as many rounds as
 the program with most of them has. Of a round that is not full, programs that have no tile help the
@@ -21,7 +21,7 @@ _MOST_SHARERS = 4  # of a tile in the backward
 _JOINING = 4  # blocks that take about as long as to begin a part and to leave it for another
 
 
-class Shares(NamedTuple):
+class StreamK(NamedTuple):
     """Of the forward.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shares(NamedTuple):
     each: int
 
 
-class Helped(NamedTuple):
+class StreamKBackward(NamedTuple):
     """Of the backward.
 
     Attributes:
@@ -58,28 +58,28 @@ class Helped(NamedTuple):
     q_many: int
 
 
-def of_queries(seen: Rectangle, heads: int, programs: int) -> Shares:
-    """What is shared in the forward; ``heads`` are those of queries, of all batch rows."""
+def of_queries(seen: Rectangle, heads: int, programs: int) -> StreamK:
+    """What is split in the forward; ``heads`` are those of queries, of all batch rows."""
     first, busy = _blocks(seen.q_start, seen.q_stop, QUERIES)
     _, length = _blocks(seen.k_start, seen.k_stop, KEYS_A_BLOCK)
-    return Shares(first, busy, *shared_tiles(busy * heads, length, programs))
+    return StreamK(first, busy, *split_tiles(busy * heads, length, programs))
 
 
-def of_keys(seen: Rectangle, heads: int, group: int, programs: int) -> Helped:
-    """What is shared in the backward; ``heads`` are those of keys, of all batch rows."""
+def of_keys(seen: Rectangle, heads: int, group: int, programs: int) -> StreamKBackward:
+    """What is split in the backward; ``heads`` are those of keys, of all batch rows."""
     first, busy = _blocks(seen.k_start, seen.k_stop, KEYS)
     q_first, q_many = _blocks(seen.q_start, seen.q_stop, QUERIES_A_BLOCK)
-    return Helped(
-        first, busy, *helped_tiles(busy * heads, group * q_many, programs), q_first, q_many
+    return StreamKBackward(
+        first, busy, *split_tiles_backward(busy * heads, group * q_many, programs), q_first, q_many
     )
 
 
-def shared_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """``(split, own, each)`` of :class:`Shares` for tiles that are ``length`` blocks long."""
+def split_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
+    """``(split, own, each)`` of :class:`StreamK` for tiles that are ``length`` blocks long."""
     split = tiles % programs
     best, took = (0, 0, 1), length
     for each in range(2, min(_MOST_PARTS, length) + 1 if split else 2):
-        # Rounds of the other parts, which those without a tile draw.
+        # Rounds of the other parts, which those without a tile take.
         rounds = -(-split * (each - 1) // (programs - split))
         share = rounds / (each - 1)
         own = math.ceil((share * length + (rounds - 1) * _JOINING) / (1 + share))
@@ -90,8 +90,8 @@ def shared_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]
     return best
 
 
-def helped_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
-    """``(split, own, helpers)`` of :class:`Helped` for tiles that are ``length`` blocks long."""
+def split_tiles_backward(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
+    """``(split, own, helpers)`` of :class:`StreamKBackward`, for tiles of ``length`` blocks."""
     split = tiles % programs
     helpers = min(programs - split, split * (_MOST_SHARERS - 1))
     own = -(-split * (length + _JOINING) // max(split + helpers, 1))

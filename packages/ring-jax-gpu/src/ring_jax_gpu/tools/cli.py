@@ -16,7 +16,7 @@ from pathlib import Path
 from ring_core.triton.tile_configs import PASSES, default, read, written
 from ring_jax_gpu.tools import tune as _tune
 
-_USUAL = ("attend", "add_to_queries", "add_to_keys")
+_USUAL = ("fwd", "bwd_dq", "bwd_dkv")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def _tuned(options: argparse.Namespace) -> int:
         row
         for row in table
         if row.kernel in options.kernels and row.itemsize in options.itemsize
-        and row.head_dim in options.head_dims and row.crowded == options.crowded
+        and row.head_dim in options.head_dims and row.per_score_inputs == options.per_score_inputs
     ]  # fmt: skip
     if not chosen:
         raise ValueError("the table has no such rows; see --help for what can be chosen")
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,))
     tune.add_argument("--head-dims", nargs="+", type=int, default=(64, 128), help="of rows")
     tune.add_argument(
-        "--crowded", action="store_true", help="rows for dropout, bias and predicates"
+        "--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates"
     )
     tune.add_argument("--tokens", type=_positive, default=4096)
     tune.add_argument("--rounds", type=_positive, default=5)

@@ -49,7 +49,7 @@ def _fastest(rows: Iterable[Row], seconds: Seconds) -> Row:
 def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds:
     """What a call takes with another row in the place of ``row``.
 
-    A causal call of ``tokens`` tokens; where scores are crowded, with dropout. Its results are
+    A causal call of ``tokens`` tokens; with per-score inputs, that is dropout. Its results are
     compared with those of the table as it is: what is off by more than a fiftieth of their norm
     counts as refused.
 
@@ -90,10 +90,10 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in zip(keys[:4], shapes, strict=True)
     )
-    has_bias = row.kernel == "add_to_bias"
+    has_bias = row.kernel == "bwd_dbias"
     bias = jax.random.normal(keys[4], (1, 1, tokens, tokens)) if has_bias else None
-    options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.crowded else {}
-    fused = True if row.kernel == "add_to_all" else None
+    options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
+    fused = True if row.kernel == "bwd_fused" else None
     attention = RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),))
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
@@ -103,7 +103,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
         )  # fmt: skip
         return out
 
-    if row.kernel == "attend":
+    if row.kernel == "fwd":
         forward = jax.jit(attend)
         return lambda: (forward(q, k, v, bias),)
     _, pull = jax.jit(partial(jax.vjp, attend))(q, k, v, bias)
@@ -130,8 +130,8 @@ def _described(row: Row) -> str:
 
 def name_of(row: Row) -> str:
     """What a row is for."""
-    crowded = ", crowded" if row.crowded else ""
-    return f"{row.kernel}, {row.itemsize} bytes, head dims up to {row.head_dim}{crowded}"
+    per_score_inputs = ", per-score inputs" if row.per_score_inputs else ""
+    return f"{row.kernel}, {row.itemsize} bytes, head dims up to {row.head_dim}{per_score_inputs}"
 
 
 def device() -> str:

@@ -2,7 +2,7 @@
 
 A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
 the item which blocks to visit; where segment ids, a predicate or a mask that is a tensor decide,
-the blocks that are not empty are listed, for each block of the outer side: partial ones first, then
+the blocks that are not empty are indexed, for each block of the outer side: partial first, then
 full ones.
 """
 
@@ -32,7 +32,7 @@ class Grid(NamedTuple):
     block_q: int
     block_k: int
     all_partial: bool  # every block needs its mask
-    by_columns: bool  # the outer side is the keys
+    k_major: bool  # the outer side is the keys
     device: torch.device
     geometry: BlockGeometry | None  # of a predicate
 
@@ -49,7 +49,7 @@ class BlockIndex(NamedTuple):
     counts: Tensor
 
 
-def visits(
+def block_index(
     item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, shown: Tensor | None = None
 ) -> BlockIndex:
     """The blocks of an item.
@@ -64,7 +64,7 @@ def visits(
         kinds = _among_segments(kinds, segments, grid)
     if shown is not None:
         kinds = torch.where(in_blocks(shown, grid.block_q, grid.block_k), kinds, EMPTY)
-    return _listed(kinds, grid)
+    return _indexed(kinds, grid)
 
 
 def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
@@ -85,7 +85,7 @@ def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) 
 
 @capture_safe_cache(maxsize=32)  # of a long sequence each takes megabytes
 def _without_segments(item: WorkItem, grid: Grid) -> BlockIndex:
-    return _listed(kinds_on(item, grid), grid)
+    return _indexed(kinds_on(item, grid), grid)
 
 
 @capture_safe_cache(maxsize=32)
@@ -99,10 +99,10 @@ def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
     return torch.as_tensor(kinds[None], device=grid.device)
 
 
-def _listed(kinds: Tensor, grid: Grid) -> BlockIndex:
+def _indexed(kinds: Tensor, grid: Grid) -> BlockIndex:
     if grid.all_partial:
         kinds = kinds.clamp(max=PARTIAL)
-    if grid.by_columns:
+    if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
     order = torch.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = torch.argsort(order, dim=2, stable=True).to(torch.int32)
@@ -147,9 +147,9 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
     """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
     assert geometry.tiles is not None and item.tiles is not None
     index = geometry.tiles[1][item.q_rank, item.kv_rank]
-    down, across = item.q_start // TILE, item.k_start // TILE
+    q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
     shape = item.tiles.shape
-    which = index[down : down + shape[0], across : across + shape[1]]
+    which = index[q_tile : q_tile + shape[0], k_tile : k_tile + shape[1]]
     which = np.where(item.tiles == PARTIAL, which, np.where(item.tiles == FULL, -1, -2))
     return which.astype(np.int32)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ring_core import GatherProgram
-from ring_core.triton.tile_sizes import come_in_eights
+from ring_core.triton.tile_sizes import positions_aligned8
 from ring_torch.call import Call
 from ring_torch.comm.signature import CallSignature
 from ring_torch.payload import KVPayload
@@ -36,11 +36,11 @@ def gathered_columns(
     call: Call, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
 ) -> KeyBlock:
     """The keys of the buffer and all that belongs to them."""
-    position, eights = None, False
+    position, aligned8 = None, False
     runs: tuple[Run, ...] = ()
     if call.needs_index:
         which = call.plan, call.ring.rank, gather.own
         position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
-        eights = come_in_eights(gather.positions)
+        aligned8 = positions_aligned8(gather.positions)
     segments = tensors[1] if keys.segments else None
-    return KeyBlock(*keys.split(tensors[0]), position, segments, eights, runs)
+    return KeyBlock(*keys.split(tensors[0]), position, segments, aligned8, runs)

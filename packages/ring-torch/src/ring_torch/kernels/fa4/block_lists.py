@@ -38,14 +38,14 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
         return _known_lists(item, grid)
     q_ids, k_ids = (x.contiguous() for x in segments)
     kinds = kinds_on(item, grid)
-    (_, down, across), batch = kinds.shape, q_ids.shape[0]
-    sides = (q_ids, grid.block_q, down), (k_ids, grid.block_k, across)
+    (_, num_q_blocks, num_k_blocks), batch = kinds.shape, q_ids.shape[0]
+    sides = (q_ids, grid.block_q, num_q_blocks), (k_ids, grid.block_k, num_k_blocks)
     (outer_ids, outer_size, outer), (inner_ids, inner_size, inner) = (
-        reversed(sides) if grid.by_columns else sides
+        reversed(sides) if grid.k_major else sides
     )
     counts = torch.empty(2, batch, outer, dtype=torch.int32, device=q_ids.device)
     blocks = torch.empty(2, batch, outer, inner, dtype=torch.int32, device=q_ids.device)
-    steps = (1, across) if grid.by_columns else (across, 1)
+    steps = (1, num_k_blocks) if grid.k_major else (num_k_blocks, 1)
     _list_blocks[(outer, batch)](
         outer_ids, inner_ids, kinds, counts, blocks, outer_ids.shape[1], inner_ids.shape[1],
         outer, inner, *steps, OUTER_SIZE=outer_size, INNER_SIZE=inner_size,
@@ -60,7 +60,7 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
 @capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
 def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
     kinds = kinds_on(item, grid)
-    if grid.by_columns:
+    if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
     found: list[Tensor] = []
     for kind in (PARTIAL, FULL):

@@ -73,7 +73,7 @@ class TritonKernel(KernelBase):
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, in ``out`` if there is one."""
         into = out or _empty(rows, columns)
-        Launch(rows, columns, item, params).attend(into, fresh=True)
+        Launch(rows, columns, item, params).fwd(into, fresh=True)
         return into
 
     def attend_into(
@@ -85,7 +85,7 @@ class TritonKernel(KernelBase):
         into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, in one pass."""
-        Launch(rows, columns, item, params).attend(into, fresh=False)
+        Launch(rows, columns, item, params).fwd(into, fresh=False)
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -94,12 +94,12 @@ class TritonKernel(KernelBase):
         """Add the item's gradients to the accumulators."""
         launch = Launch(rows, columns, item, params)
         if params.fused_backward:
-            launch.add_to_all(upstream, row_grads.dq, *column_grads, fresh=False)
+            launch.bwd_fused(upstream, row_grads.dq, *column_grads, fresh=False)
         else:
-            launch.add_to_queries(upstream, row_grads.dq, fresh=False)
-            launch.add_to_keys(upstream, *column_grads, fresh=False)
+            launch.bwd_dq(upstream, row_grads.dq, fresh=False)
+            launch.bwd_dkv(upstream, *column_grads, fresh=False)
         if row_grads.dbias is not None:
-            launch.add_to_bias(upstream, row_grads.dbias)
+            launch.bwd_dbias(upstream, row_grads.dbias)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -110,14 +110,14 @@ class TritonKernel(KernelBase):
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
         if params.fused_backward:
-            launch.add_to_all(upstream, dq.zero_(), dk, dv, fresh=True)
+            launch.bwd_fused(upstream, dq.zero_(), dk, dv, fresh=True)
         else:
-            launch.add_to_queries(upstream, dq, fresh=True)
-            launch.add_to_keys(upstream, dk, dv, fresh=True)
+            launch.bwd_dq(upstream, dq, fresh=True)
+            launch.bwd_dkv(upstream, dk, dv, fresh=True)
         dbias = None
         if rows.bias is not None and params.bias_grad:
             dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
-            launch.add_to_bias(upstream, dbias)
+            launch.bwd_dbias(upstream, dbias)
         return ItemGrads(dq, dk, dv, dbias)
 
 
@@ -131,16 +131,16 @@ def _empty(rows: QueryBlock, columns: KeyBlock) -> AttentionState:
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
     """Why blocks of the sizes that were asked for cannot be had on this GPU."""
-    passes: tuple[Pass, ...] = ("attend",)
+    passes: tuple[Pass, ...] = ("fwd",)
     if request.grad:
-        passes += ("add_to_all",) if config.fused_backward else ("add_to_queries", "add_to_keys")
-        passes += ("add_to_bias",) if request.bias else ()
+        passes += ("bwd_fused",) if config.fused_backward else ("bwd_dq", "bwd_dkv")
+        passes += ("bwd_dbias",) if request.bias else ()
     dims = request.head_dim, request.v_head_dim
     itemsize = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
     major, minor = capability()
     try:
         for name in passes:
-            blocks = choose_blocks(config, name, max(dims), itemsize, crowded=False)
+            blocks = choose_blocks(config, name, max(dims), itemsize, per_score_inputs=False)
             stages_that_fit(name, blocks, dims, itemsize, 10 * major + minor)
     except UnsupportedError as error:
         return (str(error).removeprefix("kernel 'triton': ").partition(". Instead")[0],)

@@ -15,14 +15,14 @@ from torch import Tensor
 from ring_core import BlockGeometry, KernelConfig, WorkItem
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass
-from ring_core.triton.tile_sizes import choose_blocks, heads_together, padded, stages_that_fit
+from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, stages_that_fit
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.block_index import FAR, Grid, tile_numbers, visits
+from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 _OLDEST = 80  # compute capability
 
-#: Parameters of kernels that are other views of a tensor: the blocks that are done with care.
+#: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
 #: What each tensor's strides are called.
 _ROLES = {"dout": "out", "delta": "lse"}
@@ -37,25 +37,25 @@ class Launch:
     item: WorkItem
     params: KernelParams
 
-    def attend(self, into: AttentionState, *, fresh: bool) -> None:
+    def fwd(self, into: AttentionState, *, fresh: bool) -> None:
         """Merge what the queries see into a result, or, if ``fresh``, write it there."""
-        self._run("attend", {"out": into.out, "lse": into.lse}, fresh=fresh)
+        self._run("fwd", {"out": into.out, "lse": into.lse}, fresh=fresh)
 
-    def add_to_queries(self, upstream: BackwardInputs, dq: Tensor, *, fresh: bool) -> None:
+    def bwd_dq(self, upstream: BackwardInputs, dq: Tensor, *, fresh: bool) -> None:
         """Add the gradient of the queries, or, if ``fresh``, write it."""
-        self._run("add_to_queries", {**_given(upstream), "dq": dq}, fresh=fresh)
+        self._run("bwd_dq", {**_given(upstream), "dq": dq}, fresh=fresh)
 
-    def add_to_keys(self, upstream: BackwardInputs, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
+    def bwd_dkv(self, upstream: BackwardInputs, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
         """Add the gradients of keys and values, or, if ``fresh``, write them."""
-        self._run("add_to_keys", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
+        self._run("bwd_dkv", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
 
-    def add_to_all(
+    def bwd_fused(
         self, upstream: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
     ) -> None:
         """Both in one kernel; only ``dk`` and ``dv`` may be fresh."""
-        self._run("add_to_all", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
+        self._run("bwd_fused", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
 
-    def add_to_bias(self, upstream: BackwardInputs, dbias: Tensor) -> None:
+    def bwd_dbias(self, upstream: BackwardInputs, dbias: Tensor) -> None:
         """Add the gradient of the bias."""
         batch, _, heads, _ = self.rows.q.shape
         numbers = {
@@ -63,7 +63,7 @@ class Launch:
             "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
             "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
         }  # fmt: skip
-        self._run("add_to_bias", {**_given(upstream), "dbias": dbias}, numbers=numbers)
+        self._run("bwd_dbias", {**_given(upstream), "dbias": dbias}, numbers=numbers)
 
     def _run(
         self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False,
@@ -74,42 +74,54 @@ class Launch:
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
         blocks = self.blocks(name)
-        down, across = -(-q_len // blocks.q), -(-k_len // blocks.k)
-        by_columns = name in ("add_to_keys", "add_to_all")
+        num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
+        k_major = name in ("bwd_dkv", "bwd_fused")
         tensors = {"q": _with_rows(q), "k": _with_rows(k), "v": _with_rows(v), **given}
         known: dict[str, Any] = {
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
-            **_strides(tensors), **self._masks(by_columns=by_columns), **self._options(),
+            **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
             **(numbers or {}),
         }  # fmt: skip
-        if name == "add_to_bias":
+        if name == "bwd_dbias":
             assert self.rows.bias is not None
-            programs = (across, down, self.rows.bias.shape[0] * self.rows.bias.shape[1])
+            programs = (
+                num_k_blocks,
+                num_q_blocks,
+                self.rows.bias.shape[0] * self.rows.bias.shape[1],
+            )
         else:
-            known |= self._visits(blocks, by_columns=by_columns)
+            known |= self._block_index(blocks, k_major=k_major)
             row = (dim + v.shape[3]) * q.element_size()
-            known["together"] = heads_together(
+            known["heads_per_swizzle"] = heads_per_swizzle(
                 name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
             )
-            programs = (across * batch * kv_heads if by_columns else down * batch * heads, 1, 1)
-        facts = self._facts(name, blocks, tensors, fresh=fresh)
-        _launch(name, programs, known, facts, blocks, _capability(q.device), q.device)
+            programs = (
+                num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads,
+                1,
+                1,
+            )
+        consts = self._consts(name, blocks, tensors, fresh=fresh)
+        _launch(name, programs, known, consts, blocks, _capability(q.device), q.device)
 
     def blocks(self, name: Pass) -> Blocks:
         """How large blocks are."""
         q, v, params = self.rows.q, self.columns.v, self.params
         config = KernelConfig("triton", params.block_q, params.block_k)
-        crowded = self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
+        per_score_inputs = (
+            self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
+        )
         widest = max(q.shape[3], v.shape[3])
-        return choose_blocks(config, name, widest, q.element_size(), crowded=crowded)
+        return choose_blocks(
+            config, name, widest, q.element_size(), per_score_inputs=per_score_inputs
+        )
 
     @property
-    def _is_listed(self) -> bool:
+    def _is_indexed(self) -> bool:
         by_ids, by_bias = self.rows.segments is not None, self.params.bias_masks
         return self.item.tiles is not None or by_ids or by_bias
 
-    def _facts(
+    def _consts(
         self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
     ) -> dict[str, Any]:
         """What a kernel is compiled for."""
@@ -123,31 +135,31 @@ class Launch:
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),
             "PADDED_V": padded(v.shape[3]), "ITEMS": 1,
-            "LISTED": self._is_listed or name == "add_to_bias",
+            "INDEXED": self._is_indexed or name == "bwd_dbias",
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
-            "SOFTCAP": params.softcap, "DROPPED": dropped, "BLOCK_Q": blocks.q,
-            "BLOCK_K": blocks.k, "TMA": False, "EVEN_Q": q.shape[1] % blocks.q == 0,
-            "EVEN_K": k.shape[1] % blocks.k == 0, "FUSED": name == "add_to_all", "FRESH": fresh,
-            "BESIDE": False, "BIAS_BY_POSITION": self.rows.bias is not None,
-            "EIGHTS": self.columns.eights, **steps,
+            "SOFTCAP": params.softcap, "DROPPED": dropped, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "TMA": False, "Q_IS_MULTIPLE": q.shape[1] % blocks.q == 0,
+            "K_IS_MULTIPLE": k.shape[1] % blocks.k == 0, "FUSED": name == "bwd_fused",
+            "FRESH": fresh, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
+            "ALIGNED8": self.columns.aligned8, **steps,
         }  # fmt: skip
 
-    def _visits(self, blocks: Blocks, *, by_columns: bool) -> dict[str, Any]:
-        """The lists of blocks, if they are listed."""
-        if not self._is_listed:
-            return {"visits_batch": 0}
+    def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
+        """The index of blocks, if there is one."""
+        if not self._is_indexed:
+            return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
         grid = Grid(
-            blocks.q, blocks.k, rows.bias is not None, by_columns, rows.q.device,
+            blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device,
             self.params.blocks,
         )  # fmt: skip
         segments = None
         if rows.segments is not None and columns.segments is not None:
             segments = rows.segments, columns.segments
-        found = visits(self.item, grid, segments, self._shown())
+        found = block_index(self.item, grid, segments, self._shown())
         many, outer, inner = found.blocks.shape
         batch = outer * inner if many > 1 else 0
-        return {"visits": found.blocks, "counts": found.counts, "visits_batch": batch}
+        return {"block_index": found.blocks, "counts": found.counts, "block_index_batch": batch}
 
     def _shown(self) -> Tensor | None:
         """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
@@ -156,7 +168,7 @@ class Launch:
             return None
         return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
-    def _masks(self, *, by_columns: bool) -> dict[str, Tensor]:
+    def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
         """What says who sees whom."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
@@ -168,7 +180,7 @@ class Launch:
             found["bits"] = _bits(self.params.blocks, device)
             found["tiles"] = _tiles(item, self.params.blocks, device)
         elif item.cu_q is not None:
-            found["cells"] = _cells(item, by_columns, device)
+            found["cells"] = _cells(item, k_major, device)
         return found
 
     def _options(self) -> dict[str, Any]:
@@ -203,25 +215,26 @@ def _given(upstream: BackwardInputs) -> dict[str, Tensor]:
 
 
 def _launch(
-    name: Pass, programs: tuple[int, int, int], known: Mapping[str, Any], facts: Mapping[str, Any],
+    name: Pass, programs: tuple[int, int, int], known: Mapping[str, Any], consts: Mapping[str, Any],
     blocks: Blocks, capability: int, device: torch.device,
 ) -> None:  # fmt: skip
     from ring_core.triton import backward, forward
-    from ring_core.triton.scores import Facts, as_constants, careful_facts
+    from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
-    made = Facts(**facts)
+    constexprs = Constexprs(**consts)
     kernels: dict[Pass, Any] = {
-        "attend": forward.attend, "add_to_queries": backward.add_to_queries,
-        "add_to_keys": backward.add_to_keys, "add_to_all": backward.add_to_keys,
-        "add_to_bias": backward.add_to_bias,
+        "fwd": forward.fwd, "bwd_dq": backward.bwd_dq,
+        "bwd_dkv": backward.bwd_dkv, "bwd_fused": backward.bwd_dkv,
+        "bwd_dbias": backward.bwd_dbias,
     }  # fmt: skip
     kernel = kernels[name]
     both = {
-        **known, "facts": as_constants(made), "careful": as_constants(careful_facts(made)),
+        **known, "consts": as_constants(constexprs),
+        "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
     arguments = {name: both.get(name) for name in kernel.arg_names}
     itemsize = known["q"].element_size()
-    stages = stages_that_fit(name, blocks, (made.D, made.DV), itemsize, capability)
+    stages = stages_that_fit(name, blocks, (constexprs.D, constexprs.DV), itemsize, capability)
     with _on(device):
         _start(
             kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
@@ -272,10 +285,10 @@ def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torc
 
 
 @capture_safe_cache(maxsize=256)
-def _cells(item: WorkItem, by_columns: bool, device: torch.device) -> Tensor:
+def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
     """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
     assert item.cu_q is not None and item.cu_k is not None
-    outer, inner = (item.cu_k, item.cu_q) if by_columns else (item.cu_q, item.cu_k)
+    outer, inner = (item.cu_k, item.cu_q) if k_major else (item.cu_q, item.cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
     return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
 
