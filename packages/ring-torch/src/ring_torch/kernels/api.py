@@ -152,7 +152,7 @@ class Selection:
 class KernelBase:
     """What a kernel has unless it says otherwise: it runs everywhere, and items are added up.
 
-    A kernel has to write :meth:`attend` and :meth:`grads`.
+    A kernel has to write ``attend`` and ``grads``.
     """
 
     needs_delta = True
@@ -175,14 +175,14 @@ class KernelBase:
         self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
     ) -> None:  # fmt: skip
-        """Merge what :meth:`attend` gives."""
+        """Merge what ``attend`` gives."""
         merge_into(into, *self.attend(rows, columns, item, params))
 
     def grads_into(
         self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
-        """Add what :meth:`grads` gives."""
+        """Add what ``grads`` gives."""
         grads = self.grads(rows, columns, upstream, item, params)
         row_grads.dq.add_(grads.dq)
         column_grads.dk.add_(grads.dk)
