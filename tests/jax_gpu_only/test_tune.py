@@ -91,7 +91,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert main([*arguments, "--verbose"]) == 0
     assert table.read(str(path)) == table.default(), "nothing was faster"
     out = capsys.readouterr().out
-    assert "attend, 2 bytes, head dims up to 64, on a GPU" in out
+    assert "fwd, 2 bytes, head dims up to 64, on a GPU" in out
     assert "16 x 32, 4 warps" in out and f"RING_TRITON_BLOCKS={path}" in out
     timer = tune.timer
 
