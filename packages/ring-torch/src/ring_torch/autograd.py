@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ring_torch.call import Call, Saved
 from ring_torch.capture import on_device, owned
 from ring_torch.comm.handshake import check_graph, with_peer_errors
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.records import BackwardInputs, Inputs
 from ring_torch.strategies.finalize import attend
 from ring_torch.strategies.single import folded

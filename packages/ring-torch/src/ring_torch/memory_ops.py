@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 import triton
@@ -212,9 +210,3 @@ def _merge(
     merged = x * (old_part / divisor)[:, None] + y * (new_part / divisor)[:, None]
     tl.store(acc_at, merged, mask=both)
     tl.store(old_at, safe + tl.log(total), mask=inside)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported, as wherever torch comes with it."""
-    return find_spec("triton") is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_torch.buffers import BufferSpec
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
 
 ALL = slice(None)

@@ -29,7 +29,7 @@ from ring_torch.kernels.flash_library import (
     as_given,
     no_limits,
 )
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

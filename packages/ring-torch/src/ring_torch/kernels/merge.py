@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.records import AttentionState
 
 _MERGED_ROWS = 512

@@ -25,7 +25,7 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.comm.symmetric_memory import SymmetricMemory
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where, requests_to

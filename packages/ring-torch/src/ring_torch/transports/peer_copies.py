@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
 from ring_torch.comm.handshake import agree, has_agreed
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 from ring_torch.transports.api import (

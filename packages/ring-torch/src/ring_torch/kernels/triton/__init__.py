@@ -18,7 +18,7 @@ from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
 from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.flash import capability
 from ring_torch.kernels.triton.launch import Launch
-from ring_torch.memory_ops import has_triton
+from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
