@@ -18,6 +18,7 @@ from ring_jax.prepare import seed_words as seed_words
 from ring_jax.rank_view import RankView as RankView
 from ring_jax.rank_view import remote_table as remote_table
 from ring_jax.rank_view import step_table as step_table
+from ring_jax.records import AttentionOptions as AttentionOptions
 from ring_jax.records import AttentionState as AttentionState
 from ring_jax.records import BackwardInputs as BackwardInputs
 from ring_jax.records import Grads as Grads
@@ -25,6 +26,7 @@ from ring_jax.records import Inputs as Inputs
 from ring_jax.records import ItemTable as ItemTable
 from ring_jax.records import KeyBlock as KeyBlock
 from ring_jax.records import KVPayload as KVPayload
+from ring_jax.records import Options as Options
 from ring_jax.records import Pass as Pass
 from ring_jax.records import Queries as Queries
 from ring_jax.records import QueryBlock as QueryBlock

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RINGS
+from internals.jax import AttentionOptions, Options
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -298,3 +299,17 @@ def test_donated_inputs() -> None:
     for got, wanted in zip(jax.jit(step, donate_argnums=(0, 1, 2))(*given), expected, strict=True):
         close(got, wanted)
     assert all(x.is_deleted() for x in given)
+
+
+def test_options_that_are_handed_on_are_those_of_the_function() -> None:
+    """In its order and with its defaults, so that a method's are the function's."""
+    keywords = [
+        x for x in inspect.signature(ring_attention).parameters.values() if x.kind is x.KEYWORD_ONLY
+    ]
+    options = {x.name: x.default for x in keywords if x.name not in {"axis_name", "layout"}}
+    assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
+    assert options == Options._field_defaults
+    for method in (ContextParallel.attention, ContextParallel.explain):
+        shown = inspect.signature(method).parameters
+        assert {x: shown[x].default for x in options} == options
+        assert list(shown) == ["self", "q", "k", "v", *options]

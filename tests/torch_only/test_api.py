@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
-from internals.torch import EagerKernel, Ranks
+from internals.torch import AttentionOptions, CallOptions, EagerKernel, Operands, Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -293,3 +293,20 @@ def test_dropout_is_the_oracles() -> None:
     seed = 2**63 + 11
     out = ring_attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
     same(out, dense(q, k, v, dropout_p=0.4, dropout_seed=seed))
+
+
+def test_options_that_are_handed_on_are_those_of_the_function() -> None:
+    """In its order and with its defaults, so that a method's are the function's."""
+    keywords = [
+        x for x in inspect.signature(ring_attention).parameters.values() if x.kind is x.KEYWORD_ONLY
+    ]
+    options = {x.name: x.default for x in keywords if x.name not in {"group", "layout"}}
+    assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
+    defaults = CallOptions._field_defaults
+    assert {x: y for x, y in options.items() if x in defaults}.items() <= defaults.items()
+    assert set(options) == {*Operands._fields[3:], *defaults} - {"bias_masks", "drops_lse"}
+    assert all(options[x] is None for x in Operands._fields[3:])
+    for method in (ContextParallel.attention, ContextParallel.explain):
+        shown = inspect.signature(method).parameters
+        assert {x: shown[x].default for x in options} == options
+        assert list(shown) == ["self", "q", "k", "v", *options]
