@@ -90,7 +90,12 @@ SLOW_WITH_TRITON = (
     "test_a_dense_mask_is_exact[shape1", "test_a_dense_mask_is_exact[shape3",
     "test_in_the_ring[options-random", "test_in_the_ring[documents-window",
     "test_in_the_ring[bias-masked", "test_in_the_ring[alibi-batch",
-    *(f"test_several_blocks[{x}" for x in ("predicate]", "documents]", "v-inf", "window", "causal]")),
+    *(f"test_several_blocks[{x}" for x in (
+        "predicate]", "documents]", "v-inf", "window", "causal]", "segments", "bias", "poison", "gqa", "float16",
+    )),
+    "test_options[segments", "test_in_the_ring[everything-contiguous-gather",
+    "test_fused_backward[gqa", "test_fused_backward[poison", "test_oblong_blocks[predicate",
+    "test_oblong_blocks[segments",
 )  # fmt: skip
 #: Another test calls the demonstration with more options, and torchrun starts it as a program.
 SLOW_IN_TORCH = ("test_demonstration_as_a_command",)
