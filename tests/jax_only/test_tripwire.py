@@ -1,4 +1,4 @@
-"""The check that a job can leave on: right calls pass it, and each fault trips it on all devices."""
+"""The check that a job can leave on: right calls pass it, each fault trips it on all devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import StepRunner, XlaKernel, autodiff, collectives, ring_strategy
+from internals.jax import (
+    JAX_STRATEGIES,
+    StepRunner,
+    XlaKernel,
+    autodiff,
+    collectives,
+    own_message,
+    ring_strategy,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -83,8 +91,8 @@ def keys_one_hop_late() -> Patches:
     """A step computes with this device's own keys, at the positions of others."""
     right = StepRunner.attend
 
-    def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
-        return right(self, part, q, ring_strategy.own_message(self.inputs), into, **named)
+    def wrong(self: Any, part: Any, q: Any, _: Any, into: Any, **named: Any) -> Any:
+        return right(self, part, q, own_message(self.inputs), into, **named)
 
     return [(StepRunner, "attend", wrong)]
 
@@ -104,7 +112,7 @@ def stale_keys_in_the_backward() -> Patches:
 
 def nothing_is_sent() -> Patches:
     """Hops are left out."""
-    return [(collectives.Ranks, "move", lambda self, x, hop, receivers=None: x)]
+    return [(collectives.Ranks, "move", lambda _, x, *_hop: x)]
 
 
 def gradients_to_the_wrong_owner() -> Patches:
@@ -116,7 +124,7 @@ def gradients_to_the_wrong_owner() -> Patches:
         ring = collectives.Ranks(static.axis_name, static.plan.cp_size)
         return found._replace(dkv=ring.move(found.dkv, 1))
 
-    strategies = {**autodiff.STRATEGIES, "ring": ring_strategy.RING._replace(backward=wrong)}
+    strategies = {**JAX_STRATEGIES, "ring": ring_strategy.RING._replace(backward=wrong)}
     return [(autodiff, "STRATEGIES", strategies)]
 
 
@@ -171,10 +179,8 @@ def broken(fault: str) -> Iterator[None]:
 
 def grads(seed: int = 0, *, backward: bool = True, **options: Any) -> Any:
     """A call and its backward, in a window of which every device sees a part of every other's."""
-    mesh = jax.make_mesh(
-        (SIZE,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:SIZE]
-    )
-    given = {"window": (20, 3), "softmax_scale": 0.4} | options
+    mesh = jax.make_mesh((SIZE,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
+    given: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return ring_attention(q, k, v, axis_name="cp", **given)
@@ -194,12 +200,21 @@ def grads(seed: int = 0, *, backward: bool = True, **options: Any) -> Any:
     return jax.block_until_ready(run(q, k, v))
 
 
+#: Of an error that this package raises, in a trace or in a callback.
+TEXT = r"WrongResult|carry"
+
+
+def three_steps() -> None:
+    """Three calls and their backward."""
+    for seed in range(3):
+        grads(seed, sinks=jnp.zeros(4))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_trips(fault: str) -> None:
     of_backward = fault in ("one_head_of_dk_wrong", "stale_keys_in_the_backward")
-    with ring_jax.check(), broken(fault), pytest.raises(Exception, match="WrongResult|carry") as raised:
-        for seed in range(3):
-            grads(seed, sinks=jnp.zeros(4))
+    with ring_jax.check(), broken(fault), pytest.raises(Exception, match=TEXT) as raised:
+        three_steps()
     text = str(raised.value)
     if fault in IN_TRACES:
         assert isinstance(raised.value, WrongResultError)
@@ -224,14 +239,14 @@ def test_right_calls_pass(strategy: str, layout: str) -> None:
 
 def test_one_in_so_many_is_checked() -> None:
     with ring_jax.check(3), broken("one_head_wrong"):
-        found = []
-        for seed in range(24):
+        found: list[str] = []
+        for seed in range(12):
             try:
                 grads(seed, backward=False)
             except jax.errors.JaxRuntimeError as error:
-                found.append(seed)
-                assert "WrongResultError" in str(error)
-    assert 2 <= len(found) <= 16
+                found.append(str(error))
+    assert all("WrongResultError" in text for text in found)
+    assert 1 <= len(found) <= 8
 
 
 def test_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

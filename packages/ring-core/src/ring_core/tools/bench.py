@@ -62,15 +62,23 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round of a pass; ``work_fraction`` is what one device has of the work.
+    """Seconds of each round of a pass, on one device, on the ring, and on the ring with a check.
 
-    That is 1 / ranks, or 1 where the ranks' devices are the same cores as the one device's.
+    ``work_fraction`` is what one device has of the work: 1 / ranks, or 1 where the ranks' devices
+    are the same cores as the one device's.
     """
 
     what: str
     one: tuple[float, ...]
     ring: tuple[float, ...]
+    checked: tuple[float, ...]
     work_fraction: float
+
+    @property
+    def check_cost(self) -> float:
+        """What checking every call (``RING_CHECK=1``) adds to it, as a share: the median."""
+        pairs = zip(self.checked, self.ring, strict=True)
+        return statistics.median(checked / ring - 1 for checked, ring in pairs)
 
     @property
     def efficiencies(self) -> list[float]:
@@ -129,28 +137,36 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
 
 
 def timings(
-    one: TimedRound, ring: TimedRound, *, work_fraction: float, seconds: float
+    one: TimedRound, ring: TimedRound, checked: TimedRound, *, work_fraction: float, seconds: float
 ) -> tuple[Timing, Timing]:
-    """Time both in turns, forward and with the backward, showing how far it is on stderr.
+    """Time all in turns, forward and with the backward, showing how far it is on stderr.
 
     With tqdm that is a progress bar, else a line a round.
 
     The first round warms up and is not counted; then at least three, at most twenty, or as many as
     ``seconds`` allow.
     """
-    rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    rounds: list[tuple[tuple[float, float], ...]] = []
+    every = (one, ring, checked)
     with progress(MOST_ROUNDS, "round") as bar:
-        one(0), ring(0)
+        for run in every:
+            run(0)
         until = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
-            rounds.append((one(n), ring(n)))
+            rounds.append(tuple(run(n) for run in every))
             bar.update()
             if n >= LEAST_ROUNDS and time.monotonic() >= until:
                 bar.total = n
                 break
-    ones, rings = zip(*rounds, strict=True)
+    ones, rings, checks = zip(*rounds, strict=True)
     forward, both = (
-        Timing(what, tuple(x[n] for x in ones), tuple(x[n] for x in rings), work_fraction)
+        Timing(
+            what,
+            tuple(x[n] for x in ones),
+            tuple(x[n] for x in rings),
+            tuple(x[n] for x in checks),
+            work_fraction,
+        )  # fmt: skip
         for n, what in enumerate(("forward", "forward and backward"))
     )
     return forward, both
@@ -201,4 +217,6 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
         lines.append(
             f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({spread})"
         )
+    cost = found[-1].check_cost
+    lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

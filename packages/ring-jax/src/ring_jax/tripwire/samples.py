@@ -35,6 +35,7 @@ from ring_jax.tripwire.dense import (
 )
 
 _SPREAD = 64  # tokens whose numbers tell calls apart
+Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
 
 
@@ -47,7 +48,7 @@ def check_forward(static: Static, inputs: Inputs, out: Array, lse: Array) -> Non
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
         taken = lse[sample.batch][:, rows].T[..., None]
-        results = {
+        results: Results = {
             "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
             "lse": (taken, exact.lse[..., None], plain.lse[..., None], jnp.ones(SAMPLES)),
         }
@@ -81,7 +82,7 @@ def check_backward(
         digits = 1 + jnp.abs(jnp.where(jnp.isfinite(lse), lse, 0))
         scale, v_long = abs(static.scale), _longest(inputs.v)
         size = scale * lengths * _largest(inputs.k) * v_long * digits[:, rows].max(axis=0)
-        q_side = {"dq": (dq[b, rows], *sample.dq(results, upstream), size)}
+        q_side: Results = {"dq": (dq[b, rows], *sample.dq(results, upstream), size)}
         exact, plain = sample.key_sums(results, upstream)
         weights = exact[..., -1].max(axis=-1) * digits.max()
         long, dim = _longest(dout), inputs.k.shape[3]
@@ -89,7 +90,7 @@ def check_backward(
             "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(inputs.q)),
             "dv": (dv, slice(dim, -1), weights * long),
         }
-        k_side = {
+        k_side: Results = {
             name: (x[b, columns], exact[..., part], plain[..., part].astype(x.dtype), size)
             for name, (x, part, size) in sizes.items()
         }
@@ -269,7 +270,7 @@ class _Sample(NamedTuple):
         moved: Array = lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True)
         return moved
 
-    def judge(self, which: str, results: dict[Kind, dict[str, tuple[Array, ...]]]) -> None:
+    def judge(self, which: str, results: dict[Kind, Results]) -> None:
         """Show the hosts of all ranks what was found; they compare and raise."""
         arrays: list[Array] = []
         names: list[tuple[Kind, str]] = []
@@ -348,8 +349,8 @@ def _compare(
 
 def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:
     """``[P, ...]`` in float64, from one array or from pairs."""
-    x = np.asarray(x, np.float64)
-    return x if dtype == "float64" else x[:, 0] + x[:, 1]
+    found: npt.NDArray[np.float64] = np.asarray(x, np.float64)
+    return found if dtype == "float64" else found[:, 0] + found[:, 1]
 
 
 def _largest(x: Array) -> Array:
