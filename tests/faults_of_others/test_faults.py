@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from internals.core import Kind, SampledRows, sampled
 
 import ring_torch
 from faults_of_others.models import FAULTS, LENGTH, RANKS, Example, Fault, Results
 from ring_core import Layout
-from ring_core.tripwire import Kind, Rows, sampled
 from ring_torch import ContextParallel, UnsupportedError
 from ring_torch.local import LocalRankError
 
@@ -34,7 +34,7 @@ def is_rejected(wrong: Results, exact: Results) -> bool:
             at = sampled(KINDS[name], call + 1, rank, LENGTH // RANKS) + rank * LENGTH // RANKS
             found, true = (x[at] for x in rows)
             plain = true.astype(np.float32).astype(np.float64)
-            if Rows(found, true, plain, np.ones(len(at))).worst("float32") is not None:
+            if SampledRows(found, true, plain, np.ones(len(at))).worst("float32") is not None:
                 return True
     return False
 

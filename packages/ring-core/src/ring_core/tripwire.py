@@ -81,7 +81,7 @@ def peak_tflops(device: str) -> float | None:
     return next((peak for word, peak in _PEAKS.items() if word in device), None)
 
 
-class Rows(NamedTuple):
+class SampledRows(NamedTuple):
     """A result of some rows, three times; float64 ``[rows, H, D]``."""
 
     got: Floats

@@ -26,6 +26,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
 #: Runs a round of its number; seconds of the forward, and of forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
+Round = tuple[tuple[float, float], ...]  # of one, the ring, and the ring with a check
+PASSES = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def timings(
     The first round warms up and is not counted; then at least three, at most twenty, or as many as
     ``seconds`` allow.
     """
-    rounds: list[tuple[tuple[float, float], ...]] = []
+    rounds: list[Round] = []
     every = (one, ring, checked)
     with progress(MOST_ROUNDS, "round") as bar:
         for run in every:
@@ -158,18 +160,14 @@ def timings(
             if n >= LEAST_ROUNDS and time.monotonic() >= until:
                 bar.total = n
                 break
-    ones, rings, checks = zip(*rounds, strict=True)
-    forward, both = (
-        Timing(
-            what,
-            tuple(x[n] for x in ones),
-            tuple(x[n] for x in rings),
-            tuple(x[n] for x in checks),
-            work_fraction,
-        )  # fmt: skip
-        for n, what in enumerate(("forward", "forward and backward"))
-    )
+    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
     return forward, both
+
+
+def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
+    """Of the ``n``-th pass."""
+    one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
+    return Timing(what, one, ring, checked, work_fraction)
 
 
 class Progress(Protocol):

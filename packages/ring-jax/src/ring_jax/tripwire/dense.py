@@ -59,7 +59,7 @@ class Rule(NamedTuple):
     head: Array  # the first head's
 
 
-class Queries(NamedTuple):
+class SampledQueries(NamedTuple):
     """Some queries."""
 
     q: Array  # [n, H, D]
@@ -70,7 +70,7 @@ class Queries(NamedTuple):
     dout: Array | None = None  # [n, H, Dv]
 
 
-class Keys(NamedTuple):
+class SampledKeys(NamedTuple):
     """Some keys."""
 
     k: Array  # [m, K, D]
@@ -99,7 +99,9 @@ def merged(parts: Partial) -> Partial:
     return Partial(lse, means)
 
 
-def query_means(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> Partial:
+def query_means(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
     """What the results of queries are made of.
 
     Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
@@ -108,7 +110,7 @@ def query_means(rule: Rule, queries: Queries, keys: Keys, precision: Precision) 
     """
     bias, rest = queries.bias, queries._replace(bias=None)
 
-    def of_block(block: tuple[Keys, Array | None]) -> Partial:
+    def of_block(block: tuple[SampledKeys, Array | None]) -> Partial:
         some, columns = block
         given = rest if columns is None else rest._replace(bias=jnp.moveaxis(columns, 0, -1))
         return _means_of_block(rule, given, some, precision)
@@ -118,7 +120,12 @@ def query_means(rule: Rule, queries: Queries, keys: Keys, precision: Precision) 
 
 
 def key_sums(
-    rule: Rule, queries: Queries, keys: Keys, lse: Array, delta: Array, precision: Precision
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    lse: Array,
+    delta: Array,
+    precision: Precision,
 ) -> Array:
     """What queries add to keys: dK, dV and sums of weights, ``[m, K, D + Dv + 1]``.
 
@@ -132,7 +139,7 @@ def key_sums(
     """
     wide, (_, kv_heads, _) = precision.wide, keys.k.shape
 
-    def of_block(block: tuple[Queries, Array, Array]) -> Array:
+    def of_block(block: tuple[SampledQueries, Array, Array]) -> Array:
         some, some_lse, some_delta = block
         scores = _scores(rule, some, keys, precision)
         q, dout, _, v = _finite(scores.visible, some, keys, wide)
@@ -158,7 +165,9 @@ class _Scores(NamedTuple):
     keep: Array | float  # dropout's factor
 
 
-def _scores(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> _Scores:
+def _scores(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> _Scores:
     wide, kv_heads = precision.wide, keys.k.shape[1]
     heads = queries.q.shape[1]
     visible = _visible(rule.mask, queries, keys)[None, None]
@@ -192,7 +201,7 @@ def _scores(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> _
     return _Scores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
 
 
-def _visible(mask: Mask, queries: Queries, keys: Keys) -> Array:
+def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
     """The mask's rule, ``[n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     seen = jnp.broadcast_to(
@@ -209,7 +218,9 @@ def _visible(mask: Mask, queries: Queries, keys: Keys) -> Array:
     return seen
 
 
-def _means_of_block(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> Partial:
+def _means_of_block(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
     scores = _scores(rule, queries, keys, precision)
     _, dout, k, v = _finite(scores.visible, queries, keys, precision.wide)
     x = jnp.where(scores.visible, scores.x, -jnp.inf)
@@ -232,7 +243,7 @@ def _means_of_block(rule: Rule, queries: Queries, keys: Keys, precision: Precisi
 
 
 def _finite(
-    visible: Array, queries: Queries, keys: Keys, wide: Any
+    visible: Array, queries: SampledQueries, keys: SampledKeys, wide: Any
 ) -> tuple[Array, Array, Array, Array]:
     """``q``, ``dout`` ``[n, K, G, D]`` and ``k``, ``v``, zero where nothing is seen."""
     n, heads, _ = queries.q.shape

@@ -18,16 +18,16 @@ import numpy.typing as npt
 from jax import lax
 
 from ring_core import WrongResultError
-from ring_core.tripwire import SAMPLES, Kind, Rows
+from ring_core.tripwire import SAMPLES, Kind, SampledRows
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import local_positions
 from ring_jax.records import Array, Inputs, Static
 from ring_jax.tripwire.dense import (
     EXACT,
-    Keys,
     Partial,
-    Queries,
     Rule,
+    SampledKeys,
+    SampledQueries,
     key_sums,
     merged,
     plain_precision,
@@ -189,12 +189,12 @@ class _Sample(NamedTuple):
         x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
         rows = self.own("queries")
         indices = self.positions("queries")
-        queries = Queries(
+        queries = SampledQueries(
             ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
             None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
             None if dout is None else ring.gather(dout[b, rows], 0),
         )  # fmt: skip
-        keys = Keys(
+        keys = SampledKeys(
             x.k[b], x.v[b], local_positions(plan.k_layout, ring.rank()),
             None if x.k_ids is None else x.k_ids[b],
         )  # fmt: skip
@@ -228,7 +228,7 @@ class _Sample(NamedTuple):
         """dK, dV and sums of weights of this rank's keys, side by side: exact, and plain."""
         x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
         columns, position = self.own("keys"), self.positions("keys")
-        keys = Keys(
+        keys = SampledKeys(
             ring.gather(x.k[b, columns], 0), ring.gather(x.v[b, columns], 0), position,
             None if x.k_ids is None else ring.gather(x.k_ids[b, columns], 0),
         )  # fmt: skip
@@ -236,7 +236,7 @@ class _Sample(NamedTuple):
         bias = None
         if x.bias is not None:
             bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
-        queries = Queries(
+        queries = SampledQueries(
             x.q[b], indices, indices + plan.q_offset, None if x.q_ids is None else x.q_ids[b],
             bias, upstream[0][b],
         )  # fmt: skip
@@ -331,7 +331,7 @@ def _compare(
     for n, (kind, name) in enumerate(names):
         parts = [_joined(words.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
-            worst = Rows(*rows).worst(words.dtype)
+            worst = SampledRows(*rows).worst(words.dtype)
             if worst is None:
                 continue
             token = int(picked[kind][rank][worst.row])

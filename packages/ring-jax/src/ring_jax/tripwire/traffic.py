@@ -77,7 +77,7 @@ def _ring(static: Static, x: Inputs, which: Pass) -> int:
 
 
 def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> int:
-    """Queries to helpers, and results back."""
+    """SampledQueries to helpers, and results back."""
     helpers = len(step_table(static.program, stage.step).helpers)
     rows = x.q.size // x.q.shape[3]
     bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]

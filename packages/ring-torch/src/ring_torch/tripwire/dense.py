@@ -21,13 +21,13 @@ _BLOCK = 1024  # of the longer side at a time
 class Precision(NamedTuple):
     """Where numbers are rounded."""
 
-    wide: torch.dtype  # of sums
+    acc_dtype: torch.dtype  # of sums
     narrow: torch.dtype | None = None  # of probabilities and of gradients of scores
     reverse: bool = False  # sums over the head dim run backwards: float64's own rounding
 
     def round(self, x: Tensor) -> Tensor:
         """As a kernel hands it to a matmul."""
-        return x if self.narrow is None else x.to(self.narrow).to(self.wide)
+        return x if self.narrow is None else x.to(self.narrow).to(self.acc_dtype)
 
 
 EXACT = Precision(torch.float64)
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
     slopes: Tensor | None  # ALiBi's, [H]
 
 
-class Queries(NamedTuple):
+class SampledQueries(NamedTuple):
     """Some queries."""
 
     q: Tensor  # [n, H, D]
@@ -58,15 +58,15 @@ class Queries(NamedTuple):
     bias: Tensor | None  # [H or 1, n, m]
     dout: Tensor | None = None  # [n, H, Dv]
 
-    def take(self, part: slice) -> Queries:
+    def take(self, part: slice) -> SampledQueries:
         """The same for a slice of the queries."""
         bias = None if self.bias is None else self.bias[:, part]
         q, indices, position, ids, _, dout = (None if x is None else x[part] for x in self)
         assert q is not None and indices is not None and position is not None
-        return Queries(q, indices, position, ids, bias, dout)
+        return SampledQueries(q, indices, position, ids, bias, dout)
 
 
-class Keys(NamedTuple):
+class SampledKeys(NamedTuple):
     """Some keys, at ascending positions."""
 
     k: Tensor  # [m, K, D]
@@ -95,7 +95,9 @@ def merged(parts: Sequence[Partial]) -> Partial:
     return Partial(lse, means)
 
 
-def query_means(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> Partial:
+def query_means(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
     """What the results of queries are made of.
 
     Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
@@ -104,14 +106,19 @@ def query_means(rule: Rule, queries: Queries, keys: Keys, precision: Precision) 
     """
     parts = []
     for j in _blocks(len(keys.position)):
-        block = Keys(*(None if x is None else x[j] for x in keys))  # type: ignore[arg-type]
+        block = SampledKeys(*(None if x is None else x[j] for x in keys))  # type: ignore[arg-type]
         bias = None if queries.bias is None else queries.bias[:, :, j]
         parts.append(_means_of_block(rule, queries._replace(bias=bias), block, precision))
     return merged(parts)
 
 
 def key_sums(
-    rule: Rule, queries: Queries, keys: Keys, lse: Tensor, delta: Tensor, precision: Precision
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    lse: Tensor,
+    delta: Tensor,
+    precision: Precision,
 ) -> Tensor:
     """What queries add to keys: dK, dV and sums of weights, ``[m, K, D + Dv + 1]``.
 
@@ -123,17 +130,17 @@ def key_sums(
         delta: ``rowsum(dout * out) - dlse``, ``[n, H]``.
         precision: Where to round.
     """
-    wide = precision.wide
+    acc_dtype = precision.acc_dtype
     m, heads, dim = keys.k.shape
-    total = torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=wide, device=keys.k.device)
+    total = torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=acc_dtype, device=keys.k.device)
     for i in _blocks(len(queries.indices)):
         some = queries.take(i)
         scores = _scores(rule, some, keys, precision)
-        q, dout, _, v = _finite(scores.visible, some, keys, wide)
-        safe = lse[i].to(wide).t().masked_fill(lse[i].t() == -torch.inf, torch.inf)
+        q, dout, _, v = _finite(scores.visible, some, keys, acc_dtype)
+        safe = lse[i].to(acc_dtype).t().masked_fill(lse[i].t() == -torch.inf, torch.inf)
         p = torch.where(scores.visible, (scores.x - safe.unsqueeze(-1)).exp(), 0.0)
         dp = torch.einsum("nhd,mhd->hnm", dout, v) * scores.keep
-        ds = p * (dp - delta[i].to(wide).t().unsqueeze(-1)) * scores.slope * rule.params.scale
+        ds = p * (dp - delta[i].to(acc_dtype).t().unsqueeze(-1)) * scores.slope * rule.params.scale
         dk = torch.einsum("hnm,nhd->mhd", precision.round(ds), q)
         dv = torch.einsum("hnm,nhd->mhd", precision.round(p * scores.keep), dout)
         each = torch.cat([dk, dv, p.sum(dim=1).t().unsqueeze(-1)], dim=-1)
@@ -150,35 +157,37 @@ class _Scores(NamedTuple):
     keep: Tensor  # dropout's factor
 
 
-def _scores(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> _Scores:
-    params, wide = rule.params, precision.wide
+def _scores(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> _Scores:
+    params, acc_dtype = rule.params, precision.acc_dtype
     visible = _visible(params, queries, keys)
     if queries.bias is not None:
         visible = visible & (queries.bias > -torch.inf)
-    q, _, k, _ = _finite(visible, queries, keys, wide)
+    q, _, k, _ = _finite(visible, queries, keys, acc_dtype)
     if precision.reverse:
         q, k = q.flip(-1), k.flip(-1)
     x = torch.einsum("nhd,mhd->hnm", q, k) * params.scale
-    one = torch.ones((), dtype=wide, device=x.device)
+    one = torch.ones((), dtype=acc_dtype, device=x.device)
     slope, keep = one, one
     if params.softcap is not None:
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
     if queries.bias is not None:
-        x = x + queries.bias.to(wide)
+        x = x + queries.bias.to(acc_dtype)
     if rule.slopes is not None:
         distance = (queries.position[:, None] - keys.position).abs()
-        x = x - rule.slopes.to(wide)[:, None, None] * distance.to(wide)
+        x = x - rule.slopes.to(acc_dtype)[:, None, None] * distance.to(acc_dtype)
     if params.dropout_p > 0:
         which, heads = range(rule.batch, rule.batch + 1), x.shape[0]
         kept = dropout_keep(
             params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
         )
-        keep = kept[0].to(wide) / (1 - params.dropout_p)
+        keep = kept[0].to(acc_dtype) / (1 - params.dropout_p)
     return _Scores(x, slope, visible.expand(x.shape), keep)
 
 
-def _visible(params: KernelParams, queries: Queries, keys: Keys) -> Tensor:
+def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -> Tensor:
     """The mask's rule, ``[1, n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
@@ -194,9 +203,11 @@ def _visible(params: KernelParams, queries: Queries, keys: Keys) -> Tensor:
     return seen.unsqueeze(0)
 
 
-def _means_of_block(rule: Rule, queries: Queries, keys: Keys, precision: Precision) -> Partial:
+def _means_of_block(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
     scores = _scores(rule, queries, keys, precision)
-    _, dout, k, v = _finite(scores.visible, queries, keys, precision.wide)
+    _, dout, k, v = _finite(scores.visible, queries, keys, precision.acc_dtype)
     x = scores.x.masked_fill(~scores.visible, -torch.inf)
     top = x.amax(dim=-1, keepdim=True)
     weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -215,15 +226,15 @@ def _means_of_block(rule: Rule, queries: Queries, keys: Keys, precision: Precisi
 
 
 def _finite(
-    visible: Tensor, queries: Queries, keys: Keys, wide: torch.dtype
+    visible: Tensor, queries: SampledQueries, keys: SampledKeys, acc_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``q, dout, k, v`` of ``H`` heads, zero where nobody here sees them or they see nobody."""
     q = queries.q
     dout = q.new_zeros(*q.shape[:2], keys.v.shape[2]) if queries.dout is None else queries.dout
     group = q.shape[1] // max(keys.k.shape[1], 1)
     sees, seen = visible.any(dim=0).any(dim=1), visible.any(dim=0).any(dim=0)
-    q, dout = (torch.where(sees[:, None, None], x, 0).to(wide) for x in (q, dout))
-    k, v = (torch.where(seen[:, None, None], x, 0).to(wide) for x in (keys.k, keys.v))
+    q, dout = (torch.where(sees[:, None, None], x, 0).to(acc_dtype) for x in (q, dout))
+    k, v = (torch.where(seen[:, None, None], x, 0).to(acc_dtype) for x in (keys.k, keys.v))
     return q, dout, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 

@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core.tripwire import Kind, Rows, sampled
+from ring_core.tripwire import Kind, SampledRows, sampled
 from ring_torch.call import Call
 from ring_torch.comm.exchange import exchange
 from ring_torch.records import BackwardInputs, Inputs
 from ring_torch.strategies.single import folded
 from ring_torch.tripwire.dense import (
     EXACT,
-    Keys,
     Partial,
-    Queries,
     Rule,
+    SampledKeys,
+    SampledQueries,
     key_sums,
     merged,
     plain_precision,
@@ -36,7 +36,7 @@ from ring_torch.tripwire.traffic import Pass, Watch
 Ints = npt.NDArray[np.int64]
 _NOTE = 2048  # bytes of what a rank has found
 
-Result = tuple[Tensor, Tensor, Tensor, Tensor]  # got, exact, plain [4, H, D], size of terms [4]
+Compared = tuple[Tensor, Tensor, Tensor, Tensor]  # got, exact, plain [4, H, D], size of terms [4]
 
 
 class Sample(NamedTuple):
@@ -88,7 +88,7 @@ class Sample(NamedTuple):
         )
         position = self._all_positions(call.plan.k_positions, "keys")
         order = position.argsort()
-        keys = Keys(k[order], v[order], position[order], ids[0][order] if ids else None)
+        keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
             bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position)
@@ -97,7 +97,7 @@ class Sample(NamedTuple):
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
         )
-        queries = Queries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
+        queries = SampledQueries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
         delta = (upstream.dout[b].double() * upstream.out[b].double()).sum(dim=-1)
         delta = delta if dlse is None else delta - dlse[b].t().double()
         sums = [
@@ -128,10 +128,10 @@ class Sample(NamedTuple):
         q_ids = None if inputs.q_ids is None else next(came)
         bias = None if inputs.bias is None else next(came).transpose(0, 1)
         index = self._all_positions(call.plan.positions, "queries")
-        queries = Queries(q, index, index + call.plan.q_offset, q_ids, bias, douts)
+        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, douts)
         k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
         position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
-        keys = Keys(inputs.k[b], inputs.v[b], position, k_ids)
+        keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
         found = [
             query_means(self.rule, queries, keys, each)
             for each in (EXACT, plain_precision(call.dtype))
@@ -154,12 +154,12 @@ class Sample(NamedTuple):
         every = [positions(rank)[self._picked(kind, rank)] for rank in ranks]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
-    def faults(self, kind: Kind, results: Mapping[str, Result]) -> list[str]:
+    def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
         """What is wrong with this rank's, a line for each result."""
         found = []
         for name, (got, *others, terms) in results.items():
             arrays = (x.detach().double().cpu().numpy() for x in (got, *others, terms))
-            worst = Rows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
+            worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is None:
                 continue
             token = int(self._picked(kind, self.call.ring.rank)[worst.row])
@@ -254,10 +254,14 @@ def backward_faults(
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    wide, dim = _longest(upstream.dout), k.shape[3]
+    dout_size, dim = _longest(upstream.dout), k.shape[3]
     sizes = {
-        "dk": (dk, slice(dim), abs(call.params.scale) * weights * wide * _longest(v) * _largest(q)),
-        "dv": (dv, slice(dim, -1), weights * wide),
+        "dk": (
+            dk,
+            slice(dim),
+            abs(call.params.scale) * weights * dout_size * _longest(v) * _largest(q),
+        ),
+        "dv": (dv, slice(dim, -1), weights * dout_size),
     }
     results = {
         name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)

@@ -101,8 +101,10 @@ class Pass(NamedTuple):
         size = sum(y.numel() * y.element_size() for y in given)
         if not self.forward:
             batch, _, heads, _ = x.q.shape
-            wide = 2 if self.call.kernel.needs_delta else 1  # lse, delta
-            size += batch * heads * (2 * x.v.shape[3] * x.q.element_size() + wide * self.wide)
+            numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
+            size += (
+                batch * heads * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.acc_bytes)
+            )
         return size
 
     def result_bytes(self) -> int:
@@ -110,12 +112,12 @@ class Pass(NamedTuple):
         x = self.inputs
         batch, _, heads, dim = x.q.shape
         if self.forward:
-            return batch * heads * (x.v.shape[3] + 1) * self.wide
+            return batch * heads * (x.v.shape[3] + 1) * self.acc_bytes
         bias = x.bias[:, :, :1].numel() if x.bias is not None and self.call.params.bias_grad else 0
-        return (batch * heads * dim + bias) * self.wide
+        return (batch * heads * dim + bias) * self.acc_bytes
 
     @property
-    def wide(self) -> int:
+    def acc_bytes(self) -> int:
         """Bytes of an accumulator."""
         return self.call.acc_dtype.itemsize
 
@@ -155,7 +157,7 @@ def _gather(one: Pass) -> int:
     if not one.forward:
         had = [x for x in gather_program(call.plan, rank).fetches if x.rank != rank]
         tokens = sum(x.source.stop - x.source.start for x in had)
-        sent += keys.batch * tokens * keys.width * one.wide
+        sent += keys.batch * tokens * keys.width * one.acc_bytes
     return sent
 
 
