@@ -13,6 +13,7 @@ from ring_torch.autograd import _sink_grads as _sink_grads
 from ring_torch.buffers import BufferSpec as BufferSpec
 from ring_torch.buffers import flat as flat
 from ring_torch.call import AttentionOptions as AttentionOptions
+from ring_torch.call import Call as Call
 from ring_torch.call import Operands as Operands
 from ring_torch.call import Options as CallOptions
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
