@@ -51,14 +51,16 @@ CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
     "tests-3.12(core)": None,
     "tests-3.13(core)": [f"--ignore=tests/{x}" for x in ("conformance", "fuzz", "meta")],
-    **dict.fromkeys(("types", "docs", "packaging", "lint")),
+    **dict.fromkeys(("types", "docs", "packaging", "lint", "workflows")),
 }
 
-#: Packages with a command that tests them.
-DOCTORS = ("ring-core", "ring-torch", "ring-jax")
+#: The module whose doctor tests a backend.
+DOCTORS = {"core": "ring_core", "torch": "ring_torch"} | dict.fromkeys(
+    ("jax", "jax-gpu", "jax-tpu"), "ring_jax"
+)
 
 #: What has to pass before a release.
-RELEASE = ["build", "packaging", *(f"smoke-{v}({p})" for v in ("3.12", "3.13") for p in DOCTORS)]
+RELEASE = ["build", "packaging", *(f"smoke-{v}({b})" for v in ("3.12", "3.13") for b in BACKENDS)]
 
 CONSTRAINED = ["--constraint", "constraints.txt"]
 LOWEST = ["--resolution", "lowest-direct"]
@@ -106,6 +108,15 @@ def lowest(session: nox.Session, backend: str) -> None:
     warn = ["-W", "default::DeprecationWarning"]
     command = ("pytest", "tests", f"--backend={backend}", "-n", workers_of(backend))
     session.run(*command, *warn, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def newest(session: nox.Session, backend: str) -> None:
+    """Run one backend's tests with the newest versions there are, which nobody has pinned yet."""
+    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]))
+    command = ("pytest", "tests", f"--backend={backend}", "-n", workers_of(backend))
+    session.run(*command, *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -188,6 +199,13 @@ def lint(session: nox.Session) -> None:
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Check the workflows of the repository's host: their syntax, and what they may do."""
+    install(session, [], ["workflows"], *CONSTRAINED)
+    session.run("zizmor", "--offline", "--pedantic", "--strict-collection", "--quiet", ".github")
 
 
 @nox.session(python="3.12")
@@ -322,23 +340,29 @@ def build(session: nox.Session) -> None:
     session.run("uv", "build", "--all-packages", "--out-dir=dist")
 
 
-@nox.session(python=["3.12", "3.13"], default=False)
-@nox.parametrize("package", [nox.param(package, id=package) for package in DOCTORS])
-def smoke(session: nox.Session, package: str) -> None:
-    """Install one package alone, and test it from outside of the repository."""
-    install(session, ["ring-core", *([package] if package != "ring-core" else [])], [])
-    module = package.replace("-", "_")
+@nox.session(python=["3.12", "3.13"], default=False, requires=["build"])
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def smoke(session: nox.Session, backend: str) -> None:
+    """Install a backend's wheels alone, as built, and test them from outside of the repository."""
+    names = [package.partition("[")[0].replace("-", "_") for package in BACKENDS[backend]]
+    wheels = [str(path) for name in names for path in ROOT.glob(f"dist/{name}-*.whl")]
+    assert len(wheels) == len(names), wheels
+    session.install(*wheels)
     session.chdir(session.create_tmp())
-    session.run("python", "-I", "-m", module, "doctor", env={"JAX_PLATFORMS": "cpu"})
+    command = ("python", "-I", "-m", DOCTORS[backend], "doctor")
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session(python="3.12", default=False, requires=RELEASE)
 def release(session: nox.Session) -> None:
-    """Build and check all that is released, and show what its changelog would say."""
+    """Build and check all that is released, of a tag if one is given; show its changelog."""
     install(session, [], ["changelog"], *CONSTRAINED)
-    version = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"][
-        "version"
-    ]
+    project = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"]
+    version: str = project["version"]
+    if session.posargs not in ([], [f"v{version}"]):
+        session.error(f"the tag of version {version} is v{version}, not {session.posargs}")
+    if session.posargs and f"\n## {version} - 2" not in (ROOT / "CHANGELOG.md").read_text():
+        session.error(f"CHANGELOG.md has no section of version {version} with a date")
     session.run("towncrier", "build", "--draft", f"--version={version}")
     session.log("in dist, version %s; `towncrier build` writes the changelog", version)
 
