@@ -162,7 +162,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def soak(session: nox.Session) -> None:
     """Make 10,000 calls of changing shapes, twice, and one of a million tokens: nothing grows."""
-    install(session, BACKENDS["torch"], [], *CONSTRAINED)
+    install(session, BACKENDS["torch"], ["examples"], *CONSTRAINED)
     session.run("python", "tests/soak.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -170,7 +170,7 @@ def soak(session: nox.Session) -> None:
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in ("torch", "jax")])
 def hosts(session: nox.Session, backend: str) -> None:
     """Run rings over hosts made of network namespaces; needs Linux and root."""
-    install(session, BACKENDS[backend], [], *CONSTRAINED)
+    install(session, BACKENDS[backend], ["examples"], *CONSTRAINED)
     session.run("python", "tests/hosts.py", backend, *session.posargs)
 
 
