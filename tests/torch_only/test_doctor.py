@@ -77,6 +77,7 @@ def test_as_a_command() -> None:
     words = [line.split() for line in done.stdout.splitlines()]
     assert ["eager", "any", "available"] in words
     assert ["ring/p2p", "any", "available"] in words
+    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in words]
     assert words[-1] == ["all", "is", "well"]
 
 
