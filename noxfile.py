@@ -292,7 +292,7 @@ def bench_gpu(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def bench_options(session: nox.Session) -> None:
     """Time head dims, masks and options beside other kernels on one GPU; arguments go to it."""
-    install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
+    install(session, ["ring-core", "ring-torch[fa4]"], ["examples"], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.torch.options", *session.posargs)
 
 
@@ -306,7 +306,7 @@ def bench_jax_gpu(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def bench_jax_options(session: nox.Session) -> None:
     """Time head dims, a window and a bias beside cuDNN in JAX on one GPU; arguments go to it."""
-    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
+    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], ["examples"], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.jax.options", *session.posargs)
 
 
