@@ -16,7 +16,7 @@ from ring_core import LayoutName, Mask, StrategyConfig, make_plan, ring_program
 EARLY = 20  # steps in which float32 has to agree
 LIMITS = {"float32": 1e-5, "float64": 1e-10}  # of relative differences of losses
 MIB = 2**20
-LONG, LEARNED = 30, 1.0  # in this many steps the loss has to fall by this much
+LONG, LEARNED = 24, 1.0  # in this many steps the loss has to fall by this much
 
 
 @dataclass(frozen=True)
