@@ -11,6 +11,7 @@ environment of its own, with the versions in ``constraints.txt``.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -353,16 +354,29 @@ def smoke(session: nox.Session, backend: str) -> None:
     session.run(*command, env={"JAX_PLATFORMS": "cpu"})
 
 
-@nox.session(python="3.12", default=False, requires=RELEASE)
-def release(session: nox.Session) -> None:
-    """Build and check all that is released, of a tag if one is given; show its changelog."""
-    install(session, [], ["changelog"], *CONSTRAINED)
+def released_version() -> str:
+    """That of all packages, which tests hold to be one."""
     project = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"]
     version: str = project["version"]
-    if session.posargs not in ([], [f"v{version}"]):
+    return version
+
+
+@nox.session(venv_backend="none", default=False)
+def tag(session: nox.Session) -> None:
+    """Check that a tag is of this version, and that the changelog has it, with a date."""
+    version, date = released_version(), r"\d{4}-\d{2}-\d{2}"
+    if session.posargs != [f"v{version}"]:
         session.error(f"the tag of version {version} is v{version}, not {session.posargs}")
-    if session.posargs and f"\n## {version} - 2" not in (ROOT / "CHANGELOG.md").read_text():
+    section = rf"^## {re.escape(version)} - {date}$"
+    if not re.search(section, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
         session.error(f"CHANGELOG.md has no section of version {version} with a date")
+
+
+@nox.session(python="3.12", default=False, requires=RELEASE)
+def release(session: nox.Session) -> None:
+    """Build and check all that is released, and show what its changelog would say."""
+    install(session, [], ["changelog"], *CONSTRAINED)
+    version = released_version()
     session.run("towncrier", "build", "--draft", f"--version={version}")
     session.log("in dist, version %s; `towncrier build` writes the changelog", version)
 
