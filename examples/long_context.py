@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Bar = tqdm[NoReturn]
 
 GIB = 2**30
+FREE = "SC_AVPHYS_PAGES"
 SPARE = 0.9  # of the memory that is free: allocators keep a little
 
 
@@ -55,7 +56,7 @@ def allowed(config: Config, limits: Limits) -> float:
     elif config.device == "cuda":
         own = SPARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf(FREE) * os.sysconf("SC_PAGE_SIZE")
         own = SPARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", config.cp))
     least = torch.tensor(own, dtype=torch.float64, device=config.device)
     if config.cp > 1:
@@ -159,6 +160,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--cp and --layers must be 1 or more, --first even and 2 or more")
     if options.window is not None and options.window < 0:
         parser.error(f"--window must be 0 or more, got {options.window}")
+    if options.memory is None and options.device == "cpu" and FREE not in os.sysconf_names:
+        parser.error("--memory has to be given: this system does not say how much is free")
     if world not in (0, options.cp):
         parser.error(f"--cp is {options.cp}, but WORLD_SIZE is {world}")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", options.cp))
