@@ -101,8 +101,11 @@ SLOW_WITH_TRITON = (
     "test_fused_backward[gqa", "test_fused_backward[poison", "test_oblong_blocks[predicate",
     "test_oblong_blocks[segments",
 )  # fmt: skip
-#: Another test calls the demonstration with more options, and torchrun starts it as a program.
-SLOW_IN_TORCH = ("test_demonstration_as_a_command",)
+#: Another test calls the demonstration with more options, and torchrun starts it as a program; the
+#: line for several hosts takes two launchers.
+SLOW_IN_TORCH = (
+    "test_demonstration_as_a_command", "test_the_lines_that_start_jobs_on_several_hosts",
+)  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;
 #: witnesses that are in the table; backends broken on purpose, of which the simulator and torch
 #: show each time that they are seen; the doctor's and the timer's rarer answers.
