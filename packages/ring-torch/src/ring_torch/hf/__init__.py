@@ -6,7 +6,8 @@ state, models and rings may be mixed, and half of the change alone is an error: 
 cannot read such a mask, and this one takes no other.
 """
 
+from ring_torch.hf.parallelize import Handle, parallelize
 from ring_torch.hf.register import register
 from ring_torch.models.check import ModelReport, check_model
 
-__all__ = ["ModelReport", "check_model", "register"]
+__all__ = ["Handle", "ModelReport", "check_model", "parallelize", "register"]

@@ -95,6 +95,11 @@ def register(
     return name
 
 
+def is_registered(name: str) -> bool:
+    """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
+    return isinstance(AttentionInterface().get(name, None), _RingAttention)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerMask(Sealed):
     """What a layer's attention needs: the batch's documents and the layer's pattern."""

@@ -115,7 +115,7 @@ def check_model(model: nn.Module) -> ModelReport:
             reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
         )
     model = unwrapped(model)
-    if _is_of_transformers(model):
+    if is_of_transformers(model):
         return _report(model)
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
@@ -136,25 +136,25 @@ def check_model(model: nn.Module) -> ModelReport:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
-    return list(_wrappers(model))[-1]
+    return list(wrappers(model))[-1]
 
 
-def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """A model and what it wraps, from outside in."""
     yield model
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]
-    if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
+    if not isinstance(inner, nn.Module) and not is_of_transformers(model):
         inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module) and inner is not model:
-        yield from _wrappers(inner)
+        yield from wrappers(inner)
 
 
 def _adds_tokens(model: nn.Module) -> bool:
     return any(
         getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
-        for x in _wrappers(model)
+        for x in wrappers(model)
     )
 
 
@@ -184,7 +184,7 @@ def _name(model: nn.Module) -> str:
     return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
+def is_of_transformers(model: nn.Module) -> bool:
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
         for base in type(model).__mro__
@@ -193,7 +193,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
-        if _is_of_transformers(child):
+        if is_of_transformers(child):
             yield child
         else:
             yield from _outermost(child)
