@@ -1,14 +1,16 @@
-"""One line after which a model of transformers takes whole batches."""
+"""One line after which a model of transformers, or a Trainer, takes whole batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_registered, register
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
 from ring_torch.models.check import check_model, is_of_transformers, unwrapped, wrappers
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
 
@@ -28,7 +30,7 @@ class Handle:
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Any,
     cp: ContextParallel,
     *,
     logits: Logits = "local",
@@ -40,14 +42,20 @@ def parallelize(
     join what comes out. Modules, and the keys of ``state_dict``, stay as they are. The same call
     again changes nothing.
 
+    A ``transformers.Trainer`` that is built already, or a trainer of TRL, is given in place of the
+    model: its ranks of a ring then draw the same batches, to train, evaluate and predict, and count
+    as one. Methods are replaced on the instance alone.
+
     Args:
-        model: A model of transformers, or what wraps it (DDP, FSDP, PEFT). LoRA comes before.
+        model: A model of transformers, or what wraps it (DDP, FSDP, PEFT), or a Trainer. LoRA comes
+            before.
         cp: The ranks that hold a sequence. They are given equal batches.
         logits: ``"local"``: each rank's part, ``[B, T_local, V]`` in the order of the layout;
-            ``"gather"``: of the whole sequence, on every rank.
+            ``"gather"``: of the whole sequence, on every rank. A Trainer predicts whole ones either
+            way.
         reduction: How gradients are reduced over the ranks, outside of the model. ``"sum"``, the
-            default: by :meth:`ContextParallel.reduce_gradients`; ``"mean"``: by DDP or
-            ``fully_shard``, over the ranks of the ring or of several. The loss is the whole
+            default: by :meth:`ContextParallel.reduce_gradients`; ``"mean"``, that of a Trainer: by
+            DDP or ``fully_shard``, over the ranks of the ring or of several. The loss is the whole
             batch's either way; its gradient is this rank's part, times ``cp_size`` for a mean.
 
     Returns:
@@ -56,25 +64,50 @@ def parallelize(
     Raises:
         ValueError: ``model`` is none of transformers; an option is unknown, or other than before;
             later, in a forward: a batch that was split before, or a ``reduction`` that is wrong.
-        UnsupportedError: The model is not exact on split sequences; the message says why.
+        UnsupportedError: The model, or a setting of the Trainer, is not exact on split sequences;
+            the message says why.
         RankMismatchError: In a forward: ranks were given different batches.
 
     Example::
 
-        hf.parallelize(model, ContextParallel())
+        hf.parallelize(model, cp)
         loss = model(**batch).loss  # of the whole batch, on every rank
         loss.backward()
         cp.reduce_gradients(model)
     """
     checks.check_choice("logits", logits, ("local", "gather"))
-    reduction = reduction or "sum"
-    checks.check_choice("reduction", reduction, ("sum", "mean"))
+    checks.check_choice("reduction", reduction, (None, "sum", "mean"))
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    if is_trainer(model):
+        return _trainer(model, cp, logits, reduction)
+    return _model(model, cp, logits, reduction or "sum")
+
+
+def _trainer(
+    trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None
+) -> Handle:
+    if reduction == "sum":
+        raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
+    check_trainer(trainer, logits)
+    reference = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
+    models = [trainer.model, *([] if reference is None else [reference])]
+    handles = [_model(model, cp, logits, "mean") for model in models]
+    if (before := trainer_hooks_of(trainer)) is not None:
+        assert isinstance(before.owner, Handle)
+        return before.owner
+    found = hooks_of(trainer.model)
+    assert found is not None
+    hooks = TrainerHooks(trainer, found)
+    handle = hooks.owner = Handle([*(x.remove for x in handles), *hooks.install()])
+    return handle
+
+
+def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction) -> Handle:
     if not isinstance(model, nn.Module) or not is_of_transformers(unwrapped(model)):
         raise ValueError(
-            f"model must be a model of transformers, or DDP, FSDP or PEFT round one, got "
-            f"{type(model).__name__}"
+            f"model must be a model of transformers, or DDP, FSDP or PEFT round one, or a Trainer, "
+            f"got {type(model).__name__}"
         )
     if (before := hooks_of(model)) is not None:
         return _again(before, cp, logits, reduction)
@@ -84,12 +117,11 @@ def parallelize(
         raise UnsupportedError(f"{name} cannot be split: {'; '.join(report.reasons)}")
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     target = _called(model)
-    handle = Handle([
+    handle = hooks.owner = Handle([
         _attend(unwrapped(model)),
         target.register_forward_pre_hook(hooks.split, with_kwargs=True).remove,
         target.register_forward_hook(hooks.join, with_kwargs=True).remove,
     ])
-    hooks.owner = handle
     return handle
 
 

@@ -252,7 +252,7 @@ class _Replaced(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
         """The value."""
         ctx.factor = factor
-        return x.view_as(x) if value is x else value
+        return x.view_as(x) if value is x else value.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

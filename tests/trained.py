@@ -1,0 +1,89 @@
+"""A plain ``transformers.Trainer`` on a tiny model: what it logs, evaluates and predicts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hf_models import build
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from ring_torch import ContextParallel, hf
+
+LENGTH, ROWS = 45, 64
+
+
+def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
+    """Rows of bytes of Python's own help, of several lengths; a seventh of the labels is left out."""
+    text = "".join(topics[name] for name in sorted(topics)).encode()
+    found = []
+    for row in range(rows):
+        tokens = torch.tensor([x % 61 for x in text[row * 97 : row * 97 + LENGTH]])
+        labels = tokens.masked_fill(torch.arange(LENGTH) % 7 == row % 7, -100)
+        if masked_tail:  # all that ranks but the first hold
+            labels[5:] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of rows of one length."""
+    return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
+
+
+def be_started(rank: int, ranks: int) -> None:
+    """Set what ``torchrun`` does."""
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        }  # fmt: skip
+
+
+def context(cp_size: int) -> ContextParallel:
+    """The rings of so many neighbours among all ranks."""
+    world = dist.get_world_size()
+    if world == 1:
+        return ContextParallel()
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (world // cp_size, cp_size), mesh_dim_names=("dp", "cp")
+    )
+    return ContextParallel(mesh["cp"])
+
+
+def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
+    """Of a Trainer that says nothing and saves nothing."""
+    defaults: dict[str, Any] = {
+        "max_steps": 20, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+        "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
+        "dataloader_pin_memory": False, "seed": 7,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **defaults | options)
+
+
+def history(trainer: Trainer) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    return [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]
+
+
+def trained(
+    rank: int, ranks: int, cp_size: int | None, name: str, dtype: str, data: dict[str, Any],
+    options: dict[str, Any],
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
+    be_started(rank, ranks)
+    model = build(name).to(getattr(torch, dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
+        if cp_size is not None:
+            hf.parallelize(trainer, context(cp_size))
+        trainer.train()
+    return history(trainer)
