@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf_models import build
+from hf_models import Wide, build
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
@@ -81,9 +83,54 @@ def trained(
     """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
     be_started(rank, ranks)
     model = build(name).to(getattr(torch, dtype))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Wide() if dtype == "float64" else nullcontext():
         trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
         if cp_size is not None:
             hf.parallelize(trainer, context(cp_size))
         trainer.train()
     return history(trainer)
+
+
+def session(rank: int, ranks: int, cp_size: int | None, folder: str) -> dict[str, Any]:
+    """Train with evaluations, save, evaluate, predict, and resume in a new Trainer."""
+    be_started(rank, ranks)
+    options: dict[str, Any] = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps",
+        "eval_steps": 3, "include_num_input_tokens_seen": "all", "label_smoothing_factor": 0.1,
+    }  # fmt: skip
+
+    def accuracy(result: Any) -> dict[str, float]:
+        right = result.predictions.argmax(-1)[:, :-1] == result.label_ids[:, 1:]
+        return {"accuracy": float(right[result.label_ids[:, 1:] != -100].mean())}
+
+    def built() -> Trainer:
+        trainer = Trainer(
+            build("Llama").float(), arguments(folder, **options), collate, documents(),
+            documents(7), compute_metrics=accuracy,
+        )  # fmt: skip
+        if cp_size is not None:
+            cp = context(cp_size)
+            handle = hf.parallelize(trainer, cp)
+            assert hf.parallelize(trainer, cp) is handle
+        return trainer
+
+    first = built()
+    first.train()
+    predicted = first.predict(documents(7))
+    saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))
+    again = built()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return {
+        "history": history(first),
+        "resumed": history(again),
+        "evaluated": [x["eval_loss"] for x in first.state.log_history if "eval_loss" in x],
+        "accuracy": [x["eval_accuracy"] for x in first.state.log_history if "eval_accuracy" in x],
+        "loss of predictions": predicted.metrics["test_loss"],
+        "predictions": torch.from_numpy(predicted.predictions),
+        "labels": torch.from_numpy(predicted.label_ids),
+        "tokens": first.state.num_input_tokens_seen,
+        "operations": first.state.total_flos,
+        "samples": first.get_total_train_batch_size(first.args),
+        "keys": saved,
+        "weights": {name: x.detach() for name, x in first.model.state_dict().items()},
+    }

@@ -1,0 +1,115 @@
+"""A plain Trainer, parallelized, trains, evaluates, predicts, saves and resumes as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trained import session, trained
+
+from ring_torch.local import LocalRanks
+
+STEPS = 20
+TINY = 1e-6  # of values of about 5
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """As many ranks as are asked for, started when they are: accelerate keeps how many there are."""
+
+    class Pools(dict[int, LocalRanks]):
+        def __missing__(self, ranks: int) -> LocalRanks:
+            self[ranks] = LocalRanks(ranks)
+            return self[ranks]
+
+    started = Pools()
+    yield started
+    for ranks in started.values():
+        ranks.close()
+
+
+def check_twice(found: Any, plain: Any, exact: Any) -> None:
+    """At most twice as far from float64 as one device in the same dtype is."""
+    found, plain, exact = (torch.tensor(x, dtype=torch.float64) for x in (found, plain, exact))
+    assert found.shape == plain.shape == exact.shape
+    for column in range(exact.shape[1]):  # losses, norms of gradients
+        error, allowed = ((x - exact)[:, column].norm() for x in (found, plain))
+        assert error <= 2 * allowed + TINY * len(exact) ** 0.5
+
+
+def check_steps(
+    pools: dict[int, LocalRanks], name: str, dp_size: int, data: dict[str, Any], options: dict[str, Any]
+) -> None:  # fmt: skip
+    rest = (data, {"max_steps": STEPS} | options)
+    exact, plain = (
+        pools[dp_size].run(trained, dp_size, None, name, dtype, *rest)[0]
+        for dtype in ("float64", "float32")
+    )
+    ranks = 2 * dp_size
+    found = pools[ranks].run(trained, ranks, 2, name, "float32", *rest)
+    assert len(exact) == STEPS
+    for rank in found:
+        check_twice(rank, plain, exact)
+
+
+#: Accumulation, whether tokens are counted over all devices, label smoothing, data parallel ranks.
+MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
+#: Those that run each time; the others with ``--all``.
+EACH_TIME = [(1, True, 0.0, 1), (4, True, 0.1, 1), (4, False, 0.0, 1)]
+
+
+@pytest.mark.parametrize("setting", [*EACH_TIME, *(x for x in MATRIX if x not in EACH_TIME)])
+def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: Any) -> None:
+    accumulation, averages, smoothing, dp_size = setting
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": averages,
+        "label_smoothing_factor": smoothing,
+    }
+    check_steps(pools, "Llama", dp_size, {}, options)
+
+
+def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
+    check_steps(pools, "Llama", 1, {"masked_tail": True}, {"gradient_accumulation_steps": 4})
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3"])
+def test_families(pools: dict[int, LocalRanks], name: str) -> None:
+    check_steps(pools, name, 1, {}, {"gradient_accumulation_steps": 4})
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: int) -> None:
+    """Two rings see pairs of batches, and so do two devices without a ring."""
+    expected = pools[dp_size].run(session, dp_size, None, str(tmp_path / "one"))[0]
+    ranks = 2 * dp_size
+    for found in pools[ranks].run(session, ranks, 2, str(tmp_path / "ring")):
+        assert found["predictions"].shape[0] == found["labels"].shape[0] == 7
+        for name, value in expected.items():
+            if name in ("tokens", "samples", "keys"):
+                assert found[name] == value, name
+            elif name == "operations":
+                assert found[name] == pytest.approx(value, rel=1e-3)
+            else:
+                close(found[name], value, name)
+        close(found["resumed"], found["history"], "history of what was resumed")
+
+
+def close(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            close(found[name], x, f"{what} {name}")
+        return
+    found, expected = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        for x in (found, expected)
+    )
+    torch.testing.assert_close(
+        found, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
+    )
