@@ -262,3 +262,127 @@ def test_what_is_refused() -> None:
     mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         hf.parallelize(transformers.MambaForCausalLM(mamba), cp)
+
+
+def stated(kind: str) -> dict[str, Any]:
+    """Documents of 5, 1, 17 and 20 tokens, as collators state them."""
+    batch = whole("flattened")
+    positions = batch.pop("position_ids")
+    offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
+    ids = torch.arange(4).repeat_interleave(offsets.diff())[None]
+    more: dict[str, dict[str, Any]] = {
+        "ones": {"attention_mask": torch.ones_like(positions), "position_ids": positions},
+        "numbers": {"attention_mask": ids + 1},
+        "offsets": {
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20,
+            "max_length_k": 20, "position_ids": positions,
+        },
+        "ids": {"seq_idx": ids, "position_ids": positions},
+    }  # fmt: skip
+    return batch | more[kind]
+
+
+def _documents(_: int) -> None:
+    batch = whole("flattened")
+    logits, loss = run(build("Llama"), batch | WHOLE)
+    model = build("Llama")
+    cp = ContextParallel()
+    hf.parallelize(model, cp, logits="gather")
+    for kind in ("ones", "numbers", "offsets", "ids"):
+        mask = cp.shard_batch(stated(kind), model=model)["attention_mask"]
+        assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
+        mine, found = run(model, stated(kind))
+        same(mine, logits, f"logits of {kind}")
+        same(found, loss, f"loss of {kind}")
+    padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
+    expected = run(build("Llama"), batch | WHOLE)[0]
+    mine = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
+        batch["labels"].masked_fill(padded == 0, -100)
+    )})[0]  # fmt: skip
+    same(mine[:, :35], expected[:, :35], "logits of numbered documents and padding")
+
+
+def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
+    pair.run(_documents)
+
+
+def _pools(_: int, side: str, reduction: str) -> None:
+    batch = whole(side)
+    batch["labels"] = torch.tensor([2, 0])
+    if side != "plain":
+        batch["input_ids"] = batch["input_ids"].clamp(min=1).masked_fill(batch["attention_mask"] == 0, 0)
+    for name, labels in (("Llama", 3), ("Mistral", 3), ("Qwen3", 1)):
+        options: dict[str, Any] = {"head": "ForSequenceClassification", "num_labels": labels}
+        given = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
+
+        def loss_of(out: Any) -> Tensor:
+            reward: Tensor = out.loss if out.loss is not None else out.logits.sigmoid().prod()
+            return reward
+
+        model = build(name, **options)
+        with Wide():
+            out = model(**given, **WHOLE)
+            loss_of(out).backward()
+        expected = gradients(model)
+        model = build(name, **options)
+        cp = ContextParallel()
+        with pytest.raises(UnsupportedError, match="pools"):
+            cp.shard_batch(given, model=model)
+        keys = list(model.state_dict())
+        handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+        assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]
+        assert list(model.state_dict()) == keys
+        with Wide():
+            mine = model(**given)
+            loss_of(mine).backward()
+        same(mine.logits, out.logits, "pooled logits")
+        same(loss_of(mine), loss_of(out), "loss")
+        found = reduced(model, cp, reduction)
+        assert found.keys() == expected.keys()
+        for weight, grad in found.items():
+            same(grad, expected[weight], f"gradient of {weight}")
+        handle.remove()
+        assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
+)
+def test_sequences_are_classified(pair: LocalRanks, side: str, reduction: str) -> None:
+    pair.run(_pools, side, reduction)
+
+
+def _routes(_: int, kind: str, reduction: str) -> None:
+    batch = whole(kind)
+    for name in ("Mixtral", "GptOss"):
+        options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        model = build(name, **options)
+        with Wide():
+            out = model(**batch, **WHOLE)
+        out.loss.backward()
+        expected = gradients(model)
+        with Wide():
+            assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
+        model = build(name, **options)
+        cp = ContextParallel()
+        hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+        with Wide():
+            mine = model(**batch)
+        mine.loss.backward()
+        same(mine.aux_loss, out.aux_loss, f"router's loss of {name}")
+        same(mine.loss, out.loss, f"loss of {name}")
+        found = reduced(model, cp, reduction)
+        assert found.keys() == expected.keys()
+        for weight, grad in found.items():
+            same(grad, expected[weight], f"gradient of {weight} of {name}")
+        with Wide():
+            plain = model(**batch, output_router_logits=False)
+        assert plain.aux_loss is None
+
+
+@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
+def test_router_losses_are_of_the_whole_sequence(
+    pair: LocalRanks, kind: str, reduction: str
+) -> None:
+    pair.run(_routes, kind, reduction)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_registered, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
-from ring_torch.models.check import check_model, is_of_transformers, unwrapped, wrappers
+from ring_torch.models.check import (
+    has_balancing_loss,
+    is_of_transformers,
+    report_of,
+    unwrapped,
+    wrappers,
+)
+from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
 
 __all__ = ["Handle", "parallelize"]
@@ -76,7 +84,7 @@ def parallelize(
         cp.reduce_gradients(model)
     """
     checks.check_choice("logits", logits, ("local", "gather"))
-    checks.check_choice("reduction", reduction, (None, "sum", "mean"))
+    checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
     if is_trainer(model):
@@ -111,18 +119,39 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         )
     if (before := hooks_of(model)) is not None:
         return _again(before, cp, logits, reduction)
-    report = check_model(model)
+    inner = unwrapped(model)
+    is_pooling = _pools_a_row(inner)
+    split = inner.base_model if is_pooling else _called(model)
+    report = report_of(split, joins_router=True)
     if not report.exact:
-        name = type(unwrapped(model)).__name__
-        raise UnsupportedError(f"{name} cannot be split: {'; '.join(report.reasons)}")
+        raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}")
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
-    target = _called(model)
-    handle = hooks.owner = Handle([
-        _attend(unwrapped(model)),
-        target.register_forward_pre_hook(hooks.split, with_kwargs=True).remove,
-        target.register_forward_hook(hooks.join, with_kwargs=True).remove,
-    ])
+    hooks.is_pooling = is_pooling
+    hooks.joins_router = not is_pooling and has_balancing_loss(inner)
+    handle = hooks.owner = Handle([_attend(inner), *_register(hooks, split, inner)])
     return handle
+
+
+def _register(
+    hooks: ModelHooks, split: nn.Module, inner: nn.Module
+) -> Iterator[Callable[[], object]]:
+    """Put the hooks on; yields what takes each off."""
+    yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
+    if hooks.is_pooling:
+        yield inner.score.register_forward_hook(hooks.join_rows).remove  # type: ignore[union-attr, operator]
+        return
+    yield split.register_forward_hook(hooks.join, with_kwargs=True).remove
+    if hooks.joins_router:
+        below = inner.base_model
+        assert isinstance(below, nn.Module) and below is not inner
+        yield below.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
+        yield below.register_forward_hook(hooks.join_router, with_kwargs=True).remove
+
+
+def _pools_a_row(model: nn.Module) -> bool:
+    """Whether it takes the row of each sequence's last token from what ``score`` makes of all."""
+    generic = GenericForSequenceClassification
+    return isinstance(model, generic) and forward_of(type(model)) is forward_of(generic)
 
 
 def _again(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:

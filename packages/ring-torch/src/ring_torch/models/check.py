@@ -107,6 +107,11 @@ def check_model(model: nn.Module) -> ModelReport:
             model = AutoModelForSequenceClassification.from_config(config)
         print(hf.check_model(model).reasons)
     """
+    return report_of(model)
+
+
+def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
+    """The same, where a router's loss is computed of the whole sequence."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if _adds_tokens(model):
@@ -116,7 +121,7 @@ def check_model(model: nn.Module) -> ModelReport:
         )
     model = unwrapped(model)
     if is_of_transformers(model):
-        return _report(model)
+        return _report(model, joins_router=joins_router)
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
@@ -158,12 +163,12 @@ def _adds_tokens(model: nn.Module) -> bool:
     )
 
 
-def _report(model: Any) -> ModelReport:
+def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(_text_parts(model))
     pooling = _pooling(model)
     layers = _layers(model, parts)
     reasons = [
-        *_of_inputs(model),
+        *_of_inputs(model, joins_router=joins_router),
         *([] if pooling is None else [_pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
         *_of_masks(parts),
@@ -227,7 +232,7 @@ def _attends(module: nn.Module) -> bool:
     return uses_global(type(module), "AttentionInterface")
 
 
-def _of_inputs(model: Any) -> Iterator[str]:
+def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
     name = _name(model)
     if not _takes_tokens(model):
@@ -239,11 +244,18 @@ def _of_inputs(model: Any) -> Iterator[str]:
         )
     elif not {"position_ids", "**"} & given:
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
-    if getattr(_text_config(model), "output_router_logits", False):
+    if getattr(_text_config(model), "output_router_logits", False) and not (
+        joins_router and has_balancing_loss(model)
+    ):
         yield (
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
             "and add that loss yourself from logits of the whole sequence"
         )
+
+
+def has_balancing_loss(model: nn.Module) -> bool:
+    """Whether a router's loss, if it has one, is Mixtral's, of its experts' logits for each token."""
+    return "load_balancing_loss_func" in names_in_forward(type(model))
 
 
 def _of_layers(

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
 from ring_torch.models.batch import ShardedMask, shard_batch
-from ring_torch.models.check import ModelReport
-from ring_torch.models.code import parameters_of
+from ring_torch.models.check import ModelReport, unwrapped
+from ring_torch.models.code import names_in_forward, parameters_of
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -46,6 +46,7 @@ class _Call:
     whole_mask: Tensor | None
     is_shifted_here: bool  # labels came unshifted: the last token has none
     has_labels: bool
+    has_router_loss: bool
 
 
 class ModelHooks:
@@ -66,6 +67,8 @@ class ModelHooks:
         self.logits: Logits = logits
         self.reduction: Reduction = reduction
         self.owner: object = None  # what put them on
+        self.is_pooling = False  # one row of a sequence is taken from logits
+        self.joins_router = False
         self.is_evaluating_logits = False
         self.call: _Call | None = None
 
@@ -76,7 +79,7 @@ class ModelHooks:
     @property
     def joins_logits(self) -> bool:
         """Whether logits of the whole sequence are returned."""
-        return self.logits == "gather" or self.is_evaluating_logits
+        return self.is_pooling or self.logits == "gather" or self.is_evaluating_logits
 
     @property
     def factor(self) -> int:
@@ -101,6 +104,9 @@ class ModelHooks:
         given = {**dict(zip(_names(module), args, strict=False)), **kwargs}
         self._check(module, given)
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
+        has_router_loss = self._has_router_loss(module, switches)
+        if not self.report.shifts_labels and not _reads_items(module):
+            given.pop("num_items_in_batch", None)
         shard = shard_batch(self.sharding, given, self.report, self._dropout_seed(module))
         tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         mask = given.get("attention_mask")
@@ -110,7 +116,10 @@ class ModelHooks:
             whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
             is_shifted_here=self.report.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
+            has_router_loss=has_router_loss,
         )
+        if has_router_loss:
+            shard["attention_mask"] = self.call.whole_mask
         if "use_cache" in parameters_of(type(module)):
             shard.setdefault("use_cache", False)
         return (), {**switches, **shard}
@@ -132,6 +141,43 @@ class ModelHooks:
             output["loss"] = self._whole_loss(module, output, call)
         return output
 
+    @torch.compiler.disable
+    def split_mask(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the part below a router's loss, which needs the whole mask: the split one."""
+        del module
+        if self.call is not None and self.call.has_router_loss:
+            mask = replace(self.call.mask, joins_router=True)
+            kwargs = {**kwargs, "attention_mask": mask}
+        return args, kwargs
+
+    @torch.compiler.disable
+    def join_router(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After it: the router's logits of the whole sequence."""
+        del args, kwargs
+        if self.call is None or not self.call.has_router_loss:
+            return output
+        (rows, length), shape = self.call.shape, self.call.mask.shape
+        logits = output.get("router_logits")
+        if not logits or any(x.shape[:-1].numel() != rows * shape[1] for x in logits):
+            raise UnsupportedError(
+                f"{type(module).__name__} has no router_logits of every token, of which the "
+                f"router's loss could be computed; set output_router_logits to False"
+            )
+        stacked = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
+        whole = self.whole(stacked, length, dim=2)
+        output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
+        return output
+
+    @torch.compiler.disable
+    def join_rows(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """After a head of which the model takes one row: those of the whole sequence."""
+        del module, args
+        return self.whole(output, self._ended().shape[1])
+
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
         scaled = _replaced(x, x, self.factor) if x.is_floating_point() else x
@@ -149,7 +195,7 @@ class ModelHooks:
         """The router's part, if any, is of the whole sequence already."""
         loss: Tensor = output["loss"]
         router = output.get("aux_loss")
-        if not isinstance(router, Tensor) or not call.has_labels:
+        if not isinstance(router, Tensor) or not (call.has_router_loss and call.has_labels):
             return self.summed(loss)
         router = router * _router_weight(module)
         return self.summed(loss - router) + router
@@ -174,6 +220,18 @@ class ModelHooks:
                     f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
                     f"gradients over its ranks: give reduction='mean'"
                 )
+
+    def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
+        config = getattr(unwrapped(module), "config", None)
+        asked = switches.get("output_router_logits")
+        if asked is None:
+            asked = getattr(config and config.get_text_config(), "output_router_logits", False)
+        if asked and not self.joins_router:
+            raise UnsupportedError(
+                f"output_router_logits: {type(unwrapped(module)).__name__} has no router's loss that "
+                f"could be computed of the whole sequence; leave it out"
+            )
+        return bool(asked)
 
     def check_sum(self) -> None:
         """Refuse to sum gradients that are multiplied for a mean."""
@@ -204,6 +262,11 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     """Names of what ``forward`` takes in order."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
+def _reads_items(module: nn.Module) -> bool:
+    """Whether the loss divides by ``num_items_in_batch``; others take the mean, whatever it is."""
+    return "loss_function" in names_in_forward(type(unwrapped(module)))
 
 
 def _averaging(module: nn.Module) -> str | None:
