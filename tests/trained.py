@@ -22,7 +22,7 @@ LENGTH, ROWS = 45, 64
 
 
 def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
-    """Rows of bytes of Python's own help, of several lengths; a seventh of the labels is left out."""
+    """Rows of bytes of Python's own help; a seventh of the labels is left out."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
     found = []
     for row in range(rows):

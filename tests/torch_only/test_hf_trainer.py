@@ -1,4 +1,4 @@
-"""A plain Trainer, parallelized, trains, evaluates, predicts, saves and resumes as on one device."""
+"""A plain Trainer, parallelized, trains, evaluates, predicts and resumes as on one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = 1e-6  # of values of about 5
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, LocalRanks]]:
-    """As many ranks as are asked for, started when they are: accelerate keeps how many there are."""
+    """Ranks by how many, started when they are asked for: accelerate keeps the number."""
 
     class Pools(dict[int, LocalRanks]):
         def __missing__(self, ranks: int) -> LocalRanks:

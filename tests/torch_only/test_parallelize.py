@@ -1,4 +1,4 @@
-"""One line, after which a model takes whole batches: loss, logits and gradients are one device's."""
+"""One line, and a model takes whole batches: loss, logits and gradients are one device's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair() -> Iterator[LocalRanks]:
 
 
 def same(got: Tensor, expected: Tensor, what: str) -> None:
-    scale = float(expected.abs().max())
+    scale = float(expected.detach().abs().max())
     torch.testing.assert_close(
         got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
     )
@@ -82,9 +82,7 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_logits_loss_and_gradients_are_one_devices(
-    pair: LocalRanks, name: str, kind: str
-) -> None:
+def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, kind: str) -> None:
     pair.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
 
 
@@ -311,7 +309,9 @@ def _pools(_: int, side: str, reduction: str) -> None:
     batch = whole(side)
     batch["labels"] = torch.tensor([2, 0])
     if side != "plain":
-        batch["input_ids"] = batch["input_ids"].clamp(min=1).masked_fill(batch["attention_mask"] == 0, 0)
+        batch["input_ids"] = (
+            batch["input_ids"].clamp(min=1).masked_fill(batch["attention_mask"] == 0, 0)
+        )
     for name, labels in (("Llama", 3), ("Mistral", 3), ("Qwen3", 1)):
         options: dict[str, Any] = {"head": "ForSequenceClassification", "num_labels": labels}
         given = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}

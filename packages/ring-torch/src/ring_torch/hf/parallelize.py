@@ -124,7 +124,9 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     split = inner.base_model if is_pooling else _called(model)
     report = report_of(split, joins_router=True)
     if not report.exact:
-        raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}")
+        raise UnsupportedError(
+            f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}"
+        )
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     hooks.is_pooling = is_pooling
     hooks.joins_router = not is_pooling and has_balancing_loss(inner)

@@ -174,7 +174,9 @@ class TrainerHooks:
         state = self.trainer.state
         before = state.num_input_tokens_seen
         self._own(self.trainer, "_track_num_input_tokens")(inputs)
-        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.cp_size
+        state.num_input_tokens_seen = (
+            before + (state.num_input_tokens_seen - before) // self.cp_size
+        )
 
     def _gather(self, tensors: Any) -> Any:
         from accelerate.utils import recursively_apply
@@ -229,7 +231,7 @@ def _replace(owner: Any, name: str, value: object) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class _LabelSmoother:
-    """In place of the Trainer's: the loss of the whole batch, from this rank's part of the logits."""
+    """In place of the Trainer's: the loss of the whole batch, from each rank's part of logits."""
 
     own: Any
     hooks: ModelHooks

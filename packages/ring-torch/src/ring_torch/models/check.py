@@ -7,45 +7,23 @@ the meta device can be asked, and transformers is not imported: a model of it ha
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ring_torch.models.code import (
-    forward_of,
     names_in,
     names_in_forward,
     parameters_of,
     reads_in_forward,
     uses_global,
 )
+from ring_torch.models.pooling import name_of, pooled_words, pooling_of
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
-
-#: Outputs that hold one entry a sequence, made of one token or of all.
-_POOLED = {
-    "pooler_output": "pooler_output",
-    "seq_relationship_logits": "next sentence",
-    "sop_logits": "sentence order",
-    "image_embeds": "image_embeds",
-    "text_embeds": "text_embeds",
-    "logits_per_text": "logits_per_text",
-}
-_POOLED_CLASSES = (
-    "SequenceClassifier",
-    "NextSentencePredictor",
-    "MultipleChoice",
-    "ImageClassifier",
-)
-_POOLED_HEADS = (
-    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForRetrieval",
-    "ForImageClassification", "RewardModel", "DoubleHeads",
-)  # fmt: skip
-_TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalLM", "LMHead")
 
 #: Heads whose loss of token ``i`` is of label ``i``.
 _AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")
@@ -165,11 +143,11 @@ def _adds_tokens(model: nn.Module) -> bool:
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(_text_parts(model))
-    pooling = _pooling(model)
+    pooling = pooling_of(model)
     layers = _layers(model, parts)
     reasons = [
         *_of_inputs(model, joins_router=joins_router),
-        *([] if pooling is None else [_pooled_words(model, pooling)]),
+        *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
         *_of_masks(parts),
     ]
@@ -184,12 +162,8 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     )
 
 
-def _name(model: nn.Module) -> str:
-    """The name of its class, not of the one that FSDP puts before it."""
-    return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
-
-
 def is_of_transformers(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, without importing that."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
         for base in type(model).__mro__
@@ -234,7 +208,7 @@ def _attends(module: nn.Module) -> bool:
 
 def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
-    name = _name(model)
+    name = name_of(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
@@ -254,7 +228,7 @@ def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
 
 
 def has_balancing_loss(model: nn.Module) -> bool:
-    """Whether a router's loss, if it has one, is Mixtral's, of its experts' logits for each token."""
+    """Whether a router's loss, if it has one, is Mixtral's, of experts' logits for each token."""
     return "load_balancing_loss_func" in names_in_forward(type(model))
 
 
@@ -269,7 +243,7 @@ def _of_layers(
         return
     if not any(map(_attends, parts.values())):
         yield (
-            f"{_name(model)} calls no attention function of transformers' registry: its "
+            f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
@@ -294,9 +268,9 @@ def _of_layers(
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
     if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
-        yield f"{_name(model)} cuts its sequence into patches, of a rank's own tokens"
+        yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
     if "question_token_id" in names_in_forward(type(model)):
-        yield f"{_name(model)} looks for one token of the whole sequence"
+        yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
 def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -330,46 +304,6 @@ def _masks(cls: type) -> bool:
 
 def _makes_mask(name: str) -> bool:
     return name.startswith("create_") and "mask" in name
-
-
-def _pooling(model: Any) -> str | None:
-    """What is one entry a sequence among the outputs."""
-    heads = [base.__name__ for base in type(model).__mro__]
-    if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
-        return found[0]
-    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
-    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
-        return None
-    for output in _outputs(model):
-        if any(word in output.__name__ for word in _POOLED_CLASSES):
-            return str(output.__name__)
-        for field in fields(output):
-            if field.name in _POOLED and getattr(model, "pooler", model) is not None:
-                return _POOLED[field.name]
-    return None
-
-
-def _outputs(model: Any) -> list[Any]:
-    """Classes of outputs that ``forward`` is annotated with."""
-    function = forward_of(type(model))
-    try:
-        hint = typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):
-        return []
-    return [x for x in (hint, *typing.get_args(hint)) if isinstance(x, type) and is_dataclass(x)]
-
-
-def _pooled_words(model: Any, pooling: str) -> str:
-    name = _name(model)
-    if pooling == "pooler_output":
-        return (
-            f"{name} makes a pooler_output of one token, which one rank has; build it with "
-            f"add_pooling_layer=False, or take the hidden states of a model without pooling"
-        )
-    return (
-        f"{name} pools ({pooling}): it makes one output of a sequence, of which a rank holds a part; "
-        f"run the model without that head, ContextParallel.unshard the hidden states and pool those"
-    )
 
 
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:

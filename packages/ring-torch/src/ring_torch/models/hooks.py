@@ -1,4 +1,4 @@
-"""Hooks of a model that takes whole batches: they split what goes in, and sum or join what comes out."""
+"""Hooks of a model that takes whole batches: they split what goes in, and join what comes out."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ModelHooks:
     def join(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After a forward: the loss of the whole batch, and what is wanted of the whole sequence."""
+        """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
         del args, kwargs
         call = self._ended()
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
