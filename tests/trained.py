@@ -114,7 +114,7 @@ def session(rank: int, ranks: int, cp_size: int | None, folder: str) -> dict[str
             assert hf.parallelize(trainer, cp) is handle
         return trainer
 
-    first = built()
+    first: Any = built()
     first.train()
     predicted = first.predict(documents(7))
     saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))

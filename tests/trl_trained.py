@@ -7,12 +7,19 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset
 from hf_models import build
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from trained import be_started, context
 from transformers import PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from ring_torch import hf
 
@@ -46,7 +53,7 @@ def pairs(count: int) -> Dataset:
 
 
 def trl_trained(
-    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, options: dict[str, Any]
+    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str
 ) -> dict[str, Any]:
     """The steps of a trainer of TRL, and one evaluation."""
     be_started(rank, ranks)
@@ -57,28 +64,27 @@ def trl_trained(
         "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    common |= options
     words = tokenizer()
     letters: dict[str, Any] = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
     trainer: Any
     if kind == "sft":
         rows = Dataset.from_list([{"text": x} for x in texts(40)])
-        trainer = trl.SFTTrainer(
+        trainer = SFTTrainer(
             build("Llama", **letters).float(), processing_class=words, train_dataset=rows,
             eval_dataset=rows.select(range(5)),
-            args=trl.SFTConfig(**common, packing=True, max_length=96),
+            args=SFTConfig(**common, packing=True, max_length=96),
         )  # fmt: skip
     elif kind == "reward":
         model = build("Llama", head="ForSequenceClassification", num_labels=1, **letters).float()
-        trainer = trl.RewardTrainer(
+        trainer = RewardTrainer(
             model, processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
-            args=trl.RewardConfig(**common, max_length=96),
+            args=RewardConfig(**common, max_length=96),
         )  # fmt: skip
     else:
-        trainer = trl.DPOTrainer(
+        trainer = DPOTrainer(
             build("Llama", **letters).float(), ref_model=build("Llama", **letters).float(),
             processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
-            args=trl.DPOConfig(**common, max_length=96),
+            args=DPOConfig(**common, max_length=96),
         )  # fmt: skip
     if cp_size is not None:
         hf.parallelize(trainer, context(cp_size))

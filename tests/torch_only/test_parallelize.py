@@ -58,24 +58,26 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
     expected = gradients(model)
     keys = list(model.state_dict())
     cp = ContextParallel(layout=layout)
-    for reduction in ("sum", "mean"):
-        for how in ("local", "gather"):
-            handle = hf.parallelize(model, cp, logits=how, reduction=reduction)  # type: ignore[arg-type]
-            assert hf.parallelize(model, cp, logits=how, reduction=reduction) is handle  # type: ignore[arg-type]
-            assert list(model.state_dict()) == keys
-            for _time in range(2):
-                mine, whole_loss = run(model, batch)
-                found = reduced(model, cp, reduction)
-                what = f"{name} {kind} {layout} {reduction} {how}"
-                same(whole_loss, loss, f"loss of {what}")
-                mine = mine if how == "gather" else cp.unshard(mine)[:, :LENGTH]
-                assert mine.shape == logits.shape
-                same(mine[real], logits[real], f"logits of {what}")
-                assert found.keys() == expected.keys()
-                for weight, grad in expected.items():
-                    same(found[weight], grad, f"gradient of {weight} of {what}")
-            handle.remove()
-            handle.remove()
+    ways: tuple[dict[str, Any], ...] = (
+        {"logits": "local", "reduction": "sum"}, {"logits": "gather", "reduction": "mean"},
+    )  # fmt: skip
+    for way in ways:
+        handle = hf.parallelize(model, cp, **way)
+        assert hf.parallelize(model, cp, **way) is handle
+        assert list(model.state_dict()) == keys
+        for _time in range(2):
+            mine, whole_loss = run(model, batch)
+            found = reduced(model, cp, way["reduction"])
+            what = f"{name} {kind} {layout} {way}"
+            same(whole_loss, loss, f"loss of {what}")
+            mine = mine if way["logits"] == "gather" else cp.unshard(mine)[:, :LENGTH]
+            assert mine.shape == logits.shape
+            same(mine[real], logits[real], f"logits of {what}")
+            assert found.keys() == expected.keys()
+            for weight, grad in expected.items():
+                same(found[weight], grad, f"gradient of {weight} of {what}")
+        handle.remove()
+        handle.remove()
     assert model.config._attn_implementation == "eager"
     same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
 

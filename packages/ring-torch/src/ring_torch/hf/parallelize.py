@@ -119,9 +119,9 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         )
     if (before := hooks_of(model)) is not None:
         return _again(before, cp, logits, reduction)
-    inner = unwrapped(model)
+    inner: Any = unwrapped(model)
     is_pooling = _pools_a_row(inner)
-    split = inner.base_model if is_pooling else _called(model)
+    split: nn.Module = inner.base_model if is_pooling else _called(model)
     report = report_of(split, joins_router=True)
     if not report.exact:
         raise UnsupportedError(
@@ -134,13 +134,11 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     return handle
 
 
-def _register(
-    hooks: ModelHooks, split: nn.Module, inner: nn.Module
-) -> Iterator[Callable[[], object]]:
+def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
     """Put the hooks on; yields what takes each off."""
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
-        yield inner.score.register_forward_hook(hooks.join_rows).remove  # type: ignore[union-attr, operator]
+        yield inner.score.register_forward_hook(hooks.join_rows).remove
         return
     yield split.register_forward_hook(hooks.join, with_kwargs=True).remove
     if hooks.joins_router:
@@ -182,10 +180,10 @@ def _called(model: nn.Module) -> nn.Module:
     )
 
 
-def _attend(model: nn.Module) -> Callable[[], object]:
+def _attend(model: Any) -> Callable[[], object]:
     """Give the model ring attention, unless it has it; what gives it back its own."""
-    own = model.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001
+    own = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
     if is_registered(own):
         return lambda: None
-    model.set_attn_implementation(register())  # type: ignore[operator]
-    return lambda: model.set_attn_implementation(own)  # type: ignore[operator]
+    model.set_attn_implementation(register())
+    return lambda: model.set_attn_implementation(own)

@@ -182,10 +182,10 @@ class TrainerHooks:
         from accelerate.utils import recursively_apply
 
         def once(x: Tensor) -> Tensor:
-            ranks = x.unflatten(0, (self.accelerator.num_processes, -1))
+            ranks: Tensor = x.unflatten(0, (self.accelerator.num_processes, -1))
             return ranks[self.firsts].flatten(0, 1)
 
-        return recursively_apply(once, type(self.accelerator).gather(self.accelerator, tensors))
+        return recursively_apply(once, self._own(self.accelerator, "gather")(tensors))
 
     @staticmethod
     def _own(owner: Any, name: str) -> Callable[..., Any]:

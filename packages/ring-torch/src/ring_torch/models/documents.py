@@ -27,11 +27,11 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers 
         ValueError: They are malformed, or two of them differ.
         UnsupportedError: ``cu_seq_lens_*`` of several rows, or beside padding.
     """
-    offsets = [given.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
     for name in ("max_length_q", "max_length_k"):  # follow from the others
         given.pop(name, None)
     found = {
-        "cu_seq_lens_q": None if offsets == [None, None] else _of_offsets(*offsets, shape),
+        "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
         "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids("seq_idx", ids, shape),
         "attention_mask": _of_mask(given, shape),
     }  # fmt: skip

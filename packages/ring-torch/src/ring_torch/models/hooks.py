@@ -96,7 +96,7 @@ class ModelHooks:
         finally:
             self.is_evaluating_logits = before
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -124,7 +124,7 @@ class ModelHooks:
             shard.setdefault("use_cache", False)
         return (), {**switches, **shard}
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -141,7 +141,7 @@ class ModelHooks:
             output["loss"] = self._whole_loss(module, output, call)
         return output
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split_mask(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -152,7 +152,7 @@ class ModelHooks:
             kwargs = {**kwargs, "attention_mask": mask}
         return args, kwargs
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_router(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -172,7 +172,7 @@ class ModelHooks:
         output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
         return output
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_rows(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """After a head of which the model takes one row: those of the whole sequence."""
         del module, args
