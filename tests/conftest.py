@@ -97,6 +97,7 @@ SLOW_WITH_TRITON = (
 #: a Trainer, other families of models and more settings of it.
 SLOW_IN_TORCH = (
     "test_demonstration_as_a_command", "test_steps_are_those_of_one_device[more", "test_families",
+    "test_steps_of_a_loop_are_those_of_one_device[more",
     "test_a_whole_session[2", "test_trainers_of_trl[dpo",
 )  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;

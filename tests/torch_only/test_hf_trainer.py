@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trained import session, trained
+from trained import looped, session, trained
 from trl_trained import trl_trained
 
 from ring_torch.local import LocalRanks
@@ -75,6 +75,25 @@ def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: An
         "label_smoothing_factor": smoothing,
     }
     check_steps(pools, "Llama", dp_size, {}, options)
+
+
+#: What reduces gradients, accumulation, data parallel ranks.
+LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
+    ("ddp", 1, 2), ("ddp", 4, 2), ("fsdp", 1, 2), ("fsdp", 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loop", LOOPS, ids=lambda x: ("" if x == ("fsdp", 1, 1) else "more-") + "-".join(map(str, x))
+)
+def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
+    exact, plain = (
+        pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
+        for dtype in ("float64", "float32")
+    )
+    ranks = 2 * loop[-1]
+    for found in pools[ranks].run(looped, ranks, 2, "float32", *loop):
+        check_twice(found, plain, exact)
 
 
 def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
-from ring_torch.local import LocalRanks
+from ring_torch.local import LocalRankError, LocalRanks
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +246,58 @@ def _mistakes(rank: int) -> None:
 
 def test_mistakes_are_named(pair: LocalRanks) -> None:
     pair.run(_mistakes)
+
+
+def _drifts(_: int, reduction: str, forgets: bool) -> None:
+    """Three steps of training, whose gradients are reduced or not."""
+    cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
+    hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _step in range(3):
+        losses.append(float(run(model, batch)[1]))
+        if not forgets:
+            reduced(model, cp, reduction)
+        optimizer.step()
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradients_that_are_not_reduced_are_found(pair: LocalRanks, reduction: str) -> None:
+    pair.run(_drifts, reduction, False)
+    with pytest.raises(LocalRankError, match="gradients were not reduced"):
+        pair.run(_drifts, reduction, True)
+
+
+def _wraps_bert(_: int) -> None:
+    batch = whole("right")
+    for kind in ("MaskedLM", "TokenClassification"):
+        torch.manual_seed(4)
+        config = transformers.BertConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model = getattr(transformers, f"BertFor{kind}")(config)
+        given = batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
+        model = model.double().eval()
+        logits, loss = run(model, given)
+        expected = gradients(model)
+        cp = ContextParallel()
+        hf.parallelize(model, cp, logits="gather")
+        mine, found = run(model, given)
+        cp.reduce_gradients(model)
+        real = batch["attention_mask"] == 1
+        same(mine[real], logits[real], f"logits of {kind}")
+        same(found, loss, f"loss of {kind}")
+        found_all, all_of_them = (
+            torch.cat([x.flatten() for x in grads.values()])
+            for grads in (gradients(model), expected)
+        )
+        same(found_all, all_of_them, f"gradients of {kind}")
+
+
+def test_models_whose_labels_are_not_shifted(pair: LocalRanks) -> None:
+    pair.run(_wraps_bert)
 
 
 def test_what_is_refused() -> None:

@@ -110,8 +110,9 @@ def shard_batch(
     batch: Mapping[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
+    weight: float = 0.0,
 ) -> dict[str, Any]:
-    """:meth:`ContextParallel.shard_batch`."""
+    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike."""
     checks.check_seed(dropout_seed)
     if not report.exact:
         raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
@@ -137,7 +138,7 @@ def shard_batch(
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
-    _check_same(sharding.ring, given, segments, dropout_seed)
+    _check_same(sharding.ring, given, segments, dropout_seed, weight)
 
     more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
@@ -311,9 +312,15 @@ def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
 
 
 def _check_same(
-    ring: Ranks, given: Mapping[str, Any], segments: Integers, dropout_seed: int | None
+    ring: Ranks,
+    given: Mapping[str, Any],
+    segments: Integers,
+    dropout_seed: int | None,
+    weight: float,
 ) -> None:
     """Check that all ranks were given the same batch: another one would pass unnoticed.
+
+    So would weights that drift apart, of which one number tells.
 
     Raises:
         RankMismatchError: They were not. Floats are compared by shape alone.
@@ -330,16 +337,24 @@ def _check_same(
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())
     device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
-    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
+    mine = torch.frombuffer(
+        bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
+    ).to(device)
     every = [torch.empty_like(mine) for _ in range(ring.size)]
     with collective(ring, "shard_batch"):
         dist.all_gather(every, mine, group=ring.group)
-    others = [
-        rank for rank, theirs in enumerate(torch.cat(every).tolist()) if theirs != mine.item()
-    ]
-    if others:
+    own = mine.tolist()
+    batches, weights = zip(*(x.tolist() for x in every), strict=True)
+    if others := [rank for rank, theirs in enumerate(batches) if theirs != own[0]]:
         raise RankMismatchError(
             f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
             f"{ring.rank}'s is not that of {', '.join(map(str, others))}; let the ranks of a group "
             f"draw the same samples"
+        )
+    if others := [rank for rank, theirs in enumerate(weights) if theirs != own[1]]:
+        raise RankMismatchError(
+            f"weights of rank {ring.rank} are not those of {', '.join(map(str, others))}: they were "
+            f"not alike from the start, or gradients were not reduced over the ranks of the ring; "
+            f"call ContextParallel.reduce_gradients before each step (reduction='sum'), or train in "
+            f"DDP or fully_shard over them (reduction='mean')"
         )

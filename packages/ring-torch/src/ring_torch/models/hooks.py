@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
@@ -107,7 +109,9 @@ class ModelHooks:
         has_router_loss = self._has_router_loss(module, switches)
         if not self.report.shifts_labels and not _reads_items(module):
             given.pop("num_items_in_batch", None)
-        shard = shard_batch(self.sharding, given, self.report, self._dropout_seed(module))
+        shard = shard_batch(
+            self.sharding, given, self.report, self._dropout_seed(module), _one_weight(module)
+        )
         tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         mask = given.get("attention_mask")
         self.call = _Call(
@@ -276,6 +280,21 @@ def _averaging(module: nn.Module) -> str | None:
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         return "fully_shard"
     return None
+
+
+def _one_weight(module: nn.Module) -> float:
+    """A number of the weights that are trained, which ranks have alike if they reduce gradients.
+
+    It is 0 where none is trained, and where ranks hold parts of them: those are reduced.
+    """
+    weights = [x for x in module.parameters() if x.requires_grad]
+    if not module.training or not torch.is_grad_enabled() or not weights:
+        return 0.0
+    smallest = min(weights, key=Tensor.numel)
+    if isinstance(smallest, DTensor):
+        return 0.0
+    total = smallest.detach().double().sum().item()
+    return total if math.isfinite(total) else 0.0
 
 
 def _dropout_rates(module: nn.Module) -> Iterator[float]:
