@@ -80,11 +80,11 @@ def history(trainer: Trainer) -> list[tuple[float, float]]:
 
 def trained(
     rank: int, ranks: int, cp_size: int | None, name: str, dtype: str, data: dict[str, Any],
-    options: dict[str, Any],
+    options: dict[str, Any], changes: dict[str, Any] | None = None,
 ) -> list[tuple[float, float]]:  # fmt: skip
     """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
     be_started(rank, ranks)
-    model = build(name).to(getattr(torch, dtype))
+    model = build(name, **changes or {}).to(getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder, Wide() if dtype == "float64" else nullcontext():
         trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
         if cp_size is not None:
@@ -143,7 +143,9 @@ def looped(
     return found
 
 
-def session(rank: int, ranks: int, cp_size: int | None, folder: str) -> dict[str, Any]:
+def session(
+    rank: int, ranks: int, cp_size: int | None, folder: str, resumes: bool
+) -> dict[str, Any]:
     """Train with evaluations, save, evaluate, predict, and resume in a new Trainer."""
     be_started(rank, ranks)
     options: dict[str, Any] = {
@@ -171,10 +173,11 @@ def session(rank: int, ranks: int, cp_size: int | None, folder: str) -> dict[str
     predicted = first.predict(documents(7))
     saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))
     again = built()
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    if resumes:
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     return {
         "history": history(first),
-        "resumed": history(again),
+        "resumed": history(again if resumes else first),
         "evaluated": [x["eval_loss"] for x in first.state.log_history if "eval_loss" in x],
         "accuracy": [x["eval_accuracy"] for x in first.state.log_history if "eval_accuracy" in x],
         "loss of predictions": predicted.metrics["test_loss"],

@@ -20,10 +20,13 @@ _MISSING = object()
 
 def is_trainer(x: object) -> bool:
     """Whether it is a ``transformers.Trainer``, without importing that."""
-    return any(
-        (base.__module__, base.__name__) == ("transformers.trainer", "Trainer")
-        for base in type(x).__mro__
-    )
+    return _base(x) is not None
+
+
+def _base(x: object) -> Any:
+    """The class ``transformers.Trainer``, where it is one."""
+    name = ("transformers.trainer", "Trainer")
+    return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
 
 
 def check_trainer(trainer: Any, logits: str) -> None:
@@ -73,6 +76,18 @@ class TrainerHooks:
         self.owner: object = None
         self.firsts, self.ring_index = _rings(hooks)
         self.cp_size = hooks.sharding.ring.size
+        counts_all = trainer.args.average_tokens_across_devices
+        # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
+        # then, in what the sum is divided by and in what it is multiplied by.
+        asks = "get_tp_size" in _base(trainer).compute_loss.__code__.co_names
+        self.counts_once = counts_all and asks
+        if counts_all and not asks:
+            if not hooks.divides_by_items(trainer.model):
+                raise UnsupportedError(
+                    "the model's loss is no sum over labels: before transformers 5.20 a Trainer "
+                    "counts it on each rank of a ring; set average_tokens_across_devices=False"
+                )
+            hooks.undivided_share = 1 / self.cp_size
 
     def install(self) -> Iterator[Callable[[], object]]:
         """Put the methods on the instances; yields what takes each off."""
@@ -156,14 +171,13 @@ class TrainerHooks:
 
         Where it counts a rank's own alone, each is counted once already.
         """
-        counts_all = self.trainer.args.average_tokens_across_devices
         own: int = self._own(self.trainer, "get_tp_size")()
-        return own * (self.cp_size if counts_all else 1)
+        return own * (self.cp_size if self.counts_once else 1)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step."""
         own: int = self._own(self.trainer, "get_total_train_batch_size")(args)
-        return own if args.average_tokens_across_devices else own // self.cp_size
+        return own if self.counts_once else own // self.cp_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's part of those of the whole batch."""
@@ -243,10 +257,11 @@ class _LabelSmoother:
         shift_labels: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
+        share = self.hooks.undivided_share if num_items_in_batch is None else 1
         if self.hooks.joins_logits:
             more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             whole: Tensor = self.own(model_output, labels, shift_labels=shift_labels, **more)
-            return whole
+            return whole * share
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
         sharding, ignored = self.hooks.sharding, self.own.ignore_index
         if shift_labels:
@@ -260,4 +275,4 @@ class _LabelSmoother:
         smooth = surprise.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
         epsilon = self.own.epsilon
         part = (1 - epsilon) * nll.sum() + epsilon * smooth.sum() / logits.shape[-1]
-        return self.hooks.summed(part / items)
+        return self.hooks.summed(part / items) * share

@@ -71,6 +71,7 @@ class ModelHooks:
         self.owner: object = None  # what put them on
         self.is_pooling = False  # one row of a sequence is taken from logits
         self.joins_router = False
+        self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
         self.is_evaluating_logits = False
         self.call: _Call | None = None
 
@@ -87,6 +88,10 @@ class ModelHooks:
     def factor(self) -> int:
         """What gradients are multiplied by, so that a mean over the ranks is their sum."""
         return self.sharding.ring.size if self.reduction == "mean" else 1
+
+    def divides_by_items(self, model: nn.Module) -> bool:
+        """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
+        return not self.is_pooling and (self.report.shifts_labels or _reads_items(model))
 
     @contextmanager
     def joining_logits(self, joins: bool) -> Iterator[None]:
@@ -107,7 +112,7 @@ class ModelHooks:
         self._check(module, given)
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
-        if not self.report.shifts_labels and not _reads_items(module):
+        if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
         shard = shard_batch(
             self.sharding, given, self.report, self._dropout_seed(module), _one_weight(module)
@@ -202,7 +207,7 @@ class ModelHooks:
         if not isinstance(router, Tensor) or not (call.has_router_loss and call.has_labels):
             return self.summed(loss)
         router = router * _router_weight(module)
-        return self.summed(loss - router) + router
+        return self.summed(loss - router) + router * self.undivided_share
 
     def _ended(self) -> _Call:
         call, self.call = self.call, None
