@@ -41,6 +41,7 @@ PARTS = {
     "test_api.py::test_context_parallel": 2,
     "test_program.py::test_transfers_are_the_plans": 3,
     "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 3,
+    "test_parallelize.py::test_logits_loss_and_gradients_are_one_devices": 2,
     "test_compiled_numbers.py::test_one_graph_for_all": 2,
     "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
     "test_benchmark.py::test_ways_in_plain_jax": 2,
@@ -102,9 +103,13 @@ SLOW_WITH_TRITON = (
     "test_oblong_blocks[segments",
 )  # fmt: skip
 #: Another test calls the demonstration with more options, and torchrun starts it as a program; the
-#: line for several hosts takes two launchers.
+#: line for several hosts takes two launchers. Of a Trainer, other families of models and more
+#: settings of it.
 SLOW_IN_TORCH = (
     "test_demonstration_as_a_command", "test_the_lines_that_start_jobs_on_several_hosts",
+    "test_steps_are_those_of_one_device[more", "test_families",
+    "test_steps_of_a_loop_are_those_of_one_device[more", "test_a_whole_session[2",
+    "test_trainers_of_trl[dpo",
 )  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;
 #: witnesses that are in the table; backends broken on purpose, of which the simulator and torch

@@ -31,6 +31,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama4": {"attention_chunk_size": 10, "num_local_experts": 2, "intermediate_size_mlp": 24},
 }  # fmt: skip
+#: Others, with layers of experts.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3,
+        "experts_implementation": "eager",
+    },
+    "DeepseekV3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "num_key_value_heads": 4, "experts_implementation": "eager",
+    },
+}  # fmt: skip
 WHOLE: dict[str, Any] = {"use_cache": False}  # with a cache, transformers looks for no documents
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
@@ -54,12 +67,14 @@ class Wide(TorchFunctionMode):
         return func(*map(widened, args), **kwargs)
 
 
-def build(name: str, implementation: str = "eager", **changes: Any) -> Any:
+def build(
+    name: str, implementation: str = "eager", *, head: str = "ForCausalLM", **changes: Any
+) -> Any:
     """A small model with random weights, the same on every rank, in float64."""
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
-    config = config_class(**SIZES | MODELS[name] | changes)
+    config = config_class(**SIZES | (MODELS | EXPERTS)[name] | changes)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+    model = getattr(transformers, f"{name}{head}")._from_config(
         config, attn_implementation=implementation
     )
     with torch.no_grad():  # biases, norms and sinks begin at values that would hide their use

@@ -55,6 +55,7 @@ def test_documents_cost_nothing_where_they_say_nothing() -> None:
 
 
 TOKENS = torch.ones(2, 8, dtype=torch.int64)
+PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -67,12 +68,19 @@ TOKENS = torch.ones(2, 8, dtype=torch.int64)
         ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ValueError, "labels must be"),
         ({"input_ids": TOKENS, "labels": TOKENS[:, 0]}, UnsupportedError, "labels has shape"),
         ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 8, 8)}, UnsupportedError, "four dimensions"),
-        ({"input_ids": TOKENS, "attention_mask": 2 * TOKENS}, UnsupportedError, "position_ids that start"),
-        ({"input_ids": TOKENS, "attention_mask": TOKENS, "position_ids": TOKENS}, UnsupportedError, "start again"),
+        ({"input_ids": TOKENS, "attention_mask": -TOKENS}, UnsupportedError, "number documents"),
+        ({"input_ids": TOKENS, "attention_mask": PADDED, "position_ids": TOKENS}, UnsupportedError, "start again"),
+        ({"input_ids": TOKENS, "attention_mask": PADDED, "seq_idx": TOKENS}, UnsupportedError, "beside seq_idx"),
+        ({"input_ids": TOKENS, "attention_mask": 2 * PADDED, "seq_idx": TOKENS}, ValueError, "other documents"),
+        ({"input_ids": TOKENS, "attention_mask": 2 * PADDED, "position_ids": TOKENS}, ValueError, "documents that are stated"),
         ({"input_ids": TOKENS, "position_ids": torch.ones(3, 2, 8)}, UnsupportedError, "several directions"),
         ({"input_ids": TOKENS, "attention_mask": 0 * TOKENS, "labels": TOKENS}, ValueError, "follows padding"),
         ({"input_ids": TOKENS, "pixel_values": TOKENS}, UnsupportedError, "pixel_values"),
-        ({"input_ids": TOKENS, "cu_seq_lens_q": TOKENS}, UnsupportedError, "read from position_ids"),
+        ({"input_ids": TOKENS, "cu_seq_lens_q": TOKENS}, ValueError, "given both"),
+        ({"input_ids": TOKENS, "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 8)}, UnsupportedError, "2 rows"),
+        ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 7, 8)}, ValueError, "must be equal"),
+        ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 7), "cu_seq_lens_k": (0, 7)}, ValueError, r"0, \.\.\., 8"),
+        ({"input_ids": TOKENS, "seq_idx": TOKENS[0]}, ValueError, "seq_idx must be"),
         ({"input_ids": TOKENS, "use_cache": True}, UnsupportedError, "no cache"),
         ({"input_ids": TOKENS, "output_attentions": True}, UnsupportedError, "never held"),
     ],

@@ -19,6 +19,7 @@ from ring_torch.dense_mask import with_dense_mask
 from ring_torch.gradients import reduce_gradients
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
+from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, check_group
 from ring_torch.strategies.choose import describe_strategy
@@ -153,8 +154,11 @@ class ContextParallel:
         gradient that no rank has stays ``None``.
 
         Raises:
+            ValueError: The model was told that gradients are reduced by their mean.
             UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
         """
+        if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
+            hooks.check_sum()
         reduce_gradients(self._sharding.ring, model)
 
     @overload

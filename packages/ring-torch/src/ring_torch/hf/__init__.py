@@ -3,10 +3,12 @@
 What ties a model to a ring is the batch: :meth:`ring_torch.ContextParallel.shard_batch` puts who
 holds the sequence, and its documents, in the place of ``attention_mask``. So nothing here has
 state, models and rings may be mixed, and half of the change alone is an error: other attention
-cannot read such a mask, and this one takes no other.
+cannot read such a mask, and this one takes no other. :func:`parallelize` makes both changes, with
+hooks on the model, and what has to be done to a Trainer.
 """
 
+from ring_torch.hf.parallelize import Handle, parallelize
 from ring_torch.hf.register import register
 from ring_torch.models.check import ModelReport, check_model
 
-__all__ = ["ModelReport", "check_model", "register"]
+__all__ = ["Handle", "ModelReport", "check_model", "parallelize", "register"]

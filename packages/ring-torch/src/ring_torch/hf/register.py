@@ -35,12 +35,12 @@ _IDLE = frozenset({
 
 _REASONS = {
     "output_attentions": "the weights are never held; use eager attention on a short sequence",
-    "output_router_logits": "the router's loss is no sum over ranks; add it yourself from logits "
-    "of the whole sequence, or leave it out",
+    "output_router_logits": "the router's loss is no sum over ranks; hf.parallelize computes it of "
+    "the whole sequence",
     "past_key_values": "a split sequence has no cache; generate with another implementation",
     "cache": "a split sequence has no cache; generate with another implementation",
-    "cu_seq_lens_q": "documents are read from the position_ids that shard_batch is given",
-    "cu_seq_lens_k": "documents are read from the position_ids that shard_batch is given",
+    "cu_seq_lens_q": "documents are those that shard_batch is given",
+    "cu_seq_lens_k": "documents are those that shard_batch is given",
 }
 
 MaskFunction = Callable[..., Any]
@@ -93,6 +93,11 @@ def register(
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, ring_mask)
     return name
+
+
+def is_registered(name: str) -> bool:
+    """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
+    return isinstance(AttentionInterface().get(name, None), _RingAttention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +246,8 @@ class _RingAttention:
             UnsupportedError: An argument would change the result and cannot be honoured.
         """
         mask = _layer_mask(attention_mask)
+        if mask.batch.joins_router:
+            kwargs.pop("output_router_logits", None)
         _check_arguments(kwargs)
         _check_pattern(mask, sliding_window, is_causal)
         _check_positions(module, mask.batch)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
+from ring_torch.models.documents import STATED, check_positions, stated_documents
 from ring_torch.models.labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
 
@@ -34,11 +35,6 @@ _SPLIT = {
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
 _INSTEAD = {
-    "cu_seq_lens_q": "documents are read from position_ids; leave it out",
-    "cu_seq_lens_k": "documents are read from position_ids; leave it out",
-    "max_length_q": "documents are read from position_ids; leave it out",
-    "max_length_k": "documents are read from position_ids; leave it out",
-    "seq_idx": "documents are read from position_ids; leave it out",
     "past_key_values": "there is no cache of a split sequence",
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
@@ -64,6 +60,7 @@ class ShardedMask(Sealed):
         segment_ids: int32 ``[B, T_local]``, where they are not; negative for padding.
         last_positions: Smallest and largest, over ranks, of the largest position id of a rank.
         dropout_seed: Of the batch; layers derive theirs.
+        joins_router: Whether a router's loss is computed of the whole sequence.
     """
 
     sharding: Sharding
@@ -74,6 +71,7 @@ class ShardedMask(Sealed):
     segment_ids: Tensor | None
     last_positions: tuple[int, int]
     dropout_seed: int | None
+    joins_router: bool = False
 
     _words = (
         "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
@@ -112,8 +110,9 @@ def shard_batch(
     batch: Mapping[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
+    weight: float = 0.0,
 ) -> dict[str, Any]:
-    """:meth:`ContextParallel.shard_batch`."""
+    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike."""
     checks.check_seed(dropout_seed)
     if not report.exact:
         raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
@@ -124,9 +123,14 @@ def shard_batch(
     tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
     _check_shapes(given, tokens)
     size, length = tokens.shape[:2]
+    stated = stated_documents(given, (size, length))
     real = _real(given)
     positions = given.pop("position_ids", None)
     segments = _segments(real, None if "attention_mask" in given else positions, (size, length))
+    if stated is not None:
+        segments = stated
+        if positions is not None:
+            check_positions(stated, _numpy(positions))
     if positions is None:
         positions = _positions(given, tokens, real, report)
     elif "attention_mask" in given:
@@ -134,7 +138,7 @@ def shard_batch(
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
-    _check_same(sharding.ring, given, segments, dropout_seed)
+    _check_same(sharding.ring, given, segments, dropout_seed, weight)
 
     more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
@@ -215,7 +219,7 @@ def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) 
 def _check_names(given: Mapping[str, Any]) -> None:
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
-    known = {*_SPLIT, *_KEPT, "attention_mask"}
+    known = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
     if given.get("use_cache"):
         raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
     if reasons := [
@@ -231,7 +235,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
     first = "input_ids" if "input_ids" in given else "inputs_embeds"
     for name, value in ({first: tokens} | dict(given)).items():
-        if name in _KEPT:
+        if name in _KEPT or name in STATED:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -261,8 +265,7 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
     mask = _numpy(given["attention_mask"])
     if not ((mask == 0) | (mask == 1)).all():
         raise UnsupportedError(
-            "attention_mask must be 0 for padding and 1 for tokens; for packed documents leave it "
-            "out and give position_ids that start again with each"
+            "attention_mask must be 0 for padding and 1 for tokens, or number documents from 1 on"
         )
     real: npt.NDArray[np.bool_] = mask != 0
     return real
@@ -290,9 +293,9 @@ def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None)
     neighbours = real[:, 1:] & real[:, :-1]
     if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[neighbours].any():
         raise UnsupportedError(
-            "attention_mask and position_ids that start again: with a mask, transformers takes a row "
-            "for one document. For packed documents leave attention_mask out; padding then is a "
-            "document of its own"
+            "attention_mask and position_ids that start again: transformers takes a row "
+            "with padding for one document. For packed documents let attention_mask number them, or "
+            "leave it out; padding then is a document of its own"
         )
 
 
@@ -309,9 +312,15 @@ def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
 
 
 def _check_same(
-    ring: Ranks, given: Mapping[str, Any], segments: Integers, dropout_seed: int | None
+    ring: Ranks,
+    given: Mapping[str, Any],
+    segments: Integers,
+    dropout_seed: int | None,
+    weight: float,
 ) -> None:
     """Check that all ranks were given the same batch: another one would pass unnoticed.
+
+    So would weights that drift apart, of which one number tells.
 
     Raises:
         RankMismatchError: They were not. Floats are compared by shape alone.
@@ -328,16 +337,24 @@ def _check_same(
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())
     device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
-    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
+    mine = torch.frombuffer(
+        bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
+    ).to(device)
     every = [torch.empty_like(mine) for _ in range(ring.size)]
     with collective(ring, "shard_batch"):
         dist.all_gather(every, mine, group=ring.group)
-    others = [
-        rank for rank, theirs in enumerate(torch.cat(every).tolist()) if theirs != mine.item()
-    ]
-    if others:
+    own = mine.tolist()
+    batches, weights = zip(*(x.tolist() for x in every), strict=True)
+    if others := [rank for rank, theirs in enumerate(batches) if theirs != own[0]]:
         raise RankMismatchError(
             f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
             f"{ring.rank}'s is not that of {', '.join(map(str, others))}; let the ranks of a group "
             f"draw the same samples"
+        )
+    if others := [rank for rank, theirs in enumerate(weights) if theirs != own[1]]:
+        raise RankMismatchError(
+            f"weights of rank {ring.rank} are not those of {', '.join(map(str, others))}: they were "
+            f"not alike from the start, or gradients were not reduced over the ranks of the ring; "
+            f"call ContextParallel.reduce_gradients before each step (reduction='sum'), or train in "
+            f"DDP or fully_shard over them (reduction='mean')"
         )

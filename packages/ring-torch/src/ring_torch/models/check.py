@@ -7,45 +7,23 @@ the meta device can be asked, and transformers is not imported: a model of it ha
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ring_torch.models.code import (
-    forward_of,
     names_in,
     names_in_forward,
     parameters_of,
     reads_in_forward,
     uses_global,
 )
+from ring_torch.models.pooling import name_of, pooled_words, pooling_of
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
-
-#: Outputs that hold one entry a sequence, made of one token or of all.
-_POOLED = {
-    "pooler_output": "pooler_output",
-    "seq_relationship_logits": "next sentence",
-    "sop_logits": "sentence order",
-    "image_embeds": "image_embeds",
-    "text_embeds": "text_embeds",
-    "logits_per_text": "logits_per_text",
-}
-_POOLED_CLASSES = (
-    "SequenceClassifier",
-    "NextSentencePredictor",
-    "MultipleChoice",
-    "ImageClassifier",
-)
-_POOLED_HEADS = (
-    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForRetrieval",
-    "ForImageClassification", "RewardModel", "DoubleHeads",
-)  # fmt: skip
-_TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalLM", "LMHead")
 
 #: Heads whose loss of token ``i`` is of label ``i``.
 _AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")
@@ -107,6 +85,11 @@ def check_model(model: nn.Module) -> ModelReport:
             model = AutoModelForSequenceClassification.from_config(config)
         print(hf.check_model(model).reasons)
     """
+    return report_of(model)
+
+
+def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
+    """The same, where a router's loss is computed of the whole sequence."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if _adds_tokens(model):
@@ -115,8 +98,8 @@ def check_model(model: nn.Module) -> ModelReport:
             reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
         )
     model = unwrapped(model)
-    if _is_of_transformers(model):
-        return _report(model)
+    if is_of_transformers(model):
+        return _report(model, joins_router=joins_router)
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
@@ -136,35 +119,35 @@ def check_model(model: nn.Module) -> ModelReport:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
-    return list(_wrappers(model))[-1]
+    return list(wrappers(model))[-1]
 
 
-def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """A model and what it wraps, from outside in."""
     yield model
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]
-    if not isinstance(inner, nn.Module) and not _is_of_transformers(model):
+    if not isinstance(inner, nn.Module) and not is_of_transformers(model):
         inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module) and inner is not model:
-        yield from _wrappers(inner)
+        yield from wrappers(inner)
 
 
 def _adds_tokens(model: nn.Module) -> bool:
     return any(
         getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
-        for x in _wrappers(model)
+        for x in wrappers(model)
     )
 
 
-def _report(model: Any) -> ModelReport:
+def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(_text_parts(model))
-    pooling = _pooling(model)
+    pooling = pooling_of(model)
     layers = _layers(model, parts)
     reasons = [
-        *_of_inputs(model),
-        *([] if pooling is None else [_pooled_words(model, pooling)]),
+        *_of_inputs(model, joins_router=joins_router),
+        *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
         *_of_masks(parts),
     ]
@@ -179,12 +162,8 @@ def _report(model: Any) -> ModelReport:
     )
 
 
-def _name(model: nn.Module) -> str:
-    """The name of its class, not of the one that FSDP puts before it."""
-    return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, without importing that."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
         for base in type(model).__mro__
@@ -193,7 +172,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
-        if _is_of_transformers(child):
+        if is_of_transformers(child):
             yield child
         else:
             yield from _outermost(child)
@@ -227,9 +206,9 @@ def _attends(module: nn.Module) -> bool:
     return uses_global(type(module), "AttentionInterface")
 
 
-def _of_inputs(model: Any) -> Iterator[str]:
+def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
-    name = _name(model)
+    name = name_of(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
@@ -239,11 +218,18 @@ def _of_inputs(model: Any) -> Iterator[str]:
         )
     elif not {"position_ids", "**"} & given:
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
-    if getattr(_text_config(model), "output_router_logits", False):
+    if getattr(_text_config(model), "output_router_logits", False) and not (
+        joins_router and has_balancing_loss(model)
+    ):
         yield (
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
             "and add that loss yourself from logits of the whole sequence"
         )
+
+
+def has_balancing_loss(model: nn.Module) -> bool:
+    """Whether a router's loss, if it has one, is Mixtral's, of experts' logits for each token."""
+    return "load_balancing_loss_func" in names_in_forward(type(model))
 
 
 def _of_layers(
@@ -257,7 +243,7 @@ def _of_layers(
         return
     if not any(map(_attends, parts.values())):
         yield (
-            f"{_name(model)} calls no attention function of transformers' registry: its "
+            f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
@@ -282,9 +268,9 @@ def _of_layers(
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
     if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
-        yield f"{_name(model)} cuts its sequence into patches, of a rank's own tokens"
+        yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
     if "question_token_id" in names_in_forward(type(model)):
-        yield f"{_name(model)} looks for one token of the whole sequence"
+        yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
 def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -318,46 +304,6 @@ def _masks(cls: type) -> bool:
 
 def _makes_mask(name: str) -> bool:
     return name.startswith("create_") and "mask" in name
-
-
-def _pooling(model: Any) -> str | None:
-    """What is one entry a sequence among the outputs."""
-    heads = [base.__name__ for base in type(model).__mro__]
-    if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
-        return found[0]
-    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
-    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
-        return None
-    for output in _outputs(model):
-        if any(word in output.__name__ for word in _POOLED_CLASSES):
-            return str(output.__name__)
-        for field in fields(output):
-            if field.name in _POOLED and getattr(model, "pooler", model) is not None:
-                return _POOLED[field.name]
-    return None
-
-
-def _outputs(model: Any) -> list[Any]:
-    """Classes of outputs that ``forward`` is annotated with."""
-    function = forward_of(type(model))
-    try:
-        hint = typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):
-        return []
-    return [x for x in (hint, *typing.get_args(hint)) if isinstance(x, type) and is_dataclass(x)]
-
-
-def _pooled_words(model: Any, pooling: str) -> str:
-    name = _name(model)
-    if pooling == "pooler_output":
-        return (
-            f"{name} makes a pooler_output of one token, which one rank has; build it with "
-            f"add_pooling_layer=False, or take the hidden states of a model without pooling"
-        )
-    return (
-        f"{name} pools ({pooling}): it makes one output of a sequence, of which a rank holds a part; "
-        f"run the model without that head, ContextParallel.unshard the hidden states and pool those"
-    )
 
 
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""One line after which a model of transformers, or a Trainer, takes whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from ring_core import UnsupportedError, checks
+from ring_torch.context import ContextParallel
+from ring_torch.hf.register import is_registered, register
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
+from ring_torch.models.check import (
+    has_balancing_loss,
+    is_of_transformers,
+    report_of,
+    unwrapped,
+    wrappers,
+)
+from ring_torch.models.code import forward_of
+from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+
+__all__ = ["Handle", "parallelize"]
+
+
+class Handle:
+    """What :func:`parallelize` has done."""
+
+    def __init__(self, undo: Iterable[Callable[[], object]]) -> None:
+        self._undo = list(undo)
+
+    def remove(self) -> None:
+        """Undo it: the model is as it was before. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def parallelize(
+    model: nn.Module | Any,
+    cp: ContextParallel,
+    *,
+    logits: Logits = "local",
+    reduction: Reduction | None = None,
+) -> Handle:
+    """Let a model of transformers take ordinary whole batches, computed over the ranks of a ring.
+
+    The model's attention becomes that of :func:`register`, and hooks split what goes in and sum or
+    join what comes out. Modules, and the keys of ``state_dict``, stay as they are. The same call
+    again changes nothing.
+
+    A ``transformers.Trainer`` that is built already, or a trainer of TRL, is given in place of the
+    model: its ranks of a ring then draw the same batches, to train, evaluate and predict, and count
+    as one. Methods are replaced on the instance alone.
+
+    Args:
+        model: A model of transformers, or what wraps it (DDP, FSDP, PEFT), or a Trainer. LoRA comes
+            before.
+        cp: The ranks that hold a sequence. They are given equal batches.
+        logits: ``"local"``: each rank's part, ``[B, T_local, V]`` in the order of the layout;
+            ``"gather"``: of the whole sequence, on every rank. A Trainer predicts whole ones either
+            way.
+        reduction: How gradients are reduced over the ranks, outside of the model. ``"sum"``, the
+            default: by :meth:`ContextParallel.reduce_gradients`; ``"mean"``, that of a Trainer: by
+            DDP or ``fully_shard``, over the ranks of the ring or of several. The loss is the whole
+            batch's either way; its gradient is this rank's part, times ``cp_size`` for a mean.
+
+    Returns:
+        A handle to undo it.
+
+    Raises:
+        ValueError: ``model`` is none of transformers; an option is unknown, or other than before;
+            later, in a forward: a batch that was split before, or a ``reduction`` that is wrong.
+        UnsupportedError: The model, or a setting of the Trainer, is not exact on split sequences;
+            the message says why.
+        RankMismatchError: In a forward: ranks were given different batches.
+
+    Example::
+
+        hf.parallelize(model, cp)
+        loss = model(**batch).loss  # of the whole batch, on every rank
+        loss.backward()
+        cp.reduce_gradients(model)
+    """
+    checks.check_choice("logits", logits, ("local", "gather"))
+    checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    if is_trainer(model):
+        return _trainer(model, cp, logits, reduction)
+    return _model(model, cp, logits, reduction or "sum")
+
+
+def _trainer(
+    trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None
+) -> Handle:
+    if reduction == "sum":
+        raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
+    check_trainer(trainer, logits)
+    reference = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
+    models = [trainer.model, *([] if reference is None else [reference])]
+    handles = [_model(model, cp, logits, "mean") for model in models]
+    if (before := trainer_hooks_of(trainer)) is not None:
+        assert isinstance(before.owner, Handle)
+        return before.owner
+    found = hooks_of(trainer.model)
+    assert found is not None
+    hooks = TrainerHooks(trainer, found)
+    handle = hooks.owner = Handle([*(x.remove for x in handles), *hooks.install()])
+    return handle
+
+
+def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction) -> Handle:
+    if not isinstance(model, nn.Module) or not is_of_transformers(unwrapped(model)):
+        raise ValueError(
+            f"model must be a model of transformers, or DDP, FSDP or PEFT round one, or a Trainer, "
+            f"got {type(model).__name__}"
+        )
+    if (before := hooks_of(model)) is not None:
+        return _again(before, cp, logits, reduction)
+    inner: Any = unwrapped(model)
+    is_pooling = _pools_a_row(inner)
+    split: nn.Module = inner.base_model if is_pooling else _called(model)
+    report = report_of(split, joins_router=True)
+    if not report.exact:
+        raise UnsupportedError(
+            f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}"
+        )
+    hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
+    hooks.is_pooling = is_pooling
+    hooks.joins_router = not is_pooling and has_balancing_loss(inner)
+    handle = hooks.owner = Handle([_attend(inner), *_register(hooks, split, inner)])
+    return handle
+
+
+def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
+    """Put the hooks on; yields what takes each off."""
+    yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
+    if hooks.is_pooling:
+        yield inner.score.register_forward_hook(hooks.join_rows).remove
+        return
+    yield split.register_forward_hook(hooks.join, with_kwargs=True).remove
+    if hooks.joins_router:
+        below = inner.base_model
+        assert isinstance(below, nn.Module) and below is not inner
+        yield below.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
+        yield below.register_forward_hook(hooks.join_router, with_kwargs=True).remove
+
+
+def _pools_a_row(model: nn.Module) -> bool:
+    """Whether it takes the row of each sequence's last token from what ``score`` makes of all."""
+    generic = GenericForSequenceClassification
+    return isinstance(model, generic) and forward_of(type(model)) is forward_of(generic)
+
+
+def _again(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
+    """The handle of the first call.
+
+    Raises:
+        ValueError: That had other options.
+    """
+    same = before.sharding is cp._sharding  # noqa: SLF001 - one package
+    if not same or (before.logits, before.reduction) != (logits, reduction):
+        raise ValueError(
+            f"the model is parallelized already, with logits={before.logits!r}, "
+            f"reduction={before.reduction!r} and {'this' if same else 'another'} ContextParallel: "
+            f"call remove() of the handle first"
+        )
+    assert isinstance(before.owner, Handle)
+    return before.owner
+
+
+def _called(model: nn.Module) -> nn.Module:
+    """The module whose ``__call__`` runs the model: PEFT calls the model's ``forward`` past it."""
+    return next(
+        part
+        for part in wrappers(model)
+        if hasattr(type(part), "get_base_model") or is_of_transformers(part)
+    )
+
+
+def _attend(model: Any) -> Callable[[], object]:
+    """Give the model ring attention, unless it has it; what gives it back its own."""
+    own = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    if is_registered(own):
+        return lambda: None
+    model.set_attn_implementation(register())
+    return lambda: model.set_attn_implementation(own)

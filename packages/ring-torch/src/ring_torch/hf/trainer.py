@@ -1,0 +1,278 @@
+"""What a Trainer that is already built does otherwise on a ring, replaced on the instance alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_core import UnsupportedError
+from ring_torch.models.hooks import ModelHooks
+
+_MISSING = object()
+
+
+def is_trainer(x: object) -> bool:
+    """Whether it is a ``transformers.Trainer``, without importing that."""
+    return _base(x) is not None
+
+
+def _base(x: object) -> Any:
+    """The class ``transformers.Trainer``, where it is one."""
+    name = ("transformers.trainer", "Trainer")
+    return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
+
+
+def check_trainer(trainer: Any, logits: str) -> None:
+    """Refuse a Trainer that splits batches, or adds up gradients, in a way of its own.
+
+    Raises:
+        ValueError: Its loss function needs logits of the whole sequence.
+        UnsupportedError: The message names the setting.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    config = getattr(accelerator, "parallelism_config", None)
+    own = [] if config is None else [
+        name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
+    ]  # fmt: skip
+    settings = {
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "several GPUs in one process (DataParallel)": args.n_gpu > 1,
+        f"parallelism_config ({', '.join(own)})": own,
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+        ),
+        "dispatch_batches=True": accelerator.dispatch_batches is True,
+    }
+    if found := [name for name, is_set in settings.items() if is_set]:
+        raise UnsupportedError(
+            f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
+            f"in a way of its own; leave it out"
+        )
+    if trainer.compute_loss_func is not None and logits == "local":
+        raise ValueError(
+            "the Trainer's compute_loss_func reads logits of the whole sequence: give "
+            "logits='gather' to hf.parallelize"
+        )
+
+
+class TrainerHooks:
+    """The methods that stand in place of a Trainer's and its Accelerator's own.
+
+    Ranks of a ring are copies of one device to it: they draw the same batches, have the same loss,
+    and count as one where tokens, samples and results are counted.
+    """
+
+    def __init__(self, trainer: Any, hooks: ModelHooks) -> None:
+        self.trainer = trainer
+        self.accelerator = trainer.accelerator
+        self.hooks = hooks
+        self.owner: object = None
+        self.firsts, self.ring_index = _rings(hooks)
+        self.cp_size = hooks.sharding.ring.size
+        counts_all = trainer.args.average_tokens_across_devices
+        # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
+        # then, in what the sum is divided by and in what it is multiplied by.
+        asks = "get_tp_size" in _base(trainer).compute_loss.__code__.co_names
+        self.counts_once = counts_all and asks
+        if counts_all and not asks:
+            if not hooks.divides_by_items(trainer.model):
+                raise UnsupportedError(
+                    "the model's loss is no sum over labels: before transformers 5.20 a Trainer "
+                    "counts it on each rank of a ring; set average_tokens_across_devices=False"
+                )
+            hooks.undivided_share = 1 / self.cp_size
+
+    def install(self) -> Iterator[Callable[[], object]]:
+        """Put the methods on the instances; yields what takes each off."""
+        for name in ("prepare_data_loader", "gather_for_metrics"):
+            yield _replace(self.accelerator, name, getattr(self, name))
+        for name in (
+            "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
+            "_track_num_input_tokens",
+        ):  # fmt: skip
+            yield _replace(self.trainer, name, getattr(self, name))
+        gather = partial(
+            self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
+        )
+        yield _replace(self.trainer, "gather_function", gather)
+        if self.trainer.label_smoother is not None:
+            smoother = _LabelSmoother(self.trainer.label_smoother, self.hooks)
+            yield _replace(self.trainer, "label_smoother", smoother)
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """As of the Accelerator; the ranks of a ring draw the same batches.
+
+        Streams are read on every rank.
+        """
+        from accelerate.data_loader import prepare_data_loader
+
+        accelerator = self.accelerator
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return self._own(accelerator, "prepare_data_loader")(data_loader, device_placement)
+        if device_placement is None:
+            device_placement = accelerator.device_placement
+        prepared = prepare_data_loader(
+            data_loader,
+            accelerator.device,
+            num_processes=len(self.firsts),
+            process_index=self.ring_index,
+            split_batches=accelerator.split_batches,
+            put_on_device=device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)  # noqa: SLF001 - as its own method does
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As of the Accelerator; what the ranks of a ring have alike is gathered once."""
+        own = self._own(self.accelerator, "gather_for_metrics")
+        if use_gather_object:
+            is_first = self.hooks.sharding.ring.rank == 0
+            return own(input_data if is_first else [], use_gather_object=True)
+        undo = _replace(self.accelerator, "gather", self._gather)
+        try:
+            return own(input_data)
+        finally:
+            undo()
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
+        own = self._own(self.trainer, "prediction_step")
+        with self.hooks.joining_logits(not prediction_loss_only):
+            return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+
+    def get_tp_size(self) -> int:
+        """How many ranks hold the same batch: so the Trainer counts the labels of each once.
+
+        Where it counts a rank's own alone, each is counted once already.
+        """
+        own: int = self._own(self.trainer, "get_tp_size")()
+        return own * (self.cp_size if self.counts_once else 1)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step."""
+        own: int = self._own(self.trainer, "get_total_train_batch_size")(args)
+        return own if self.counts_once else own // self.cp_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's part of those of the whole batch."""
+        own: int = self._own(self.trainer, "floating_point_ops")(inputs)
+        return own // self.cp_size
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        state = self.trainer.state
+        before = state.num_input_tokens_seen
+        self._own(self.trainer, "_track_num_input_tokens")(inputs)
+        state.num_input_tokens_seen = (
+            before + (state.num_input_tokens_seen - before) // self.cp_size
+        )
+
+    def _gather(self, tensors: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        def once(x: Tensor) -> Tensor:
+            ranks: Tensor = x.unflatten(0, (self.accelerator.num_processes, -1))
+            return ranks[self.firsts].flatten(0, 1)
+
+        return recursively_apply(once, self._own(self.accelerator, "gather")(tensors))
+
+    @staticmethod
+    def _own(owner: Any, name: str) -> Callable[..., Any]:
+        return partial(getattr(type(owner), name), owner)
+
+
+def trainer_hooks_of(trainer: Any) -> TrainerHooks | None:
+    """Those that a Trainer has."""
+    found = getattr(vars(trainer.accelerator).get("prepare_data_loader"), "__self__", None)
+    return found if isinstance(found, TrainerHooks) else None
+
+
+def _rings(hooks: ModelHooks) -> tuple[list[int], int]:
+    """The first rank of each ring, and which ring is this rank's.
+
+    Raises:
+        ValueError: Rings are no parts of the Trainer's ranks, of equal sizes.
+    """
+    ring = hooks.sharding.ring
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = [0] if ring.group is None else dist.get_process_group_ranks(ring.group)
+    every: list[Any] = [mine]
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, mine)
+    members = sorted({tuple(x) for x in every})
+    if sorted(rank for x in members for rank in x) != list(range(world)):
+        raise ValueError(
+            f"each of the {world} ranks of the Trainer has to be in one ring, and rings are "
+            f"{', '.join(map(str, members))}: give ContextParallel a dimension of a mesh over all"
+        )
+    return [x[0] for x in members], members.index(tuple(mine))
+
+
+def _replace(owner: Any, name: str, value: object) -> Callable[[], object]:
+    """Set an attribute of an instance; returns what sets it back."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    if before is _MISSING:
+        return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before)
+
+
+@dataclass(frozen=True)
+class _LabelSmoother:
+    """In place of the Trainer's: the loss of the whole batch, from each rank's part of logits."""
+
+    own: Any
+    hooks: ModelHooks
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        share = self.hooks.undivided_share if num_items_in_batch is None else 1
+        if self.hooks.joins_logits:
+            more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            whole: Tensor = self.own(model_output, labels, shift_labels=shift_labels, **more)
+            return whole * share
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        sharding, ignored = self.hooks.sharding, self.own.ignore_index
+        if shift_labels:
+            labels = pad(labels[:, 1:], (0, 1), value=ignored)
+        items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
+        padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
+        labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
+        surprise = -logits.log_softmax(-1)
+        is_ignored = labels == ignored
+        nll = surprise.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(is_ignored, 0)
+        smooth = surprise.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
+        epsilon = self.own.epsilon
+        part = (1 - epsilon) * nll.sum() + epsilon * smooth.sum() / logits.shape[-1]
+        return self.hooks.summed(part / items) * share

@@ -1,0 +1,104 @@
+"""Documents of packed rows, in the ways that collators state them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ring_core import UnsupportedError
+
+Integers = npt.NDArray[np.int64]
+
+#: Keys of transformers' flash attention, and of layers that are no attention.
+STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:
+    """The number of each token's document, ``[B, T]``, -1 for padding, where a batch states them.
+
+    Takes out of the batch what states them, of ``cu_seq_lens_q`` and ``_k``, ``seq_idx``, or an
+    ``attention_mask`` that numbers documents from 1, and is 0 at padding. A mask of ones alone says
+    nothing, and is taken out as well.
+
+    Raises:
+        ValueError: They are malformed, or two of them differ.
+        UnsupportedError: ``cu_seq_lens_*`` of several rows, or beside padding.
+    """
+    offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
+    for name in ("max_length_q", "max_length_k"):  # follow from the others
+        given.pop(name, None)
+    found = {
+        "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
+        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids("seq_idx", ids, shape),
+        "attention_mask": _of_mask(given, shape),
+    }  # fmt: skip
+    stated = {name: x for name, x in found.items() if x is not None}
+    if "attention_mask" in given and stated:
+        raise UnsupportedError(
+            f"attention_mask with padding beside {' and '.join(stated)}: transformers takes a row "
+            f"for one document then; leave the mask out"
+        )
+    for name, x in stated.items():
+        if not np.array_equal(x, next(iter(stated.values()))):
+            raise ValueError(f"{name} and {next(iter(stated))} state other documents")
+    return next(iter(stated.values()), None)
+
+
+def check_positions(segments: Integers, positions: Integers) -> None:
+    """Refuse positions that start again within a document.
+
+    Raises:
+        ValueError: They do.
+    """
+    within = np.diff(segments, axis=1) == 0
+    if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[within].any():
+        raise ValueError("position_ids start again where the documents that are stated do not")
+
+
+def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+        return None
+    values = mask.detach().cpu().numpy()
+    if (values == 1).all():
+        del given["attention_mask"]
+        return None
+    if values.max(initial=0) <= 1 or values.min(initial=0) < 0 or mask.is_floating_point():
+        return None
+    segments = _runs(values)
+    segments[values == 0] = -1
+    del given["attention_mask"]
+    return segments
+
+
+def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Integers:
+    """Of ``(0, ..., T)``."""
+    if q is None or k is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
+    if shape[0] != 1:
+        raise UnsupportedError(
+            f"cu_seq_lens_q beside {shape[0]} rows: they count tokens of all rows in one; give one "
+            f"row, or position_ids that start again with each document"
+        )
+    q, k = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (q, k))
+    if not np.array_equal(q, k):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: a token sees its document")
+    if q.ndim != 1 or len(q) < 2 or q[0] != 0 or q[-1] != shape[1] or (np.diff(q) < 0).any():
+        raise ValueError(f"cu_seq_lens_q must be (0, ..., {shape[1]}), got {q.tolist()}")
+    return _runs(np.searchsorted(q, np.arange(shape[1]), side="right")[None])
+
+
+def _of_ids(name: str, ids: Any, shape: tuple[int, int]) -> Integers:
+    """Of the number of each token's document."""
+    if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
+        raise ValueError(f"{name} must be int [B, T] = {shape}")
+    return _runs(ids.detach().cpu().numpy())
+
+
+def _runs(values: npt.NDArray[Any]) -> Integers:
+    segments = np.zeros(values.shape, np.int64)
+    segments[:, 1:] = np.cumsum(np.diff(values, axis=1) != 0, axis=1)
+    return segments

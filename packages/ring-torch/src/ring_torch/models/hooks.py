@@ -1,0 +1,347 @@
+"""Hooks of a model that takes whole batches: they split what goes in, and join what comes out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import UnsupportedError
+from ring_torch.comm.ranks import collective
+from ring_torch.models.batch import ShardedMask, shard_batch
+from ring_torch.models.check import ModelReport, unwrapped
+from ring_torch.models.code import names_in_forward, parameters_of
+from ring_torch.sharding import Sharding
+
+Logits = Literal["local", "gather"]
+Reduction = Literal["sum", "mean"]
+
+#: Outputs ``[B, T_local, V]``, which are joined where that is asked for.
+_LOGITS = ("logits", "start_logits", "end_logits")
+
+#: Outputs ``[B, T_local]`` of a head that makes no logits (TRL's), which are always joined.
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+#: Switches of a head, which do not concern how a batch is split.
+_SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
+
+_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the hooks after a forward have to know of the batch."""
+
+    shape: tuple[int, int]  # (B, T), of the whole batch
+    mask: ShardedMask
+    whole_mask: Tensor | None
+    is_shifted_here: bool  # labels came unshifted: the last token has none
+    has_labels: bool
+    has_router_loss: bool
+
+
+class ModelHooks:
+    """The hooks of one model.
+
+    Args:
+        sharding: Which rank holds which tokens.
+        report: Of the part whose batches are split.
+        logits: Whether logits are joined.
+        reduction: How gradients are reduced over ranks, outside.
+    """
+
+    def __init__(
+        self, sharding: Sharding, report: ModelReport, logits: Logits, reduction: Reduction
+    ) -> None:
+        self.sharding = sharding
+        self.report = report
+        self.logits: Logits = logits
+        self.reduction: Reduction = reduction
+        self.owner: object = None  # what put them on
+        self.is_pooling = False  # one row of a sequence is taken from logits
+        self.joins_router = False
+        self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
+        self.is_evaluating_logits = False
+        self.call: _Call | None = None
+
+    def __deepcopy__(self, _: object) -> ModelHooks:
+        """Itself: a copy of the model belongs to the same ranks."""
+        return self
+
+    @property
+    def joins_logits(self) -> bool:
+        """Whether logits of the whole sequence are returned."""
+        return self.is_pooling or self.logits == "gather" or self.is_evaluating_logits
+
+    @property
+    def factor(self) -> int:
+        """What gradients are multiplied by, so that a mean over the ranks is their sum."""
+        return self.sharding.ring.size if self.reduction == "mean" else 1
+
+    def divides_by_items(self, model: nn.Module) -> bool:
+        """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
+        return not self.is_pooling and (self.report.shifts_labels or _reads_items(model))
+
+    @contextmanager
+    def joining_logits(self, joins: bool) -> Iterator[None]:
+        """Return logits of the whole sequence for a while, whatever was asked for."""
+        before = self.is_evaluating_logits
+        self.is_evaluating_logits = joins
+        try:
+            yield
+        finally:
+            self.is_evaluating_logits = before
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Before a forward: this rank's part of the batch, in place of the whole one."""
+        given = {**dict(zip(_names(module), args, strict=False)), **kwargs}
+        self._check(module, given)
+        switches = {name: given.pop(name) for name in _SWITCHES if name in given}
+        has_router_loss = self._has_router_loss(module, switches)
+        if not self.divides_by_items(module):
+            given.pop("num_items_in_batch", None)
+        shard = shard_batch(
+            self.sharding, given, self.report, self._dropout_seed(module), _one_weight(module)
+        )
+        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        mask = given.get("attention_mask")
+        self.call = _Call(
+            shape=(tokens.shape[0], tokens.shape[1]),
+            mask=shard["attention_mask"],
+            whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
+            is_shifted_here=self.report.shifts_labels and given.get("shift_labels") is None,
+            has_labels=shard.get("labels") is not None,
+            has_router_loss=has_router_loss,
+        )
+        if has_router_loss:
+            shard["attention_mask"] = self.call.whole_mask
+        if "use_cache" in parameters_of(type(module)):
+            shard.setdefault("use_cache", False)
+        return (), {**switches, **shard}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def join(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
+        del args, kwargs
+        call = self._ended()
+        for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
+            value = output.get(name)
+            if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
+                output[name] = self.whole(value, call.shape[1] - (
+                    name in _PER_TOKEN and call.is_shifted_here
+                ))  # fmt: skip
+        if isinstance(output.get("loss"), Tensor):
+            output["loss"] = self._whole_loss(module, output, call)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split_mask(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the part below a router's loss, which needs the whole mask: the split one."""
+        del module
+        if self.call is not None and self.call.has_router_loss:
+            mask = replace(self.call.mask, joins_router=True)
+            kwargs = {**kwargs, "attention_mask": mask}
+        return args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def join_router(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After it: the router's logits of the whole sequence."""
+        del args, kwargs
+        if self.call is None or not self.call.has_router_loss:
+            return output
+        (rows, length), shape = self.call.shape, self.call.mask.shape
+        logits = output.get("router_logits")
+        if not logits or any(x.shape[:-1].numel() != rows * shape[1] for x in logits):
+            raise UnsupportedError(
+                f"{type(module).__name__} has no router_logits of every token, of which the "
+                f"router's loss could be computed; set output_router_logits to False"
+            )
+        stacked = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
+        whole = self.whole(stacked, length, dim=2)
+        output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def join_rows(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """After a head of which the model takes one row: those of the whole sequence."""
+        del module, args
+        return self.whole(output, self._ended().shape[1])
+
+    def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
+        """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
+        scaled = _replaced(x, x, self.factor) if x.is_floating_point() else x
+        return self.sharding.unshard(scaled, dim=dim).narrow(dim, 0, length)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum over the ranks, whose gradient is that of this rank's part."""
+        total, ring = part.detach().clone(), self.sharding.ring
+        if ring.size > 1:
+            with collective(ring, "loss"):
+                dist.all_reduce(total, group=ring.group)
+        return _replaced(part, total, self.factor)
+
+    def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
+        """The router's part, if any, is of the whole sequence already."""
+        loss: Tensor = output["loss"]
+        router = output.get("aux_loss")
+        if not isinstance(router, Tensor) or not (call.has_router_loss and call.has_labels):
+            return self.summed(loss)
+        router = router * _router_weight(module)
+        return self.summed(loss - router) + router * self.undivided_share
+
+    def _ended(self) -> _Call:
+        call, self.call = self.call, None
+        assert call is not None
+        return call
+
+    def _check(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+        if isinstance(given.get("attention_mask"), ShardedMask):
+            raise ValueError(
+                "the model takes whole batches since hf.parallelize, and this one was split by "
+                "ContextParallel.shard_batch: give the whole batch, or handle.remove() first"
+            )
+        if given.get("return_dict") is False:
+            raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
+        if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
+            wrapper = _averaging(module)
+            if wrapper:
+                raise ValueError(
+                    f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
+                    f"gradients over its ranks: give reduction='mean'"
+                )
+
+    def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
+        config = getattr(unwrapped(module), "config", None)
+        asked = switches.get("output_router_logits")
+        if asked is None:
+            asked = getattr(config and config.get_text_config(), "output_router_logits", False)
+        if asked and not self.joins_router:
+            raise UnsupportedError(
+                f"output_router_logits: {type(unwrapped(module)).__name__} has no router's loss that "
+                f"could be computed of the whole sequence; leave it out"
+            )
+        return bool(asked)
+
+    def check_sum(self) -> None:
+        """Refuse to sum gradients that are multiplied for a mean."""
+        if self.reduction == "mean" and self.sharding.ring.size > 1:
+            raise ValueError(
+                "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
+                "reduction='mean': give reduction='sum', or leave it to DDP or fully_shard"
+            )
+
+    def _dropout_seed(self, module: nn.Module) -> int | None:
+        """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
+        if not module.training or not any(_dropout_rates(module)):
+            return None
+        return int(torch.randint(1 << 62, (), dtype=torch.int64).item())
+
+
+def hooks_of(model: nn.Module) -> ModelHooks | None:
+    """The hooks that a model has, itself or in a part of it."""
+    for part in model.modules():
+        for hook in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, ModelHooks):
+                return owner
+    return None
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """Names of what ``forward`` takes in order."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
+def _reads_items(module: nn.Module) -> bool:
+    """Whether the loss divides by ``num_items_in_batch``; others take the mean, whatever it is."""
+    return "loss_function" in names_in_forward(type(unwrapped(module)))
+
+
+def _averaging(module: nn.Module) -> str | None:
+    """What round a model takes the mean of its gradients over ranks."""
+    if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
+        return "DistributedDataParallel"
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return "fully_shard"
+    return None
+
+
+def _one_weight(module: nn.Module) -> float:
+    """A number of the weights that are trained, which ranks have alike if they reduce gradients.
+
+    It is 0 where none is trained, and where ranks hold parts of them: those are reduced.
+    """
+    weights = [x for x in module.parameters() if x.requires_grad]
+    if not module.training or not torch.is_grad_enabled() or not weights:
+        return 0.0
+    smallest = min(weights, key=Tensor.numel)
+    if isinstance(smallest, DTensor):
+        return 0.0
+    total = smallest.detach().double().sum().item()
+    return total if math.isfinite(total) else 0.0
+
+
+def _dropout_rates(module: nn.Module) -> Iterator[float]:
+    """Those of attention, in the configs of a model's parts."""
+    seen = set()
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if config is None or id(config) in seen:
+            continue
+        seen.add(id(config))
+        for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+            if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
+                yield value
+
+
+def _router_weight(module: nn.Module) -> float:
+    """What the model multiplies its router's loss by."""
+    for part in module.modules():
+        weight = getattr(part, "router_aux_loss_coef", None)
+        if isinstance(weight, int | float):
+            return weight
+    raise UnsupportedError(
+        f"{type(module).__name__} has a router's loss and no router_aux_loss_coef: what it adds to "
+        f"its loss is not known"
+    )
+
+
+def _replaced(x: Tensor, value: Tensor, factor: int) -> Tensor:
+    out: Tensor = _Replaced.apply(x, value, factor)
+    return out
+
+
+class _Replaced(torch.autograd.Function):
+    """Another value in place of ``x``, and its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
+        """The value."""
+        ctx.factor = factor
+        return x.view_as(x) if value is x else value.clone()  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, times the factor."""
+        return grad * ctx.factor, None, None

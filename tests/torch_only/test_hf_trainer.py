@@ -1,0 +1,161 @@
+"""A plain Trainer, parallelized, trains, evaluates, predicts and resumes as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from trained import looped, session, trained
+from trl_trained import trl_trained
+
+from ring_torch.local import LocalRanks
+
+STEPS = 20
+TINY = 1e-6  # of values of about 5
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """Ranks by how many, started when they are asked for: accelerate keeps the number."""
+
+    class Pools(dict[int, LocalRanks]):
+        def __missing__(self, ranks: int) -> LocalRanks:
+            self[ranks] = LocalRanks(ranks)
+            return self[ranks]
+
+    started = Pools()
+    yield started
+    for ranks in started.values():
+        ranks.close()
+
+
+def check_twice(found: Any, plain: Any, exact: Any) -> None:
+    """At most twice as far from float64 as one device in the same dtype is."""
+    found, plain, exact = (torch.tensor(x, dtype=torch.float64) for x in (found, plain, exact))
+    assert found.shape == plain.shape == exact.shape
+    for column in range(exact.shape[1]):  # losses, norms of gradients
+        error, allowed = ((x - exact)[:, column].norm() for x in (found, plain))
+        assert error <= 2 * allowed + TINY * len(exact) ** 0.5
+
+
+def check_steps(
+    pools: dict[int, LocalRanks], name: str, dp_size: int, data: dict[str, Any], options: dict[str, Any]
+) -> None:  # fmt: skip
+    rest = (data, {"max_steps": STEPS} | options)
+    exact, plain = (
+        pools[dp_size].run(trained, dp_size, None, name, dtype, *rest)[0]
+        for dtype in ("float64", "float32")
+    )
+    ranks = 2 * dp_size
+    found = pools[ranks].run(trained, ranks, 2, name, "float32", *rest)
+    assert len(exact) == STEPS
+    for rank in found:
+        check_twice(rank, plain, exact)
+
+
+#: Accumulation, whether tokens are counted over all devices, label smoothing, data parallel ranks.
+MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
+#: Those that run each time; the others with ``--all``.
+EACH_TIME = [(4, True, 0.1, 1), (1, False, 0.0, 1)]
+
+
+@pytest.mark.parametrize(
+    "setting", MATRIX, ids=lambda x: ("" if x in EACH_TIME else "more-") + "-".join(map(str, x))
+)
+def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: Any) -> None:
+    accumulation, averages, smoothing, dp_size = setting
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": averages,
+        "label_smoothing_factor": smoothing,
+    }
+    check_steps(pools, "Llama", dp_size, {}, options)
+
+
+#: What reduces gradients, accumulation, data parallel ranks.
+LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
+    ("ddp", 1, 2), ("ddp", 4, 2), ("fsdp", 1, 2), ("fsdp", 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loop", LOOPS, ids=lambda x: ("" if x == ("fsdp", 1, 1) else "more-") + "-".join(map(str, x))
+)
+def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
+    exact, plain = (
+        pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
+        for dtype in ("float64", "float32")
+    )
+    ranks = 2 * loop[-1]
+    for found in pools[ranks].run(looped, ranks, 2, "float32", *loop):
+        check_twice(found, plain, exact)
+
+
+def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
+    check_steps(pools, "Llama", 1, {"masked_tail": True}, {})
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3"])
+def test_families(pools: dict[int, LocalRanks], name: str) -> None:
+    check_steps(pools, name, 1, {}, {"gradient_accumulation_steps": 4})
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
+    options = {"average_tokens_across_devices": averages, "max_steps": 5}
+    data, changes = {"rows": 16}, {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    arguments = ("Mixtral", "float32", data, options, changes)
+    expected = pools[1].run(trained, 1, None, *arguments)[0]
+    without = pools[1].run(trained, 1, None, *arguments[:-1])[0]
+    assert abs(expected[0][0] - without[0][0]) > 0.1
+    for found in pools[2].run(trained, 2, 2, *arguments):
+        close(found, expected, "losses and gradient norms")
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: int) -> None:
+    """Two rings see pairs of batches, and so do two devices without a ring."""
+    # Before, transformers itself resumes on CPUs in one process alone: it looks for "cpu:0".
+    resumes = Version(transformers.__version__) >= Version("5.20")
+    expected = pools[dp_size].run(session, dp_size, None, str(tmp_path / "one"), resumes)[0]
+    ranks = 2 * dp_size
+    for found in pools[ranks].run(session, ranks, 2, str(tmp_path / "ring"), resumes):
+        assert found["predictions"].shape[0] == found["labels"].shape[0] == 7
+        for name, value in expected.items():
+            if name in ("tokens", "samples", "keys"):
+                assert found[name] == value, name
+            elif name == "operations":
+                assert found[name] == pytest.approx(value, rel=1e-3)
+            else:
+                close(found[name], value, name)
+        close(found["resumed"], found["history"], "history of what was resumed")
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
+    expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]
+    assert sum(name.endswith(" loss") for name in expected) == 4
+    for found in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring")):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def close(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            close(found[name], x, f"{what} {name}")
+        return
+    found, expected = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        for x in (found, expected)
+    )
+    torch.testing.assert_close(
+        found, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
+    )

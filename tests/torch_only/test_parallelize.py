@@ -1,0 +1,442 @@
+"""One line, and a model takes whole batches: loss, logits and gradients are one device's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hf_models import LENGTH, WHOLE, Wide, build, run, whole
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRankError, LocalRanks
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LocalRanks]:
+    """Two ranks."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def same(got: Tensor, expected: Tensor, what: str) -> None:
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(
+        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+
+
+def reduced(model: Any, cp: ContextParallel, reduction: str) -> dict[str, Tensor]:
+    """Gradients, reduced over the ranks in the way that was asked for."""
+    if reduction == "sum":
+        cp.reduce_gradients(model)
+    else:
+        for weight in model.parameters():
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+                weight.grad /= cp.cp_size
+    return gradients(model)
+
+
+def _matches(_: int, name: str, kind: str, layout: Any) -> None:
+    batch = whole(kind)
+    model = build(name)
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
+    logits, loss = run(model, batch | WHOLE)
+    expected = gradients(model)
+    keys = list(model.state_dict())
+    cp = ContextParallel(layout=layout)
+    ways: tuple[dict[str, Any], ...] = (
+        {"logits": "local", "reduction": "sum"}, {"logits": "gather", "reduction": "mean"},
+    )  # fmt: skip
+    for way in ways:
+        handle = hf.parallelize(model, cp, **way)
+        assert hf.parallelize(model, cp, **way) is handle
+        assert list(model.state_dict()) == keys
+        for _time in range(2):
+            mine, whole_loss = run(model, batch)
+            found = reduced(model, cp, way["reduction"])
+            what = f"{name} {kind} {layout} {way}"
+            same(whole_loss, loss, f"loss of {what}")
+            mine = mine if way["logits"] == "gather" else cp.unshard(mine)[:, :LENGTH]
+            assert mine.shape == logits.shape
+            same(mine[real], logits[real], f"logits of {what}")
+            assert found.keys() == expected.keys()
+            for weight, grad in expected.items():
+                same(found[weight], grad, f"gradient of {weight} of {what}")
+        handle.remove()
+        handle.remove()
+    assert model.config._attn_implementation == "eager"
+    same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, kind: str) -> None:
+    pair.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
+
+
+def _outside_loss(_: int, reduction: str) -> None:
+    """A loss that is computed of whole logits outside of the model, on every rank alike."""
+
+    def loss_of(logits: Tensor) -> Tensor:
+        return logits.double().log_softmax(-1).square().mean()
+
+    batch = whole("plain")
+    batch.pop("labels")
+    model = build("Llama")
+    with Wide():
+        loss_of(model(**batch, **WHOLE).logits).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    cp = ContextParallel()
+    hf.parallelize(model, cp, logits="gather", reduction=reduction)  # type: ignore[arg-type]
+    with Wide():
+        loss_of(model(**batch).logits).backward()
+    found = reduced(model, cp, reduction)
+    for weight, grad in expected.items():
+        same(found[weight], grad, f"gradient of {weight}, {reduction}")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_of_gathered_logits(pair: LocalRanks, reduction: str) -> None:
+    pair.run(_outside_loss, reduction)
+
+
+def _inference(_: int) -> None:
+    batch = whole("right")
+    expected, loss = run(build("Llama"), batch | WHOLE)
+    model = build("Llama", hf.register())
+    hf.parallelize(model, ContextParallel(), logits="gather")
+    for context in (torch.no_grad, torch.inference_mode):
+        with Wide(), context():
+            out = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+            twin = copy.deepcopy(model)(**batch)
+        real = batch["attention_mask"] == 1
+        same(out.logits[real], expected[real], "logits")
+        same(out.loss, loss, "loss")
+        assert torch.equal(twin.logits, out.logits)
+
+
+def test_without_gradients_by_position_and_of_a_copy(pair: LocalRanks) -> None:
+    pair.run(_inference)
+
+
+def _wrapped(_: int, kind: str) -> None:
+    batch = whole("packed")
+    model = build("Llama")
+    run(model, batch | WHOLE)
+    expected = gradients(model)
+    cp = ContextParallel()
+    for first in (True, False):  # the hooks before the wrapper, and after
+        model = wrapped = build("Llama")
+        if first:
+            hf.parallelize(model, cp, reduction="mean")
+        if kind == "fsdp":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh)
+        else:
+            wrapped = DistributedDataParallel(model)
+        if not first:
+            hf.parallelize(wrapped, cp, reduction="mean")
+        run(wrapped, batch)
+        for name, grad in gradients(model).items():
+            found = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]
+            same(found, expected[name], f"gradient of {name} in {kind}")
+        hooked = hf.parallelize(wrapped, cp, reduction="mean")
+        hooked.remove()
+        hf.parallelize(model, cp)
+        with pytest.raises(ValueError, match="reduction='mean'"):
+            wrapped(**batch)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_in_what_reduces_gradients_itself(pair: LocalRanks, kind: str) -> None:
+    pair.run(_wrapped, kind)
+
+
+def _lora(_: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(name: str) -> Any:
+        torch.manual_seed(3)
+        model = get_peft_model(build(name), LoraConfig(target_modules=["q_proj", "down_proj"]))
+        for weight in model.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.2)
+        return model.double()
+
+    batch = whole("packed")
+    for name in ("Llama", "Qwen3"):
+        model = adapted(name)
+        logits, loss = run(model, batch | WHOLE)
+        expected = gradients(model)
+        keys = list(model.state_dict())
+        cp = ContextParallel()
+        hf.parallelize(model, cp, logits="gather")
+        found, whole_loss = run(model, batch)
+        cp.reduce_gradients(model)
+        same(whole_loss, loss, "loss")
+        same(found, logits, "logits")
+        assert list(model.state_dict()) == keys and gradients(model).keys() == expected.keys()
+        for weight, grad in gradients(model).items():
+            same(grad, expected[weight], f"gradient of {weight}")
+
+
+def test_with_lora(pair: LocalRanks) -> None:
+    pair.run(_lora)
+
+
+def _dropout(_: int) -> None:
+    batch, outs = whole("packed"), []
+    alone: list[Any] = [dist.new_group([n]) for n in range(2)]
+    for group in (None, alone[dist.get_rank()]):
+        model = build("Llama", attention_dropout=0.4).train()
+        hf.parallelize(model, ContextParallel(group), logits="gather")
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            with Wide(), torch.no_grad():
+                outs.append(model(**batch).logits)
+    same(outs[0], outs[1], "logits with dropout, again")
+    same(outs[0], outs[3], "logits with dropout, on one rank")
+    assert not torch.allclose(outs[0], outs[2])
+
+
+def test_attention_dropout_draws_a_seed(pair: LocalRanks) -> None:
+    pair.run(_dropout)
+
+
+def _mistakes(rank: int) -> None:
+    cp, batch = ContextParallel(), whole("plain")
+    model = build("Llama")
+    handle = hf.parallelize(model, cp)
+    for options in ({"logits": "gather"}, {"reduction": "mean"}):
+        with pytest.raises(ValueError, match="parallelized already"):
+            hf.parallelize(model, cp, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another ContextParallel"):
+        hf.parallelize(model, ContextParallel())
+    with pytest.raises(ValueError, match="whole batch"):
+        model(**cp.shard_batch(batch, model=model))
+    with pytest.raises(UnsupportedError, match="use_cache"):
+        model(**batch, use_cache=True)
+    with pytest.raises(UnsupportedError, match="return_dict"):
+        model(**batch, return_dict=False)
+    with pytest.raises(RankMismatchError, match="same samples"):
+        model(batch["input_ids"] * (rank + 1) % 61)
+    same(run(model, batch)[1], run(build("Llama"), batch)[1], "loss after mistakes")
+    handle.remove()
+    hf.parallelize(model, cp, reduction="mean")
+    run(model, batch)
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        cp.reduce_gradients(model)
+
+
+def test_mistakes_are_named(pair: LocalRanks) -> None:
+    pair.run(_mistakes)
+
+
+def _drifts(_: int, reduction: str, forgets: bool) -> None:
+    """Three steps of training, whose gradients are reduced or not."""
+    cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
+    hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _step in range(3):
+        losses.append(float(run(model, batch)[1]))
+        if not forgets:
+            reduced(model, cp, reduction)
+        optimizer.step()
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradients_that_are_not_reduced_are_found(pair: LocalRanks, reduction: str) -> None:
+    pair.run(_drifts, reduction, False)
+    with pytest.raises(LocalRankError, match="gradients were not reduced"):
+        pair.run(_drifts, reduction, True)
+
+
+def _wraps_bert(_: int) -> None:
+    batch = whole("right")
+    for kind in ("MaskedLM", "TokenClassification"):
+        torch.manual_seed(4)
+        config = transformers.BertConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model = getattr(transformers, f"BertFor{kind}")(config)
+        given = batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
+        model = model.double().eval()
+        logits, loss = run(model, given)
+        expected = gradients(model)
+        cp = ContextParallel()
+        hf.parallelize(model, cp, logits="gather")
+        mine, found = run(model, given)
+        cp.reduce_gradients(model)
+        real = batch["attention_mask"] == 1
+        same(mine[real], logits[real], f"logits of {kind}")
+        same(found, loss, f"loss of {kind}")
+        found_all, all_of_them = (
+            torch.cat([x.flatten() for x in grads.values()])
+            for grads in (gradients(model), expected)
+        )
+        same(found_all, all_of_them, f"gradients of {kind}")
+
+
+def test_models_whose_labels_are_not_shifted(pair: LocalRanks) -> None:
+    pair.run(_wraps_bert)
+
+
+def test_what_is_refused() -> None:
+    cp = ContextParallel()
+    with pytest.raises(ValueError, match="model of transformers"):
+        hf.parallelize(torch.nn.Linear(2, 2), cp)
+    with pytest.raises(ValueError, match="cp must be"):
+        hf.parallelize(build("Llama"), None)  # type: ignore[arg-type]
+    for option in ("logits", "reduction"):
+        with pytest.raises(ValueError, match=option):
+            hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="chunked_attention"):
+        hf.parallelize(build("Llama4"), cp)
+    mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
+        hf.parallelize(transformers.MambaForCausalLM(mamba), cp)
+
+
+def stated(kind: str) -> dict[str, Any]:
+    """Documents of 5, 1, 17 and 20 tokens, as collators state them."""
+    batch = whole("flattened")
+    positions = batch.pop("position_ids")
+    offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
+    ids = torch.arange(4).repeat_interleave(offsets.diff())[None]
+    more: dict[str, dict[str, Any]] = {
+        "ones": {"attention_mask": torch.ones_like(positions), "position_ids": positions},
+        "numbers": {"attention_mask": ids + 1},
+        "offsets": {
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20,
+            "max_length_k": 20, "position_ids": positions,
+        },
+        "ids": {"seq_idx": ids, "position_ids": positions},
+    }  # fmt: skip
+    return batch | more[kind]
+
+
+def _documents(_: int) -> None:
+    batch = whole("flattened")
+    logits, loss = run(build("Llama"), batch | WHOLE)
+    model = build("Llama")
+    cp = ContextParallel()
+    hf.parallelize(model, cp, logits="gather")
+    for kind in ("ones", "numbers", "offsets", "ids"):
+        mask = cp.shard_batch(stated(kind), model=model)["attention_mask"]
+        assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
+        mine, found = run(model, stated(kind))
+        same(mine, logits, f"logits of {kind}")
+        same(found, loss, f"loss of {kind}")
+    padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
+    expected = run(build("Llama"), batch | WHOLE)[0]
+    mine = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
+        batch["labels"].masked_fill(padded == 0, -100)
+    )})[0]  # fmt: skip
+    same(mine[:, :35], expected[:, :35], "logits of numbered documents and padding")
+
+
+def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
+    pair.run(_documents)
+
+
+def _pools(_: int, side: str, reduction: str) -> None:
+    batch = whole(side)
+    batch["labels"] = torch.tensor([2, 0])
+    if side != "plain":
+        batch["input_ids"] = (
+            batch["input_ids"].clamp(min=1).masked_fill(batch["attention_mask"] == 0, 0)
+        )
+    for name, labels in (("Llama", 3), ("Mistral", 3), ("Qwen3", 1)):
+        options: dict[str, Any] = {"head": "ForSequenceClassification", "num_labels": labels}
+        given = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
+
+        def loss_of(out: Any) -> Tensor:
+            reward: Tensor = out.loss if out.loss is not None else out.logits.sigmoid().prod()
+            return reward
+
+        model = build(name, **options)
+        with Wide():
+            out = model(**given, **WHOLE)
+            loss_of(out).backward()
+        expected = gradients(model)
+        model = build(name, **options)
+        cp = ContextParallel()
+        with pytest.raises(UnsupportedError, match="pools"):
+            cp.shard_batch(given, model=model)
+        keys = list(model.state_dict())
+        handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+        assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]
+        assert list(model.state_dict()) == keys
+        with Wide():
+            mine = model(**given)
+            loss_of(mine).backward()
+        same(mine.logits, out.logits, "pooled logits")
+        same(loss_of(mine), loss_of(out), "loss")
+        found = reduced(model, cp, reduction)
+        assert found.keys() == expected.keys()
+        for weight, grad in found.items():
+            same(grad, expected[weight], f"gradient of {weight}")
+        handle.remove()
+        assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
+)
+def test_sequences_are_classified(pair: LocalRanks, side: str, reduction: str) -> None:
+    pair.run(_pools, side, reduction)
+
+
+def _routes(_: int, kind: str, reduction: str) -> None:
+    batch = whole(kind)
+    for name in ("Mixtral", "GptOss"):
+        options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        model = build(name, **options)
+        with Wide():
+            out = model(**batch, **WHOLE)
+        out.loss.backward()
+        expected = gradients(model)
+        with Wide():
+            assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
+        model = build(name, **options)
+        cp = ContextParallel()
+        hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+        with Wide():
+            mine = model(**batch)
+        mine.loss.backward()
+        same(mine.aux_loss, out.aux_loss, f"router's loss of {name}")
+        same(mine.loss, out.loss, f"loss of {name}")
+        found = reduced(model, cp, reduction)
+        assert found.keys() == expected.keys()
+        for weight, grad in found.items():
+            same(grad, expected[weight], f"gradient of {weight} of {name}")
+        with Wide():
+            plain = model(**batch, output_router_logits=False)
+        assert plain.aux_loss is None
+
+
+@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
+def test_router_losses_are_of_the_whole_sequence(
+    pair: LocalRanks, kind: str, reduction: str
+) -> None:
+    pair.run(_routes, kind, reduction)

@@ -1,0 +1,191 @@
+"""A plain ``transformers.Trainer`` on a tiny model: what it logs, evaluates and predicts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hf_models import Wide, build
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+from ring_torch import ContextParallel, hf
+
+LENGTH, ROWS = 45, 64
+
+
+def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
+    """Rows of bytes of Python's own help; a seventh of the labels is left out."""
+    text = "".join(topics[name] for name in sorted(topics)).encode()
+    found = []
+    for row in range(rows):
+        tokens = torch.tensor([x % 61 for x in text[row * 97 : row * 97 + LENGTH]])
+        labels = tokens.masked_fill(torch.arange(LENGTH) % 7 == row % 7, -100)
+        if masked_tail:  # all that ranks but the first hold
+            labels[5:] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of rows of one length."""
+    return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
+
+
+def be_started(rank: int, ranks: int) -> None:
+    """Set what ``torchrun`` does."""
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        }  # fmt: skip
+
+
+def context(cp_size: int) -> ContextParallel:
+    """The rings of so many neighbours among all ranks."""
+    world = dist.get_world_size()
+    if world == 1:
+        return ContextParallel()
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (world // cp_size, cp_size), mesh_dim_names=("dp", "cp")
+    )
+    return ContextParallel(mesh["cp"])
+
+
+def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
+    """Of a Trainer that says nothing and saves nothing."""
+    defaults: dict[str, Any] = {
+        "max_steps": 20, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+        "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
+        "dataloader_pin_memory": False, "seed": 7,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **defaults | options)
+
+
+def history(trainer: Trainer) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    return [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]
+
+
+def trained(
+    rank: int, ranks: int, cp_size: int | None, name: str, dtype: str, data: dict[str, Any],
+    options: dict[str, Any], changes: dict[str, Any] | None = None,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
+    be_started(rank, ranks)
+    model = build(name, **changes or {}).to(getattr(torch, dtype))
+    with tempfile.TemporaryDirectory() as folder, Wide() if dtype == "float64" else nullcontext():
+        trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
+        if cp_size is not None:
+            hf.parallelize(trainer, context(cp_size))
+        trainer.train()
+    return history(trainer)
+
+
+def looped(
+    rank: int, ranks: int, cp_size: int | None, dtype: str, wrapper: str, accumulation: int,
+    dp_size: int,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Loss and gradient norm of the steps of a loop of one's own, as :func:`trained`.
+
+    One device takes the batches of all data parallel ranks in turn.
+    """
+    model: Any = build("Llama").to(getattr(torch, dtype)).train()
+    wrapped = model
+    mine = range(dp_size) if cp_size is None else [rank // cp_size]
+    cp = None
+    if cp_size is not None:
+        cp = context(cp_size)
+        hf.parallelize(model, cp, reduction="sum" if wrapper == "nothing" else "mean")
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows, found = documents(), []
+    for step in range(20):
+        first = step * accumulation * dp_size * 2
+        batches = [
+            [collate([rows[(first + 2 * (n * dp_size + dp) + k) % ROWS] for k in (0, 1)])
+             for n in range(accumulation)]
+            for dp in range(dp_size)
+        ]  # fmt: skip
+        items = sum(int((x["labels"][:, 1:] != -100).sum()) for dp in batches for x in dp)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in (batch for dp in mine for batch in batches[dp]):
+            with Wide() if dtype == "float64" else nullcontext():
+                loss = wrapped(**batch, num_items_in_batch=items / (dp_size // len(mine))).loss
+            loss.backward()
+            total += loss.detach()
+        if cp is not None:
+            dist.all_reduce(total)
+            total /= ranks
+            if wrapper == "nothing":
+                cp.reduce_gradients(model)
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = norm.full_tensor() if wrapper == "fsdp" else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(total), float(norm)))
+    return found
+
+
+def session(
+    rank: int, ranks: int, cp_size: int | None, folder: str, resumes: bool
+) -> dict[str, Any]:
+    """Train with evaluations, save, evaluate, predict, and resume in a new Trainer."""
+    be_started(rank, ranks)
+    options: dict[str, Any] = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps",
+        "eval_steps": 3, "include_num_input_tokens_seen": "all", "label_smoothing_factor": 0.1,
+    }  # fmt: skip
+
+    def accuracy(result: Any) -> dict[str, float]:
+        right = result.predictions.argmax(-1)[:, :-1] == result.label_ids[:, 1:]
+        return {"accuracy": float(right[result.label_ids[:, 1:] != -100].mean())}
+
+    def built() -> Trainer:
+        trainer = Trainer(
+            build("Llama").float(), arguments(folder, **options), collate, documents(),
+            documents(7), compute_metrics=accuracy,
+        )  # fmt: skip
+        if cp_size is not None:
+            cp = context(cp_size)
+            handle = hf.parallelize(trainer, cp)
+            assert hf.parallelize(trainer, cp) is handle
+        return trainer
+
+    first: Any = built()
+    first.train()
+    predicted = first.predict(documents(7))
+    saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))
+    again = built()
+    if resumes:
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return {
+        "history": history(first),
+        "resumed": history(again if resumes else first),
+        "evaluated": [x["eval_loss"] for x in first.state.log_history if "eval_loss" in x],
+        "accuracy": [x["eval_accuracy"] for x in first.state.log_history if "eval_accuracy" in x],
+        "loss of predictions": predicted.metrics["test_loss"],
+        "predictions": torch.from_numpy(predicted.predictions),
+        "labels": torch.from_numpy(predicted.label_ids),
+        "tokens": first.state.num_input_tokens_seen,
+        "operations": first.state.total_flos,
+        "samples": first.get_total_train_batch_size(first.args),
+        "keys": saved,
+        "weights": {name: x.detach() for name, x in first.model.state_dict().items()},
+    }

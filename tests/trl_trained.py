@@ -1,0 +1,99 @@
+"""Trainers of TRL on a tiny model: what they log and evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from datasets import Dataset
+from hf_models import build
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from trained import be_started, context
+from transformers import PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from ring_torch import hf
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each letter."""
+    words = ["<pad>", "<eos>", "<unk>", *LETTERS]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def texts(count: int, start: int = 0) -> list[str]:
+    """Pieces of Python's own help, of several lengths."""
+    text = "".join(topics[name].lower() for name in sorted(topics))
+    return [
+        text[start + 80 * n : start + 80 * n + 20 + 7 * n % 50].replace("\n", " ")
+        for n in range(count)
+    ]
+
+
+def pairs(count: int) -> Dataset:
+    """A prompt with what is preferred, and what is not."""
+    three = zip(texts(count), texts(count, 3000), texts(count, 7000), strict=True)
+    return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in three])
+
+
+def trl_trained(
+    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str
+) -> dict[str, Any]:
+    """The steps of a trainer of TRL, and one evaluation."""
+    be_started(rank, ranks)
+    common: dict[str, Any] = {
+        "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-3,
+        "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    words = tokenizer()
+    letters: dict[str, Any] = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
+    trainer: Any
+    if kind == "sft":
+        rows = Dataset.from_list([{"text": x} for x in texts(40)])
+        trainer = SFTTrainer(
+            build("Llama", **letters).float(), processing_class=words, train_dataset=rows,
+            eval_dataset=rows.select(range(5)),
+            args=SFTConfig(**common, packing=True, max_length=96),
+        )  # fmt: skip
+    elif kind == "reward":
+        model = build("Llama", head="ForSequenceClassification", num_labels=1, **letters).float()
+        trainer = RewardTrainer(
+            model, processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
+            args=RewardConfig(**common, max_length=96),
+        )  # fmt: skip
+    else:
+        trainer = DPOTrainer(
+            build("Llama", **letters).float(), ref_model=build("Llama", **letters).float(),
+            processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
+            args=DPOConfig(**common, max_length=96),
+        )  # fmt: skip
+    if cp_size is not None:
+        hf.parallelize(trainer, context(cp_size))
+    trainer.train()
+    trainer.evaluate()
+    timed = ("runtime", "per_second", "preparation_time", "flos", "lr")
+    return {
+        f"{n} {name}": value
+        for n, entry in enumerate(trainer.state.log_history)
+        for name, value in entry.items()
+        if not name.endswith(timed)
+    }
