@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from hf_models import build
 from packaging.version import Version
 from torch import Tensor
-from trained import looped, session, trained
+from trained import arguments, be_started, collate, documents, looped, session, trained
+from transformers import Trainer
 from trl_trained import trl_trained
 
+from ring_core import RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
 STEPS = 20
@@ -136,6 +141,48 @@ def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: 
             else:
                 close(found[name], value, name)
         close(found["resumed"], found["history"], "history of what was resumed")
+
+
+def _mistakes(rank: int, folder: str) -> None:
+    be_started(rank, 2)
+    cp = ContextParallel()
+    alone: list[Any] = [dist.new_group([n]) for n in range(2)]
+
+    def built(data: Any = None, **options: Any) -> Any:
+        return Trainer(
+            build("Llama").float(), arguments(folder, **options), collate, data or documents()
+        )
+
+    def refused(error: type, words: str, trainer: Any, **options: Any) -> None:
+        with pytest.raises(error, match=words):
+            hf.parallelize(trainer, cp, **options)
+        assert not trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
+
+    trainer = built()
+    refused(ValueError, "takes the mean", trainer, reduction="sum")
+    trainer.compute_loss_func = lambda *_, **__: None
+    refused(ValueError, "logits='gather'", trainer)
+    refused(UnsupportedError, "batch_rebalance", built(train_sampling_strategy="batch_rebalance"))
+    streams = {"accelerator_config": {"dispatch_batches": True}}
+    refused(UnsupportedError, "dispatch_batches", built(**streams))
+    cp, ring = ContextParallel(alone[rank] if rank else None), cp  # ranks 0 and 1, and 1 alone
+    refused(ValueError, "in one ring", built())
+    trainer = built()
+    attributes = {*vars(trainer)}, {*vars(trainer.accelerator)}
+    for _time in range(2):
+        handle = hf.parallelize(trainer, ring)
+        assert hf.parallelize(trainer, ring) is handle
+        handle.remove()
+        assert attributes == ({*vars(trainer)}, {*vars(trainer.accelerator)})
+    rows = documents()
+    other = built([*rows[: rank + 5], *rows])
+    hf.parallelize(other, ring)
+    with pytest.raises(RankMismatchError, match="same samples"):
+        other.train()
+
+
+def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    pools[2].run(_mistakes, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])

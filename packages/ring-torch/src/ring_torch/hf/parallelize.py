@@ -100,14 +100,19 @@ def _trainer(
     check_trainer(trainer, logits)
     reference = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
     models = [trainer.model, *([] if reference is None else [reference])]
-    handles = [_model(model, cp, logits, "mean") for model in models]
-    if (before := trainer_hooks_of(trainer)) is not None:
-        assert isinstance(before.owner, Handle)
-        return before.owner
-    found = hooks_of(trainer.model)
-    assert found is not None
-    hooks = TrainerHooks(trainer, found)
-    handle = hooks.owner = Handle([*(x.remove for x in handles), *hooks.install()])
+    done: list[Callable[[], object]] = []
+    try:
+        done.extend(_model(model, cp, logits, "mean").remove for model in models)
+        if (before := trainer_hooks_of(trainer)) is not None:
+            assert isinstance(before.owner, Handle)
+            return before.owner
+        found = hooks_of(trainer.model)
+        assert found is not None
+        hooks = TrainerHooks(trainer, found)
+        handle = hooks.owner = Handle([*done, *hooks.install()])
+    except ValueError:  # of the second model, or of the rings: nothing is left half done
+        Handle(done).remove()
+        raise
     return handle
 
 

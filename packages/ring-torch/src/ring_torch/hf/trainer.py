@@ -220,18 +220,22 @@ def _rings(hooks: ModelHooks) -> tuple[list[int], int]:
     """
     ring = hooks.sharding.ring
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = [0] if ring.group is None else dist.get_process_group_ranks(ring.group)
-    every: list[Any] = [mine]
+    first = 0 if ring.group is None else min(dist.get_process_group_ranks(ring.group))
+    firsts, sizes = [first], [ring.size]
     if world > 1:
-        every = [None] * world
-        dist.all_gather_object(every, mine)
-    members = sorted({tuple(x) for x in every})
-    if sorted(rank for x in members for rank in x) != list(range(world)):
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mine = torch.tensor([first, ring.size], device=device)
+        every = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(every, mine)
+        firsts, sizes = torch.stack(every, dim=1).tolist()
+    rings = sorted({*firsts})
+    if len({*sizes}) > 1 or any(firsts.count(x) != ring.size for x in rings):
         raise ValueError(
-            f"each of the {world} ranks of the Trainer has to be in one ring, and rings are "
-            f"{', '.join(map(str, members))}: give ContextParallel a dimension of a mesh over all"
+            f"each of the {world} ranks of the Trainer has to be in one ring, all of one size; the "
+            f"first ranks of their rings are {firsts}, and the sizes {sizes}: give ContextParallel a "
+            f"dimension of a mesh over all ranks"
         )
-    return [x[0] for x in members], members.index(tuple(mine))
+    return rings, rings.index(first)
 
 
 def _replace(owner: Any, name: str, value: object) -> Callable[[], object]:
