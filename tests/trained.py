@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
+import ring_torch
 from ring_torch import ContextParallel, hf
 
 LENGTH, ROWS = 45, 64
@@ -85,7 +86,8 @@ def trained(
     """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
     be_started(rank, ranks)
     model = build(name, **changes or {}).to(getattr(torch, dtype))
-    with tempfile.TemporaryDirectory() as folder, Wide() if dtype == "float64" else nullcontext():
+    dtypes = Wide() if dtype == "float64" else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, dtypes, ring_torch.check(every=5):
         trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
         if cp_size is not None:
             hf.parallelize(trainer, context(cp_size))

@@ -14,7 +14,7 @@ import mutants
 import pytest
 import torch
 from internals.core import ring as ring_module
-from internals.torch import Call, EagerKernel, Ranks, Ring, Transfer, _prepare
+from internals.torch import Call, EagerKernel, Ranks, Ring, Transfer, _prepare, tripwire_settings
 
 import ring_torch
 from ring_torch import RankMismatchError, WrongResultError
@@ -309,6 +309,13 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             attend(0)
     monkeypatch.setenv("RING_CHECK", "sometimes")
     with pytest.raises(ValueError, match="RING_CHECK must be 1"):
+        attend(0)
+
+
+def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
+    words = "captured into a CUDA graph are not checked"
+    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=words):
         attend(0)
 
 
