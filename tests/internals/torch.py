@@ -104,3 +104,4 @@ from ring_torch.transports.peer_copies import _room as _room
 from ring_torch.transports.symm_buffer import Place as Place
 from ring_torch.transports.symm_buffer import refusals as refusals
 from ring_torch.tripwire import settings as tripwire_settings
+from ring_torch.tripwire import traffic as tripwire_traffic

@@ -14,7 +14,16 @@ import mutants
 import pytest
 import torch
 from internals.core import ring as ring_module
-from internals.torch import Call, EagerKernel, Ranks, Ring, Transfer, _prepare, tripwire_settings
+from internals.torch import (
+    Call,
+    EagerKernel,
+    Ranks,
+    Ring,
+    Transfer,
+    _prepare,
+    tripwire_settings,
+    tripwire_traffic,
+)
 
 import ring_torch
 from ring_torch import RankMismatchError, WrongResultError
@@ -317,6 +326,15 @@ def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPa
     words = "captured into a CUDA graph are not checked"
     with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=words):
         attend(0)
+
+
+def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tripwire_traffic, "_device_name", lambda _: "NVIDIA H200")
+    with ring_torch.check():
+        attend(0)  # a CPU is slower than that
+        monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)
+        with pytest.raises(WrongResultError, match="TFLOP/s, and the device has 990"):
+            attend(0)
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, "1", True])

@@ -122,11 +122,13 @@ class Pass(NamedTuple):
         return self.call.acc_dtype.itemsize
 
     def _flops(self) -> float:
-        """This rank's visible pairs, in matmuls."""
+        """The visible pairs that this rank computes, in matmuls."""
         q, _, v = self.inputs[:3]
         model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
-        pairs = self.call.program.work()[:, self.call.ring.rank].sum()
-        return float(pairs) * model.flops_per_pair * (1.0 if self.forward else BACKWARD_FLOPS)
+        pairs = self.call.program.work().sum(axis=0)
+        whole_heads = self.call.strategy.name == "ulysses"  # of all tokens, as on every rank
+        own = pairs.mean() if whole_heads else pairs[self.call.ring.rank]
+        return float(own) * model.flops_per_pair * (1.0 if self.forward else BACKWARD_FLOPS)
 
 
 def _ring(one: Pass) -> int:
