@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,6 +23,33 @@ import ring_torch
 from ring_torch import ContextParallel, hf
 
 LENGTH, ROWS = 45, 64
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Documents that come one after another."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from documents()
+
+
+def mean_of_squares(
+    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """A loss that needs logits of the whole sequence."""
+    chosen = outputs["logits"].gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    total: Tensor = chosen.square().masked_fill(labels == -100, 0).sum()
+    return total / num_items_in_batch
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    """A small model, or one with LoRA, whose weights are the same everywhere."""
+    if name != "LoRA":
+        return build(name, **changes)
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "down_proj"]))
+    return model.double()
 
 
 def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
@@ -85,12 +113,15 @@ def trained(
 ) -> list[tuple[float, float]]:  # fmt: skip
     """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
     be_started(rank, ranks)
-    model = build(name, **changes or {}).to(getattr(torch, dtype))
+    model = model_of(name, **changes or {}).to(getattr(torch, dtype))
     dtypes = Wide() if dtype == "float64" else nullcontext()
     with tempfile.TemporaryDirectory() as folder, dtypes, ring_torch.check(every=5):
-        trainer = Trainer(model, arguments(folder, **options), collate, documents(**data))
+        rows: Any = Stream() if data.get("is_stream") else documents(**data)
+        loss = mean_of_squares if options.get("logits") else None
+        settings = arguments(folder, **{n: x for n, x in options.items() if n != "logits"})
+        trainer = Trainer(model, settings, collate, rows, compute_loss_func=loss)
         if cp_size is not None:
-            hf.parallelize(trainer, context(cp_size))
+            hf.parallelize(trainer, context(cp_size), logits=options.get("logits", "local"))
         trainer.train()
     return history(trainer)
 
@@ -175,11 +206,14 @@ def session(
     predicted = first.predict(documents(7))
     saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))
     again = built()
+    # Accelerate trains a model without DDP that it prepared to evaluate before.
+    untrained = (built() if cp_size is None else again).evaluate()["eval_loss"]
     if resumes:
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     return {
         "history": history(first),
         "resumed": history(again if resumes else first),
+        "untrained": untrained,
         "evaluated": [x["eval_loss"] for x in first.state.log_history if "eval_loss" in x],
         "accuracy": [x["eval_accuracy"] for x in first.state.log_history if "eval_accuracy" in x],
         "loss of predictions": predicted.metrics["test_loss"],

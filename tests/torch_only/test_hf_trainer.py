@@ -107,9 +107,24 @@ def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
     check_steps(pools, "Llama", 1, {"masked_tail": True}, {})
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"])
 def test_families(pools: dict[int, LocalRanks], name: str) -> None:
     check_steps(pools, name, 1, {}, {"gradient_accumulation_steps": 4})
+
+
+def test_under_autocast(pools: dict[int, LocalRanks]) -> None:
+    check_steps(pools, "Llama", 1, {}, {"bf16": True})
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("way", ["stream", "loss of whole logits"])
+def test_few_steps(pools: dict[int, LocalRanks], way: str, dp_size: int) -> None:
+    options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    options |= {"logits": "gather"} if way != "stream" else {}
+    rest = ("Llama", "float32", {"is_stream": True} if way == "stream" else {}, options)
+    expected = pools[dp_size].run(trained, dp_size, None, *rest)[0]
+    for found in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *rest):
+        close(found, expected, "losses and gradient norms")
 
 
 @pytest.mark.parametrize("averages", [True, False])

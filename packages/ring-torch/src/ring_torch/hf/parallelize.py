@@ -62,9 +62,10 @@ def parallelize(
             ``"gather"``: of the whole sequence, on every rank. A Trainer predicts whole ones either
             way.
         reduction: How gradients are reduced over the ranks, outside of the model. ``"sum"``, the
-            default: by :meth:`ContextParallel.reduce_gradients`; ``"mean"``, that of a Trainer: by
-            DDP or ``fully_shard``, over the ranks of the ring or of several. The loss is the whole
-            batch's either way; its gradient is this rank's part, times ``cp_size`` for a mean.
+            default: by :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``, that of a
+            Trainer: by DDP or ``fully_shard``, over the ranks of the ring or of several. The loss
+            is the whole batch's either way; its gradient is this rank's part, times ``cp_size`` for
+            a mean.
 
     Returns:
         A handle to undo it.

@@ -74,6 +74,7 @@ class TrainerHooks:
         self.accelerator = trainer.accelerator
         self.hooks = hooks
         self.owner: object = None
+        self.evaluated: Any = None  # the model that was prepared to be evaluated alone
         self.firsts, self.ring_index = _rings(hooks)
         self.cp_size = hooks.sharding.ring.size
         counts_all = trainer.args.average_tokens_across_devices
@@ -91,7 +92,7 @@ class TrainerHooks:
 
     def install(self) -> Iterator[Callable[[], object]]:
         """Put the methods on the instances; yields what takes each off."""
-        for name in ("prepare_data_loader", "gather_for_metrics"):
+        for name in ("prepare_data_loader", "prepare_model", "gather_for_metrics"):
             yield _replace(self.accelerator, name, getattr(self, name))
         for name in (
             "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
@@ -140,6 +141,24 @@ class TrainerHooks:
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
         accelerator._dataloaders.append(prepared)  # noqa: SLF001 - as its own method does
+        return prepared
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As of the Accelerator, once to evaluate and once to train.
+
+        It takes a model that was evaluated for prepared, and would train it without DDP: weights of
+        ranks would drift apart.
+        """
+        if model is self.evaluated and not evaluation_mode:
+            model._is_accelerate_prepared = False  # noqa: SLF001 - its only sign of that
+            if (forward := vars(model).pop("_original_forward", None)) is not None:
+                model.forward = forward
+        prepared = self._own(self.accelerator, "prepare_model")(
+            model, device_placement, evaluation_mode
+        )
+        self.evaluated = prepared if evaluation_mode else None
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
