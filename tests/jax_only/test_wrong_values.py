@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from wrong import NAME, OPTIONS, SIZE, Subject, Values, cases, forgotten, problems
 
+import ring_jax
 from ring_jax import ContextParallel, ring_attention
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
@@ -100,10 +101,20 @@ DIM: Values = {
 }  # fmt: skip
 
 
+def entered(every: Any) -> None:
+    """The context, which says what is wrong when it is entered."""
+    with ring_jax.check(every):
+        pass
+
+
 SUBJECTS: dict[str, Subject] = {
     "ring_jax.ring_attention": Subject(
         ring_attention, {**inputs, "axis_name": None},
         {**CALL, "axis_name": AXIS, "layout": OPTIONS["layout"]},
+    ),
+    "ring_jax.check": Subject(
+        entered, {"every": 1},
+        {"every": {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None}},
     ),
     "ring_jax.ContextParallel": Subject(
         ContextParallel, {"mesh": mesh, "axis_name": "cp"},

@@ -304,7 +304,7 @@ def test_options_that_are_handed_on_are_those_of_the_function() -> None:
     assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
     defaults = CallOptions._field_defaults
     assert {x: y for x, y in options.items() if x in defaults}.items() <= defaults.items()
-    assert set(options) == {*Operands._fields[3:], *defaults} - {"bias_masks", "drops_lse"}
+    assert set(options) == {*Operands._fields[3:], *defaults} - {"bias_masks", "drops_lse", "check"}
     assert all(options[x] is None for x in Operands._fields[3:])
     for method in (ContextParallel.attention, ContextParallel.explain):
         shown = inspect.signature(method).parameters

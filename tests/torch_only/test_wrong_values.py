@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from wrong import FLAG, OPTIONS, REAL, SIZE, Subject, Values, cases, forgotten, problems
 
+import ring_torch
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -103,6 +104,14 @@ SHARD: Values = {
 cp = ContextParallel()
 inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 batch = {"input_ids": ids(2, 8, dtype=torch.int64)}
+
+
+def entered(every: Any) -> None:
+    """The context, which says what is wrong when it is entered."""
+    with ring_torch.check(every):
+        pass
+
+
 SUBJECTS: dict[str, Subject] = {
     "ring_torch.ring_attention": Subject(
         ring_attention, inputs, {**CALL, "group": GROUP, "layout": OPTIONS["layout"]}
@@ -139,6 +148,10 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.reduce_gradients": Subject(
         cp.reduce_gradients, {"model": nn.Linear(1, 1)},
         {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
+    ),
+    "ring_torch.check": Subject(
+        entered, {"every": 1},
+        {"every": {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None}},
     ),
     "ring_torch.local.LocalRanks": Subject(
         LocalRanks, {"world_size": 2},
