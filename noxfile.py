@@ -11,6 +11,7 @@ environment of its own, with the versions in ``constraints.txt``.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,14 +52,16 @@ CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
     "tests-3.12(core)": None,
     "tests-3.13(core)": [f"--ignore=tests/{x}" for x in ("conformance", "fuzz", "meta")],
-    **dict.fromkeys(("types", "docs", "packaging", "lint")),
+    **dict.fromkeys(("types", "docs", "packaging", "lint", "workflows")),
 }
 
-#: Packages with a command that tests them.
-DOCTORS = ("ring-core", "ring-torch", "ring-jax")
+#: The module whose doctor tests a backend.
+DOCTORS = {"core": "ring_core", "torch": "ring_torch"} | dict.fromkeys(
+    ("jax", "jax-gpu", "jax-tpu"), "ring_jax"
+)
 
 #: What has to pass before a release.
-RELEASE = ["build", "packaging", *(f"smoke-{v}({p})" for v in ("3.12", "3.13") for p in DOCTORS)]
+RELEASE = ["build", "packaging", *(f"smoke-{v}({b})" for v in ("3.12", "3.13") for b in BACKENDS)]
 
 CONSTRAINED = ["--constraint", "constraints.txt"]
 LOWEST = ["--resolution", "lowest-direct"]
@@ -109,6 +112,15 @@ def lowest(session: nox.Session, backend: str) -> None:
 
 
 @nox.session(python="3.12", default=False)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def newest(session: nox.Session, backend: str) -> None:
+    """Run one backend's tests with the newest versions there are, which nobody has pinned yet."""
+    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]))
+    command = ("pytest", "tests", f"--backend={backend}", "-n", workers_of(backend))
+    session.run(*command, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
     for backend in ("torch", "jax", "jax-gpu", "jax-tpu"):
@@ -151,7 +163,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def soak(session: nox.Session) -> None:
     """Make 10,000 calls of changing shapes, twice, and one of a million tokens: nothing grows."""
-    install(session, BACKENDS["torch"], [], *CONSTRAINED)
+    install(session, BACKENDS["torch"], ["examples"], *CONSTRAINED)
     session.run("python", "tests/soak.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -159,7 +171,7 @@ def soak(session: nox.Session) -> None:
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in ("torch", "jax")])
 def hosts(session: nox.Session, backend: str) -> None:
     """Run rings over hosts made of network namespaces; needs Linux and root."""
-    install(session, BACKENDS[backend], [], *CONSTRAINED)
+    install(session, BACKENDS[backend], ["examples"], *CONSTRAINED)
     session.run("python", "tests/hosts.py", backend, *session.posargs)
 
 
@@ -188,6 +200,13 @@ def lint(session: nox.Session) -> None:
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Check the workflows of the repository's host: their syntax, and what they may do."""
+    install(session, [], ["workflows"], *CONSTRAINED)
+    session.run("zizmor", "--offline", "--pedantic", "--strict-collection", "--quiet", ".github")
 
 
 @nox.session(python="3.12")
@@ -274,7 +293,7 @@ def bench_gpu(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def bench_options(session: nox.Session) -> None:
     """Time head dims, masks and options beside other kernels on one GPU; arguments go to it."""
-    install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
+    install(session, ["ring-core", "ring-torch[fa4]"], ["examples"], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.torch.options", *session.posargs)
 
 
@@ -288,7 +307,7 @@ def bench_jax_gpu(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 def bench_jax_options(session: nox.Session) -> None:
     """Time head dims, a window and a bias beside cuDNN in JAX on one GPU; arguments go to it."""
-    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
+    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], ["examples"], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.jax.options", *session.posargs)
 
 
@@ -322,23 +341,42 @@ def build(session: nox.Session) -> None:
     session.run("uv", "build", "--all-packages", "--out-dir=dist")
 
 
-@nox.session(python=["3.12", "3.13"], default=False)
-@nox.parametrize("package", [nox.param(package, id=package) for package in DOCTORS])
-def smoke(session: nox.Session, package: str) -> None:
-    """Install one package alone, and test it from outside of the repository."""
-    install(session, ["ring-core", *([package] if package != "ring-core" else [])], [])
-    module = package.replace("-", "_")
+@nox.session(python=["3.12", "3.13"], default=False, requires=["build"])
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
+def smoke(session: nox.Session, backend: str) -> None:
+    """Install a backend's wheels alone, as built, and test them from outside of the repository."""
+    names = [package.partition("[")[0].replace("-", "_") for package in BACKENDS[backend]]
+    wheels = [str(path) for name in names for path in ROOT.glob(f"dist/{name}-*.whl")]
+    assert len(wheels) == len(names), wheels
+    session.install(*wheels)
     session.chdir(session.create_tmp())
-    session.run("python", "-I", "-m", module, "doctor", env={"JAX_PLATFORMS": "cpu"})
+    command = ("python", "-I", "-m", DOCTORS[backend], "doctor")
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"})
+
+
+def released_version() -> str:
+    """That of all packages, which tests hold to be one."""
+    project = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"]
+    version: str = project["version"]
+    return version
+
+
+@nox.session(venv_backend="none", default=False)
+def tag(session: nox.Session) -> None:
+    """Check that a tag is of this version, and that the changelog has it, with a date."""
+    version, date = released_version(), r"\d{4}-\d{2}-\d{2}"
+    if session.posargs != [f"v{version}"]:
+        session.error(f"the tag of version {version} is v{version}, not {session.posargs}")
+    section = rf"^## {re.escape(version)} - {date}$"
+    if not re.search(section, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
+        session.error(f"CHANGELOG.md has no section of version {version} with a date")
 
 
 @nox.session(python="3.12", default=False, requires=RELEASE)
 def release(session: nox.Session) -> None:
     """Build and check all that is released, and show what its changelog would say."""
     install(session, [], ["changelog"], *CONSTRAINED)
-    version = nox.project.load_toml(ROOT / "packages/ring-core/pyproject.toml")["project"][
-        "version"
-    ]
+    version = released_version()
     session.run("towncrier", "build", "--draft", f"--version={version}")
     session.log("in dist, version %s; `towncrier build` writes the changelog", version)
 

@@ -24,7 +24,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -38,17 +38,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, silu
+from train_bytes_report import Config, Run, draw, explain, failures, report
 
-from ring_core import (
-    LAYOUTS,
-    STRATEGIES,
-    Layout,
-    LayoutName,
-    Mask,
-    StrategyConfig,
-    make_plan,
-    ring_program,
-)
+from ring_core import LAYOUTS, STRATEGIES, Layout, Mask
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -56,43 +48,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 BYTES, HEAD_DIM, WARMUP = 256, 32, 10
 IGNORED = -100  # the label of a byte that has nothing to predict
-EARLY = 20  # steps in which float32 has to agree, and steps of the float64 run
-LIMITS = {"float32": 1e-5, "float64": 1e-10}  # of relative differences of losses
-LONG, LEARNED = 60, 1.0  # in this many steps the loss has to fall by this much
-
-
-@dataclass(frozen=True)
-class Config:
-    """One training run; ``cp`` alone says how many processes share its sequences."""
-
-    cp: int
-    layout: LayoutName
-    strategy: str
-    seq_len: int
-    window: int | None
-    packed: bool
-    steps: int
-    dtype: str
-    device: str
-    layers: int
-    dim: int
-    lr: float
-    seed: int
-    checkpoint: str | None = None  # a folder that all processes share
-    save_every: int = 10
-
-    def __str__(self) -> str:
-        return f"{self.cp} process{'es' if self.cp > 1 else ''}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training run shows; memory, in bytes, is that of the process that used most."""
-
-    losses: tuple[float, ...]
-    seconds: float
-    grown: int  # since before the model was built
-    peak: int
+EXACT = 4  # steps of the float64 run
 
 
 class Block(nn.Module):
@@ -173,7 +129,7 @@ def sequence(config: Config, step: int) -> tuple[Tensor, Tensor, dict[str, Any]]
 
 def train(config: Config, *, quiet: bool = False) -> Run:
     """Train a model; with several processes, every one of them calls this."""
-    before, started = peak_memory(config.device), time.perf_counter()
+    before = peak_memory(config.device)
     cp = ContextParallel(layout=config.layout)
     model = Model(config).to(config.device, getattr(torch, config.dtype))  # drawn in float32
     weights = list(model.parameters())
@@ -182,6 +138,7 @@ def train(config: Config, *, quiet: bool = False) -> Run:
     positions = cp.positions(config.seq_len, device=config.device)
     kept = [model, optimizer, warmup]
     losses = load(config, kept)
+    taken_up, started = len(losses), time.perf_counter()
     for step in progress(config, losses, quiet=quiet or cp.cp_rank > 0):
         *whole, options = sequence(config, step)
         tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
@@ -205,7 +162,8 @@ def train(config: Config, *, quiet: bool = False) -> Run:
     memory = torch.tensor([peak - before, peak], device=config.device)
     if cp.cp_size > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
-    return Run(tuple(losses), seconds, *memory.tolist())
+    seen = config.seq_len * (len(losses) - taken_up)
+    return Run(tuple(losses), seconds, seen, *memory.tolist())
 
 
 def checkpoint_file(config: Config) -> Path | None:
@@ -265,30 +223,31 @@ def progress(config: Config, losses: Sequence[float], *, quiet: bool) -> Iterato
             print(f"{name}: step {step + 1:3}, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
 
 
-def train_apart(configs: Sequence[Config]) -> list[Run]:
-    """Train on fresh processes of this machine; an error in one of them ends all and is raised."""
+def run_apart(config: Config, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(rank, *args)`` on fresh processes of this machine; what rank 0 returns.
+
+    An error in one of them ends all and is raised.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave cores to others
-    first = configs[0]
-    threads = max(1, (os.cpu_count() or 1) // first.cp)  # more would only spin
-    cuda = first.device == "cuda"
+    threads = max(1, (os.cpu_count() or 1) // config.cp)  # more would only spin
+    cuda = config.device == "cuda"
     # Five minutes is what a step may take, and the longest that a failed rank goes unnoticed.
-    with LocalRanks(first.cp, timeout=300, threads=threads, patience=None, cuda=cuda) as ranks:
-        runs: list[Run] = ranks.run(train_all, configs)[0]
-        return runs
+    with LocalRanks(config.cp, timeout=300, threads=threads, patience=None, cuda=cuda) as ranks:
+        return ranks.run(function, *args)[0]
 
 
-def train_here(configs: Sequence[Config]) -> list[Run]:
-    """Train as one of the processes that torchrun started."""
-    if configs[0].device == "cuda":
+def run_here(config: Config, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(rank, *args)`` as one of the processes that torchrun started."""
+    if config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # torchrun may keep its store when it starts processes anew, with addresses of the old ones.
     store, rank, size = next(rendezvous("env://"))
     life = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if configs[0].device == "cuda" else "gloo"
+    backend = "nccl" if config.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=life, rank=rank, world_size=size)
-    runs = train_all(dist.get_rank(), configs)
+    found = function(dist.get_rank(), *args)
     dist.destroy_process_group()
-    return runs
+    return found
 
 
 def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
@@ -297,91 +256,6 @@ def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
     # Libraries load lazily.
     train(replace(first, seq_len=64 * first.cp, steps=1, checkpoint=None), quiet=True)
     return [train(config) for config in configs]
-
-
-def differences(ring: Run, single: Run) -> Tensor:
-    """Relative differences of the losses in the steps that both have, float64."""
-    steps = min(len(ring.losses), len(single.losses))
-    a, b = (torch.tensor(run.losses[:steps], dtype=torch.float64) for run in (ring, single))
-    return (a / b - 1).abs()
-
-
-def failures(config: Config, ring: Run, single: Run | None) -> Iterator[str]:
-    """What is wrong with the losses; nothing is, for a dtype without a limit."""
-    if config.dtype in LIMITS and single is not None:
-        checked = differences(ring, single)[: EARLY if config.dtype == "float32" else None]
-        if not checked.max() <= LIMITS[config.dtype]:  # NaN is wrong too
-            yield (f"{config.dtype}: losses of {config} and of one differ by {checked.max():.1e} in "
-                   f"the first {len(checked)} steps, by more than {LIMITS[config.dtype]:.0e}")  # fmt: skip
-    fall = ring.losses[0] - ring.losses[-1]
-    if config.dtype in LIMITS and config.steps >= LONG and not fall >= LEARNED:
-        yield f"{config.dtype}: the loss fell by {fall:.3f}, not by {LEARNED:g} or more"
-
-
-def report(config: Config, ring: Run, single: Run | None) -> None:
-    """Print the losses of the ring, beside those of one process if it ran."""
-    print(f"step  {config!s:>12}" + ("    1 process   difference" if single else ""))
-    for step, loss in enumerate(ring.losses):
-        other = f"{single.losses[step]:13.9f}{loss - single.losses[step]:13.1e}" if single else ""
-        print(f"{step + 1:4}  {loss:12.9f}{other}")
-    print(f"\nloss: from {ring.losses[0]:.3f} to {ring.losses[-1]:.3f} nats a byte")
-    for name, run in ((config, ring), (replace(config, cp=1), single)):
-        if run is not None:
-            print(f"{name}: {run.seconds:.1f} s, memory a process {run.grown >> 20} MiB for training, "
-                  f"{run.peak >> 20} MiB in all")  # fmt: skip
-    if single is not None:
-        found, early = differences(ring, single), min(EARLY, config.steps)
-        print(f"largest relative difference: {found[:early].max():.1e} in the first {early} steps, "
-              f"{found.max():.1e} in all {config.steps}")  # fmt: skip
-    if config.dtype not in LIMITS:
-        print(f"{config.dtype} is coarse: neither the difference nor the loss was checked")
-
-
-def explain(ring: Sequence[Run], single: Sequence[Run]) -> None:
-    """Say in numbers why float32 losses differ; the runs are those of float32 and float64."""
-    exact, rounding = differences(ring[1], single[1]), differences(single[0], single[1])
-    found = differences(ring[0], single[0])[: len(exact)]
-    print(f"In float64 ring and single process agree to {exact.max():.1e} over {len(exact)} steps: "
-          f"what separates\nthem in float32, {found.max():.1e}, is rounding alone, which also separates "
-          f"float32 from float64\non one process, by {rounding.max():.1e}.")  # fmt: skip
-
-
-def draw(config: Config, ring: Sequence[Run], single: Sequence[Run], path: Path) -> None:
-    """Draw losses and their differences on the left, who works when on the right."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    ways = {"c": ("contiguous", "ring"), "r": (config.layout, config.strategy)}
-    own = "c" if config.layout == "contiguous" and config.strategy != "balanced" else "r"
-    cells = f"lc;{'d' if single else 'l'}{own}"  # loss, contiguous, difference, this run
-    axes = figure.subplot_mosaic(cells, width_ratios=(1.5, 1), height_ratios=(1.3, 1))
-    steps, loss = range(1, config.steps + 1), axes["l"]
-    if single:
-        loss.plot(steps, single[0].losses, "C1", linewidth=6, alpha=0.5, label="1 process")
-    loss.plot(steps, ring[0].losses, "C0", label=f"{config}, {config.layout}")
-    loss.set(title=f"loss in nats a byte, {config.dtype}", xlabel="training step")
-    loss.legend(frameon=False)
-    for ours, theirs, dtype in zip(ring, single, (config.dtype, "float64"), strict=False):
-        found = differences(ours, theirs).clamp(min=1e-17)  # equal losses have no logarithm
-        axes["d"].semilogy(steps[: len(found)], found, ".", label=dtype)
-        axes["d"].set(title="relative difference; at the bottom: none", xlabel="training step")
-        axes["d"].legend(frameon=False, loc="center right")
-    mask = Mask(**sequence(config, 0)[2])
-    for cell in {"c", own}:
-        layout, strategy = ways[cell]
-        plan = make_plan(mask, seq_len=config.seq_len, cp_size=config.cp, layout=layout)
-        program = ring_program(plan, StrategyConfig(strategy).ring_strategy)
-        work, share = axes[cell], program.work().T * (100 / program.work().mean())  # [rank, step]
-        work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")
-        for (rank, step), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
-            work.text(step, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
-        work.set(xlabel="step of the ring", ylabel="rank")
-        work.set(
-            title=f"{layout}, {strategy}: work, 100 is the mean; critical {program.lockstep_imbalance:.2f}"
-        )
-        work.locator_params(integer=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=144)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -395,7 +269,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seq-len", type=int, default=4096, help="bytes in a sequence")
     add("--window", type=int, metavar="LEFT", help="how many bytes back a byte sees")
     add("--packed", action="store_true", help="keep help topics apart, with cu_seqlens")
-    add("--steps", type=int, default=60, help="sequences to train on")
+    add("--steps", type=int, default=24, help="sequences to train on")
     add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--layers", type=int, default=2, help="of the model")
@@ -441,20 +315,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = Config(**{name: getattr(options, name) for name in Config.__annotations__})
     configs = [config]
     if options.compare and config.dtype == "float32" and not options.no_float64:
-        configs.append(replace(config, dtype="float64", steps=min(EARLY, config.steps)))
-    if "WORLD_SIZE" in os.environ:  # torchrun has started the processes, this being one of them
-        ring = train_here(configs)
-        if os.environ["RANK"] != "0":
-            return 0
-    else:
-        ring = train_apart(configs)
-    single = train_apart([replace(each, cp=1) for each in configs]) if options.compare else []
+        configs.append(replace(config, dtype="float64", steps=min(EXACT, config.steps)))
+    by_torchrun = "WORLD_SIZE" in os.environ  # this process is one of them
+    ring: list[Run] = (run_here if by_torchrun else run_apart)(config, train_all, configs)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    alone = [replace(each, cp=1) for each in configs]
+    single: list[Run] = run_apart(alone[0], train_all, alone) if options.compare else []
     report(config, ring[0], single[0] if single else None)
     wrong = [text for runs in zip_longest(configs, ring, single) for text in failures(*runs)]
     if len(configs) > 1 and not wrong:
         explain(ring, single)
     if options.out != "none":
-        draw(config, ring, single, Path(options.out))
+        mask = Mask(**sequence(config, 0)[2])
+        draw(config, mask, ring, single, Path(options.out))
         print(f"picture: {options.out}")
     sys.stderr.writelines(f"error: {text}\n" for text in wrong)
     return 1 if wrong else 0

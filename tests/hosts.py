@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 29511
 PATIENCE = 240  # seconds for a job, start of Python and all
@@ -322,7 +324,8 @@ def main() -> int:
         for link in (*LINKS, Link("cut", ()))
         for torchrun in ((True, False) if is_torch and link.name == "cut" else (is_torch,))
     ]
-    done = [report(job) for job in jobs if asked.only in str(job)]
+    chosen = [job for job in jobs if asked.only in str(job)]
+    done = [report(job) for job in tqdm(chosen, unit="job", disable=None)]
     if asked.json is not None:
         keep(asked.json, asked.backend, done)
     return 0 if all(one.ok for one in done) else 1

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "reliability.json"
 
@@ -172,12 +174,12 @@ def main() -> int:
         parser.error(f"no promises: {unknown}; there are {', '.join(names)}")
     kept = json.loads(KEPT.read_text())["promises"] if KEPT.exists() else {}
     failed = False
-    for promise in PROMISES:
-        if promise.name in asked:
-            counts = [count(*tests) for tests in promise.tests]
-            failed |= any(one.failed or one.skipped or not one.passed for one in counts)
-            runs = [asdict(one) for one in counts]
-            kept[promise.name] = {"text": promise.text, "runs": runs}
+    chosen = [promise for promise in PROMISES if promise.name in asked]
+    for promise in tqdm(chosen, unit="promise", disable=None):
+        counts = [count(*tests) for tests in promise.tests]
+        failed |= any(one.failed or one.skipped or not one.passed for one in counts)
+        runs = [asdict(one) for one in counts]
+        kept[promise.name] = {"text": promise.text, "runs": runs}
     promises = {promise.name: kept[promise.name] for promise in PROMISES if promise.name in kept}
     KEPT.write_text(
         json.dumps({"environment": environment(), "promises": promises}, indent=1) + "\n"

@@ -29,6 +29,7 @@ from internals.core import plan as _plan
 from internals.torch import handshake, prepare
 from internals.torch import ranks as _ranks
 from torch import Tensor
+from tqdm import tqdm
 
 from ring_core import reference
 from ring_torch import ContextParallel
@@ -111,11 +112,11 @@ def one_call(kind: int, number: int) -> list[Tensor]:
     return [out.detach(), *(x for x in found if x is not None)]
 
 
-def many_calls(_: int, calls: int, seed: int) -> Run:
+def many_calls(rank: int, calls: int, seed: int) -> Run:
     """So many calls; every rank makes this."""
     started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
     warm = None
-    for n in range(calls):
+    for n in tqdm(range(calls), unit="call", disable=True if rank else None):
         for x in one_call(int(rng.integers(KINDS)), n):
             digest.update(x.numpy().tobytes())
         if n == calls // 5:

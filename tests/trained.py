@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
+import ring_torch
 from ring_torch import ContextParallel, hf
 
 LENGTH, ROWS = 45, 64
@@ -114,7 +115,8 @@ def trained(
     """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
     be_started(rank, ranks)
     model = model_of(name, **changes or {}).to(getattr(torch, dtype))
-    with tempfile.TemporaryDirectory() as folder, Wide() if dtype == "float64" else nullcontext():
+    dtypes = Wide() if dtype == "float64" else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, dtypes, ring_torch.check(every=5):
         rows: Any = Stream() if data.get("is_stream") else documents(**data)
         loss = mean_of_squares if options.get("logits") else None
         settings = arguments(folder, **{n: x for n, x in options.items() if n != "logits"})

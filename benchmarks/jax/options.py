@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from benchmarks.common import report, turns
 from benchmarks.common.cases import (
@@ -154,12 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = jax.devices()[0].device_kind
     where = report.environment(gpu, jax=jax.__version__, length=options.length)
     found = report.Report(options.json, lambda: where)
-    for row in JAX_ROWS:
-        if row.name in options.settings:
-            wrong = errors(row)
-            took, kernel = measure(row, options.length, passing(wrong))
-            found.add(row_of(row, wrong, took, kernel))
-            print(json.dumps(found.rows[-1]), flush=True)
+    rows = [row for row in JAX_ROWS if row.name in options.settings]
+    for row in (bar := tqdm(rows, unit="row")):
+        bar.set_description(row.name)
+        wrong = errors(row)
+        took, kernel = measure(row, options.length, passing(wrong))
+        found.add(row_of(row, wrong, took, kernel))
+        print(json.dumps(found.rows[-1]), flush=True)
     return 0
 
 

@@ -16,7 +16,6 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.common import report, turns
 from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH
@@ -170,11 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.table:
         return report.show(options.table)
     rows, where = chosen(options.rows, options.part), environment(options.length, options.rounds)
-    for number, row in enumerate(rows, 1):
-        began = time.perf_counter()
+    for row in (bar := tqdm(rows, unit="row")):
+        bar.set_description(row.name)
         found = measured(row, options.length, 1 if options.compile else options.rounds)
-        took = time.perf_counter() - began
-        print(f"{number} of {len(rows)}: {row.name}, {took:.0f} s", file=sys.stderr, flush=True)
         if options.compile:
             continue
         print(json.dumps(found), flush=True)

@@ -1,6 +1,6 @@
 """Directives whose content is a Python expression: pictures that the code draws, and tables.
 
-``{picture}`` takes a plan, or a function that draws to a path, and shows the expression below;
+``{picture}`` takes a mask, a plan, or a function that draws to a path, and shows the expression;
 ``{generated}`` takes Markdown. Both are evaluated when the pages are built.
 """
 
@@ -70,6 +70,8 @@ class Picture(SphinxDirective):
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         path = folder / f"{digest}.svg"
         value = _evaluated(self)
+        if isinstance(value, ring_core.Mask):
+            value = pictures.gallery(value)
         if isinstance(value, ring_core.Plan):
             value = ring_core.ring_program(value)
         draw = partial(viz.plot, value) if isinstance(value, ring_core.RingProgram) else value

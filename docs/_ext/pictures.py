@@ -1,4 +1,4 @@
-"""Small pictures of masks."""
+"""Small pictures of masks, and of who computes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from ring_core import Mask
+from ring_core import LAYOUTS, Mask, make_plan, ring_program
+from ring_core.viz import NOBODY, computing_ranks
 
 TOKENS = 16
+GALLERY, RANKS = 32, 4  # tokens and ranks of a picture in the gallery
+HIDDEN, VISIBLE = "#f2f2f2", "#2b6cb0"
+OF_RANKS = ("#4477aa", "#ccbb44", "#228833", "#ee6677")
 Rule = Mask | npt.NDArray[np.bool_]
 
 
@@ -29,16 +35,52 @@ def masks(rules: Mapping[str, Rule], *, keys: int = TOKENS) -> Callable[[Path], 
             figure = Figure(figsize=size, layout="constrained")
             for n, (title, rule) in enumerate(rules.items()):
                 axes = figure.add_subplot(1, len(rules), n + 1)
-                colors = ListedColormap(["#f2f2f2", "#2b6cb0"])
+                colors = ListedColormap([HIDDEN, VISIBLE])
                 axes.imshow(_dense(rule, keys), cmap=colors, vmin=0, vmax=1)
-                axes.set_xticks(np.arange(-0.5, keys), minor=True)
-                axes.set_yticks(np.arange(-0.5, TOKENS), minor=True)
-                axes.grid(which="minor", color="white", linewidth=0.6)
-                axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
-                axes.set(title=title, xlabel="keys", ylabel="queries")
+                _label(axes, title, TOKENS, keys)
             figure.savefig(path, metadata={"Date": None})
 
     return draw
+
+
+def gallery(mask: Mask) -> Callable[[Path], None]:
+    """A mask over 32 tokens, and which of 4 ranks computes each pair, in every layout."""
+
+    def draw(path: Path) -> None:
+        with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 9}):
+            figure = Figure(figsize=(10, 2.7), layout="constrained")
+            panels = iter(figure.subplots(1, 1 + len(LAYOUTS)))
+            tokens, axes = np.arange(GALLERY), next(panels)
+            colors = ListedColormap([HIDDEN, VISIBLE])
+            axes.imshow(mask.dense(tokens, tokens), cmap=colors, vmin=0, vmax=1)
+            _label(axes, "who sees what", GALLERY, GALLERY)
+            for layout, axes in zip(LAYOUTS, panels, strict=True):
+                plan = make_plan(mask, seq_len=GALLERY, cp_size=RANKS, layout=layout)
+                program = ring_program(plan)
+                ranks = np.ma.masked_equal(computing_ranks(program, tokens, tokens), NOBODY)
+                by_rank = ListedColormap(OF_RANKS).with_extremes(bad=HIDDEN)
+                axes.imshow(ranks, cmap=by_rank, vmin=0, vmax=RANKS - 1)
+                _label(axes, f"{layout}, imbalance {program.imbalance:.2f}", GALLERY, GALLERY)
+                axes.set(ylabel="")
+            handles = [Patch(color=color, label=str(n)) for n, color in enumerate(OF_RANKS)]
+            figure.legend(
+                handles=handles,
+                title="computed by rank",
+                ncols=RANKS,
+                loc="outside lower right",
+                frameon=False,
+            )
+            figure.savefig(path, metadata={"Date": None})
+
+    return draw
+
+
+def _label(axes: Axes, title: str, queries: int, keys: int) -> None:
+    axes.set_xticks(np.arange(-0.5, keys), minor=True)
+    axes.set_yticks(np.arange(-0.5, queries), minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
+    axes.set(title=title, xlabel="keys", ylabel="queries")
 
 
 def _dense(rule: Rule, keys: int) -> npt.NDArray[np.bool_]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +32,22 @@ from ring_core.viz import kv_messages
 RING_SIZES = (1, 2, 4, 8, 16)
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def faults() -> str:
+    """Silent faults of other libraries: what, where it was reported, what Ring does, the test."""
+    path = ROOT / "tests" / "faults_of_others" / "models.py"
+    spec = importlib.util.spec_from_file_location("faults_of_others_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    rows = []
+    for fault in module.FAULTS:
+        what, more = fault.words
+        test = f"`test_rejected_there_and_right_here[{fault.name}]`"
+        rows.append((f"{what} {more}", f"**{fault.ring}** {fault.how}", test))
+    return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
 
 
 def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:

@@ -52,10 +52,16 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
         order.append(("ring", n))
         return 2.0 if n < 3 else 4.0, 4.0
 
-    forward, both = bench.timings(one, ring, work_fraction=0.5, seconds=0)
+    def checked(n: int) -> tuple[float, float]:
+        order.append(("checked", n))
+        return 4.0, 5.0
+
+    forward, both = bench.timings(one, ring, checked, work_fraction=0.5, seconds=0)
     rounds = range(bench.LEAST_ROUNDS + 1)
-    assert order == [(name, n) for n in rounds for name in ("one", "ring")]
+    assert order == [(name, n) for n in rounds for name in ("one", "ring", "checked")]
     assert (forward.efficiencies, forward.efficiency) == ([0.5, 1.0, 1.0], 1.0)
     assert (both.what, both.efficiency) == ("forward and backward", 1.5)
     text = bench.shown(DEFAULTS, "devices", (forward, both))
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
+    assert both.check_cost == 0.25
+    assert "a check adds 25.0% to forward and backward: every:100 is 0.25%" in text

@@ -157,7 +157,9 @@ def test_doctor_finds_a_wrong_result(
     monkeypatch.setattr(reference, "simulate", wrong)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    states = {line.split()[4]: line.split()[5] for line in lines if line.startswith("  zigzag")}
+    rows = [line.split() for line in lines if "numpy, 2 ranks" in line]
+    assert {row[0] for row in rows} == set(PAIRS[:-1])  # with a space after the longest name, too
+    states = {row[4]: row[5] for row in rows if row[0] == "contiguous/balanced"}
     assert states == {"out": "ok", "dq": "FAILED", "dk": "FAILED", "dv": "ok"}
     assert lines[-1] == "something is wrong"
 

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-ONLY = {"test_pages.py": "core", "test_performance.py": "torch"}
+ONLY = {
+    "test_pages.py": "core",
+    "test_performance.py": "torch",
+    "test_versions.py": "core",
+    "test_gallery.py": "core",
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -66,6 +66,27 @@ def test_api_page_names_all_that_is_public(init: Path) -> None:
         assert (init.parent / f"{extra}.py").exists() or (init.parent / extra).is_dir(), extra
 
 
+@pytest.mark.parametrize("path", sorted((DOCS / "api").glob("*.md")), ids=lambda path: path.stem)
+def test_members_that_are_listed_are_all_there_are(path: Path) -> None:
+    """Functions and classes that a module of an API page defines."""
+    listed = re.findall(r"automodule:: ([\w.]+)\n   :members: (.+)", path.read_text())
+    for module, members in listed:
+        (file,) = (
+            found
+            for name in (
+                f"{module.replace('.', '/')}.py",
+                f"{module.replace('.', '/')}/__init__.py",
+            )
+            for found in ROOT.glob(f"packages/*/src/{name}")
+        )
+        defined = {
+            node.name
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        }
+        assert defined <= set(members.split(", ")), module
+
+
 def public(init: Path) -> set[str]:
     """Names that a module imports ``as`` something, or defines, without an underscore."""
     names: set[str] = set()

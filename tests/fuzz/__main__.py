@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: Any) -> int:
+    from tqdm import tqdm
+
     from fuzz.campaign import Campaign, Tally, load, save
 
     tallies = load(options.state) if options.state.exists() else {}
@@ -58,7 +60,8 @@ def _run(options: Any) -> int:
     try:
         for failure in campaign.run_failed_again():
             _show(failure)
-        for _ in range(options.cases):
+        # Without a terminal there is no bar, but a line now and then.
+        for _ in tqdm(range(options.cases), options.backend, unit="case", disable=None):
             if time.monotonic() - began > options.seconds:
                 break
             found = campaign.run_next()
@@ -67,7 +70,8 @@ def _run(options: Any) -> int:
             if time.monotonic() - saved > 20:
                 save(options.state, tallies)
                 saved = time.monotonic()
-                print(f"{options.backend}: seed {tally.next}, {tally.line()}", flush=True)
+                tqdm.write(f"{options.backend}: seed {tally.next}, {tally.line()}")
+                sys.stdout.flush()
     finally:
         save(options.state, tallies)
         if hasattr(backend, "close"):

@@ -42,6 +42,11 @@ from ring_core.reference import simulator as simulator
 from ring_core.reference.item_kernel import Precision as Precision
 from ring_core.reference.item_kernel import masked_matmul as masked_matmul
 from ring_core.tools.cli import main as main
+from ring_core.tripwire import Kind as Kind
+from ring_core.tripwire import SampledRows as SampledRows
+from ring_core.tripwire import every_of as every_of
+from ring_core.tripwire import peak_tflops as peak_tflops
+from ring_core.tripwire import sampled as sampled
 from ring_core.triton import tile_configs as tile_configs
 from ring_core.triton.tile_configs import Blocks as Blocks
 from ring_core.triton.tile_configs import Row as Row

@@ -32,9 +32,12 @@ from ring_jax.records import Queries as Queries
 from ring_jax.records import QueryBlock as QueryBlock
 from ring_jax.records import Rectangle as Rectangle
 from ring_jax.records import Static as Static
+from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES
 from ring_jax.strategies import ring as ring_strategy
 from ring_jax.strategies import steps as steps
+from ring_jax.strategies.steps import StepRunner as StepRunner
 from ring_jax.strategies.steps import merge as merge
+from ring_jax.strategies.steps import own_message as own_message
 from ring_jax.tools import cli as cli
 from ring_jax.tools import doctor as doctor
 from ring_jax.tools.cli import main as main

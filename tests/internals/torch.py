@@ -13,6 +13,7 @@ from ring_torch.autograd import _sink_grads as _sink_grads
 from ring_torch.buffers import BufferSpec as BufferSpec
 from ring_torch.buffers import flat as flat
 from ring_torch.call import AttentionOptions as AttentionOptions
+from ring_torch.call import Call as Call
 from ring_torch.call import Operands as Operands
 from ring_torch.call import Options as CallOptions
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
@@ -102,3 +103,5 @@ from ring_torch.transports.api import add_staged as add_staged
 from ring_torch.transports.peer_copies import _room as _room
 from ring_torch.transports.symm_buffer import Place as Place
 from ring_torch.transports.symm_buffer import refusals as refusals
+from ring_torch.tripwire import settings as tripwire_settings
+from ring_torch.tripwire import traffic as tripwire_traffic

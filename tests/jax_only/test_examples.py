@@ -20,6 +20,7 @@ SMALL = ["--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--cp=2"]
 def run(name: str, *options: str) -> str:
     """What an example prints, started as a user would: without this suite's host devices."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["RING_CHECK"] = "1"
     command = [sys.executable, str(EXAMPLES / name), *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False, env=environment

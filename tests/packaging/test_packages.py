@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from trove_classifiers import classifiers
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -218,6 +220,27 @@ def test_versions_agree(built: Path, name: str) -> None:
     assert metadata(built, name).version == version
     assert re.findall(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE) == [version]
     assert PACKAGES[name]["requires-python"] == PACKAGES["ring-core"]["requires-python"]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    core = PACKAGES["ring-core"]
+    assert (citation["version"], citation["license"]) == (core["version"], core["license"])
+    assert f"\n## {core['version']} - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+@each_package
+def test_the_index_knows_its_classifiers(name: str) -> None:
+    """It refuses a package with another one."""
+    named = PACKAGES[name]["classifiers"]
+    assert named == sorted(set(named))
+    assert set(named) <= classifiers
+
+
+def test_packages_name_the_same_places() -> None:
+    """None, as long as there is no public home."""
+    urls = [project.get("urls", {}) for project in PACKAGES.values()]
+    assert all(of_one == urls[0] for of_one in urls)
 
 
 @each_package

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pages import Page
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_bytes.py"
 SMALL = ["--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none"]
@@ -52,16 +56,19 @@ def test_documents_of_a_window(demo: ModuleType, capsys: pytest.CaptureFixture[s
 
 
 def test_wrong_losses_are_reported(demo: ModuleType) -> None:
-    config = demo.Config(
+    report = sys.modules[demo.report.__module__]
+    config = report.Config(
         cp=2, layout="zigzag", strategy="auto", seq_len=256, window=None, packed=False, steps=60, dtype="float32",
         device="cpu", layers=1, dim=64, lr=1e-3, seed=0,
     )  # fmt: skip
-    good = demo.Run(losses=tuple(5.0 - n / 30 for n in range(60)), seconds=1.0, grown=0, peak=0)
-    assert list(demo.failures(config, good, good)) == []
+    good = report.Run(
+        losses=tuple(5.0 - n / 30 for n in range(60)), seconds=1.0, tokens=1, grown=0, peak=0
+    )
+    assert list(report.failures(config, good, good)) == []
     off = replace(good, losses=(good.losses[0] * (1 + 2e-5), *good.losses[1:]))
-    assert "differ by" in next(demo.failures(config, off, good))
+    assert "differ by" in next(report.failures(config, off, good))
     flat = replace(good, losses=(5.0,) * 60)
-    assert "the loss fell by 0.000" in next(demo.failures(config, flat, flat))
+    assert "the loss fell by 0.000" in next(report.failures(config, flat, flat))
 
 
 @pytest.mark.parametrize(
@@ -79,3 +86,55 @@ def test_wrong_arguments_get_one_line(
         demo.main([*SMALL, *options])
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("demo")
+def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("long_context").main(["--cp=2", "--first=64", "--most=256"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own
+    assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
+
+
+def test_what_ends_the_search(demo: ModuleType) -> None:
+    example = importlib.import_module("long_context")
+    limits = example.Limits(memory=None, seconds=60.0, tokens=2**20)
+    run = demo.Run(losses=(5.0,), seconds=1.0, tokens=1024, grown=0, peak=100)
+    longer = replace(run, tokens=2048, peak=150)
+    assert example.obstacle([run], 1.0, limits) is None  # two lengths tell what a third needs
+    assert example.obstacle([run, longer], 250.0, limits) is None
+    assert "it needs" in example.obstacle([run, longer], 249.0, limits)
+    assert "--seconds" in example.obstacle([replace(run, seconds=15.1)], 1.0, limits)
+    assert "--most" in example.obstacle([replace(run, tokens=2**20)], 1.0, limits)
+
+
+def test_the_lines_that_start_jobs_on_several_hosts() -> None:
+    page = Page.read(DEMO.parents[1] / "docs" / "launching.md")
+    (line,) = (line for line in page.commands if "--nnodes" in line)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    local = re.sub(r"--device .*", "--first 64 --most 256", line)
+    for old, new in (("host0", "127.0.0.1"), ("29500", str(port)), ("per-node 8", "per-node 1")):
+        local = local.replace(old, new)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    started = [
+        subprocess.Popen(
+            [*launcher, *local.replace("node-rank 0", f"node-rank {n}").split()[1:]],
+            cwd=DEMO.parents[1], env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    printed = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert "the longest: 256 tokens on 2 processes" in printed[0]
+    assert printed[1] == ""
+
+
+def test_the_script_for_slurm_is_bash() -> None:
+    page = Page.read(DEMO.parents[1] / "docs" / "launching.md")
+    scripts = [block.code for block in page.blocks if block.language == "bash"]
+    assert len(scripts) == 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (inner,) = re.findall(r"bash -c '(.*?)'", scripts[0], re.DOTALL)
+    subprocess.run(["bash", "-n"], input=inner, text=True, check=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,13 +74,18 @@ def test_as_a_command() -> None:
     """It warns of nothing, and tells people what it tells programs."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
-        capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240,
+        check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     words = [line.split() for line in done.stdout.splitlines()]
     assert ["eager", "any", "available"] in words
     assert ["ring/p2p", "any", "available"] in words
+    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in words]
     assert words[-1] == ["all", "is", "well"]
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    (shown,) = re.findall(r"<!-- of doctor .*? -->\n```text\n(.*?)```", page, re.DOTALL)
+    assert [line for line in shown.splitlines() if line.split() not in words] == []
 
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:

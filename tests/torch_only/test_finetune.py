@@ -40,6 +40,7 @@ def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RING_CHECK": "1",
         }  # fmt: skip
     printed = io.StringIO()
     with redirect_stdout(printed):

@@ -54,7 +54,9 @@ def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         "--max-restarts=1", str(program), *SMALL, f"--checkpoint={kept}", "--save-every=2",
     ]  # fmt: skip
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RING_CHECK": "1",
+    }  # fmt: skip
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -61,7 +61,7 @@ def test_bench_runs_without_a_progress_bar(
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731
-    forward, both = bench.timings(run, run, work_fraction=0.5, seconds=0)
+    forward, both = bench.timings(run, run, run, work_fraction=0.5, seconds=0)
     assert forward.what == "forward"
     assert both.what == "forward and backward"
     assert ("round 1 of at most" in capsys.readouterr().err) != installed

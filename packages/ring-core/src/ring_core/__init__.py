@@ -10,6 +10,7 @@ from ring_core.base.capabilities import KernelConfig as KernelConfig
 from ring_core.base.capabilities import Request as Request
 from ring_core.base.errors import RankMismatchError as RankMismatchError
 from ring_core.base.errors import UnsupportedError as UnsupportedError
+from ring_core.base.errors import WrongResultError as WrongResultError
 from ring_core.base.merge import finalize as finalize
 from ring_core.base.merge import merge as merge
 from ring_core.base.strategy import STRATEGIES as STRATEGIES

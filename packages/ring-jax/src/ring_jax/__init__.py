@@ -8,10 +8,12 @@ global arrays. :mod:`ring_jax.compat` takes calls written for other libraries; :
 from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask as Mask
 from ring_core import UnsupportedError as UnsupportedError
+from ring_core import WrongResultError as WrongResultError
 from ring_jax import compat as compat
 from ring_jax.adapt import Segments as Segments
 from ring_jax.attention import ring_attention as ring_attention
 from ring_jax.autodiff import RESIDUALS as RESIDUALS
 from ring_jax.context import ContextParallel as ContextParallel
+from ring_jax.tripwire import check as check
 
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ring_jax import tripwire
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
 from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
@@ -52,11 +53,17 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the strategy's forward and add the sinks."""
-    result, last = STRATEGIES[static.strategy].forward(static, inputs)
+    strategy = STRATEGIES[static.strategy]
+    if static.check:
+        run = partial(strategy.forward, static)
+        tripwire.check_traffic(static, inputs, "forward", run, inputs)
+    result, last = strategy.forward(static, inputs)
     if inputs.sinks is not None:
         result = _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
+    if static.check:
+        tripwire.check_forward(static, inputs, out, lse)
     last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
     return (out, lse), Saved(inputs, out, lse, last)
 
@@ -71,9 +78,15 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(to_bhtd(dout), saved.lse, delta, to_bhtd(saved.out))
-    grads = STRATEGIES[static.strategy].backward(static, x, upstream, saved.last)
+    strategy = STRATEGIES[static.strategy]
+    if static.check:
+        run = partial(strategy.backward, static)
+        tripwire.check_traffic(static, x, "backward", run, x, upstream, saved.last)
+    grads = strategy.backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
+    if static.check:
+        tripwire.check_backward(static, x, (saved.out, saved.lse), gradients, (dq, dk, dv))
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
     return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)

@@ -28,6 +28,7 @@ from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
 from ring_jax.strategies import STRATEGIES
+from ring_jax.tripwire import checked_every
 from ring_jax.varying import match_varying, varying_axes
 
 
@@ -89,6 +90,7 @@ def check_call(
         program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
         described[0].dtype, sizes.head_dim, way, bias_masks=dense is not None,
         bias_grad=options.bias is not None, forward_only=forward_only,
+        check=checked_every(),
     )  # fmt: skip
     return CheckedCall(static, inputs, choice)
 

@@ -218,6 +218,7 @@ class Static:
             are to be skipped.
         bias_grad: The bias, if there is one, has a gradient.
         forward_only: Those of the kernels whose backward another one does.
+        check: One in so many calls is checked by the tripwire; 0 is none.
     """
 
     program: RingProgram
@@ -237,6 +238,7 @@ class Static:
     bias_masks: bool = False
     bias_grad: bool = True
     forward_only: tuple[Kernel, ...] = ()
+    check: int = 0
 
     @property
     def plan(self) -> Plan:

@@ -7,9 +7,11 @@ from ring_core import KernelConfig as KernelConfig
 from ring_core import Mask as Mask
 from ring_core import RankMismatchError as RankMismatchError
 from ring_core import UnsupportedError as UnsupportedError
+from ring_core import WrongResultError as WrongResultError
 from ring_torch.attention import ring_attention as ring_attention
 from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix
+from ring_torch.tripwire import check as check
 
 __all__ = [
     "ContextParallel",
@@ -17,6 +19,8 @@ __all__ = [
     "Mask",
     "RankMismatchError",
     "UnsupportedError",
+    "WrongResultError",
+    "check",
     "ring_attention",
     "support_matrix",
 ]

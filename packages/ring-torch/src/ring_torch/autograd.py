@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ring_core import WrongResultError
+from ring_torch import tripwire
 from ring_torch.call import Call, Saved
 from ring_torch.capture import on_device, owned
 from ring_torch.comm.handshake import check_graph, with_peer_errors
@@ -18,6 +20,7 @@ from ring_torch.strategies.finalize import attend
 from ring_torch.strategies.single import folded
 
 _DELTA_ROWS = 4096
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 class RingAttention(torch.autograd.Function):
@@ -59,8 +62,14 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         _without_autocast(inputs.q.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
-        (out, lse), saved = attend(call, inputs)
-    return out.to(call.dtype), lse, saved
+        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+            (out, lse), saved = attend(call, inputs)
+        out, wrong = out.to(call.dtype), None
+        if seen is not None:
+            wrong = tripwire.forward_faults(call, inputs, out, lse, seen)
+    if wrong is not None:
+        raise WrongResultError(wrong)
+    return out, lse, saved
 
 
 def backward_pass(
@@ -86,11 +95,19 @@ def backward_pass(
             delta = _delta(dout, out, call.acc_dtype)
             delta = delta if dlse is None else delta - dlse
         upstream = BackwardInputs(dout, out, lse, delta)
-        found = call.strategy.backward(call, inputs, upstream, saved)
+        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+            found = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:
             dsinks = _sink_grads(inputs.sinks, upstream, dlse)
-    dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
+        dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
+        wrong = None
+        if seen is not None:
+            wrong = tripwire.backward_faults(
+                call, inputs, upstream, dlse, (dq, dk, dv), seen, fetches=not saved
+            )
+    if wrong is not None:
+        raise WrongResultError(wrong)
     dbias = None
     if found.dbias is not None and inputs.bias is not None:
         dbias = found.dbias.to(inputs.bias.dtype)

@@ -85,6 +85,7 @@ class Call(NamedTuple):
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
+    checked: int = 0  # the number by which the tripwire checks it, or 0
     prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
 
     @property
@@ -104,7 +105,7 @@ class Call(NamedTuple):
         if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
         params = replace(call.params, dropout_seed=self.seed)
-        return call._replace(number=self.number, params=params)
+        return call._replace(number=self.number, checked=self.checked, params=params)
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Query indices, query positions, key positions of a rank, where an option needs them."""
@@ -183,6 +184,7 @@ class Options(NamedTuple):
     transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
     drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
+    check: int = 0  # every which call the tripwire checks
 
 
 @lru_cache(maxsize=256)

@@ -34,6 +34,7 @@ from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
+from ring_torch.tripwire import checked_every, number_checked
 
 _LONGEST = 48  # characters of numbers in a message
 
@@ -75,7 +76,8 @@ def check_call(
         bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
     else:
         bias_grad = grad and bias is not None
-    seed, options = options.dropout_seed, _keyed(options)
+    every = checked_every()
+    seed, options = options.dropout_seed, _keyed(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
@@ -96,10 +98,11 @@ def check_call(
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    return call._replace(number=number), inputs
+    checked = number_checked(every, number) if every else 0
+    return call._replace(number=number, checked=checked), inputs
 
 
-def _keyed(options: Options) -> Options:
+def _keyed(options: Options, every: int) -> Options:
     """Options as calls are known again by: one mask, whatever gave it, and no seed.
 
     Raises:
@@ -113,8 +116,9 @@ def _keyed(options: Options) -> Options:
     checks.check_dropout(options.dropout_p, options.dropout_seed)
     checks.check_seed(options.dropout_seed)
     return options._replace(
-        causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None
-    )
+        causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None,
+        check=every,
+    )  # fmt: skip
 
 
 def _check_capture(call: Call) -> None:
@@ -305,7 +309,7 @@ def _fields(
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "rates": rates_in_use().digest,
+        "rates": rates_in_use().digest, "check": options.check,
         **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes.items()},
     }  # fmt: skip
 

@@ -10,3 +10,10 @@ class UnsupportedError(ValueError):
 
 class RankMismatchError(RuntimeError):
     """Ranks of one group made different calls; nothing of the peer's data was used."""
+
+
+class WrongResultError(RuntimeError):
+    """A checked call's result is not that of dense attention (``RING_CHECK``).
+
+    The message names the rank, the call, the tensor and the entry, with both values.
+    """

@@ -26,6 +26,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
 #: Runs a round of its number; seconds of the forward, and of forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
+Round = tuple[tuple[float, float], ...]  # of one, the ring, and the ring with a check
+PASSES = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,23 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round of a pass; ``work_fraction`` is what one device has of the work.
+    """Seconds of each round of a pass, on one device, on the ring, and on the ring with a check.
 
-    That is 1 / ranks, or 1 where the ranks' devices are the same cores as the one device's.
+    ``work_fraction`` is what one device has of the work: 1 / ranks, or 1 where the ranks' devices
+    are the same cores as the one device's.
     """
 
     what: str
     one: tuple[float, ...]
     ring: tuple[float, ...]
+    checked: tuple[float, ...]
     work_fraction: float
+
+    @property
+    def check_cost(self) -> float:
+        """What checking every call (``RING_CHECK=1``) adds to it, as a share: the median."""
+        pairs = zip(self.checked, self.ring, strict=True)
+        return statistics.median(checked / ring - 1 for checked, ring in pairs)
 
     @property
     def efficiencies(self) -> list[float]:
@@ -129,31 +139,35 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
 
 
 def timings(
-    one: TimedRound, ring: TimedRound, *, work_fraction: float, seconds: float
+    one: TimedRound, ring: TimedRound, checked: TimedRound, *, work_fraction: float, seconds: float
 ) -> tuple[Timing, Timing]:
-    """Time both in turns, forward and with the backward, showing how far it is on stderr.
+    """Time all in turns, forward and with the backward, showing how far it is on stderr.
 
     With tqdm that is a progress bar, else a line a round.
 
     The first round warms up and is not counted; then at least three, at most twenty, or as many as
     ``seconds`` allow.
     """
-    rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    rounds: list[Round] = []
+    every = (one, ring, checked)
     with progress(MOST_ROUNDS, "round") as bar:
-        one(0), ring(0)
+        for run in every:
+            run(0)
         until = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
-            rounds.append((one(n), ring(n)))
+            rounds.append(tuple(run(n) for run in every))
             bar.update()
             if n >= LEAST_ROUNDS and time.monotonic() >= until:
                 bar.total = n
                 break
-    ones, rings = zip(*rounds, strict=True)
-    forward, both = (
-        Timing(what, tuple(x[n] for x in ones), tuple(x[n] for x in rings), work_fraction)
-        for n, what in enumerate(("forward", "forward and backward"))
-    )
+    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
     return forward, both
+
+
+def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
+    """Of the ``n``-th pass."""
+    one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
+    return Timing(what, one, ring, checked, work_fraction)
 
 
 class Progress(Protocol):
@@ -201,4 +215,6 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
         lines.append(
             f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({spread})"
         )
+    cost = found[-1].check_cost
+    lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

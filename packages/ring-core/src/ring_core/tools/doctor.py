@@ -206,11 +206,12 @@ def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -
 def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[str]:
     """The last lines of what a doctor says."""
     lines = ["", f"self-test: {title} against dense attention in float64"]
+    names = max((len(check.name) for check in checks), default=0) + 2
     for check in checks:
         state = "ok" if check.passed else "FAILED"
         error = "not finite" if check.error is None else f"{check.error:.1e}"
         numbers = f"error {error}, limit {check.limit:.1e}"
-        name = f"{check.name:12}{check.where:18}{check.what:6}"
+        name = f"{check.name:{names}}{check.where:18}{check.what:6}"
         lines.append(f"  {name}{state:8}{check.trace or numbers}")
     return [*lines, "", "all is well" if healthy else "something is wrong"]
 

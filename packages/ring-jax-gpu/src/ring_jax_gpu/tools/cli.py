@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ring_core.tools.bench import progress
 from ring_core.triton.tile_configs import PASSES, default, read, written
 from ring_jax_gpu.tools import tune as _tune
 
@@ -41,14 +42,16 @@ def _tuned(options: argparse.Namespace) -> int:
     if not chosen:
         raise ValueError("the table has no such rows; see --help for what can be chosen")
     path.write_text(written(table))  # that it can be is seen now, not after minutes
-    for row in chosen:
-        print(f"{_tune.name_of(row)}, on {where}", flush=True)
-        say = print if options.verbose else _silent
-        seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
-        best, gain = _tune.tuned(row, seconds)
-        print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
-        table = tuple(best if x == row else x for x in table)
-        path.write_text(written(table))  # a run cut short leaves what it found
+    with progress(len(chosen), "row") as bar:
+        for row in chosen:
+            print(f"{_tune.name_of(row)}, on {where}", flush=True)
+            say = print if options.verbose else _silent
+            seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
+            best, gain = _tune.tuned(row, seconds)
+            print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
+            table = tuple(best if x == row else x for x in table)
+            path.write_text(written(table))  # a run cut short leaves what it found
+            bar.update()
     print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
     return 0
 

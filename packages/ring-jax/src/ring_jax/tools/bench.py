@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from ring_core import Mask
 from ring_core.tools import doctor
 from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
+from ring_jax import tripwire
 from ring_jax.context import ContextParallel
 
 Array = jax.Array
@@ -55,7 +56,7 @@ def bench(
     if not all(check.passed for check in checks):
         return checks, ()
     work_fraction = 1.0 if devices[0].platform == "cpu" else 1 / setting.ranks
-    runs = (_run(one, setting), _run(ring, setting))
+    runs = [_run(cp, setting, check) for cp, check in ((one, 0), (ring, 0), (ring, 1))]
     return checks, timings(*runs, work_fraction=work_fraction, seconds=seconds)
 
 
@@ -115,7 +116,8 @@ def _where(ranks: int) -> str:
     return f"{ranks} {jax.default_backend()}"
 
 
-def _run(cp: ContextParallel, setting: BenchCase) -> TimedRound:
+def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
+    """A round; ``check`` is one in how many calls the tripwire checks."""
     attend = _attend(cp, setting)
     forward, both = jax.jit(attend), out_and_grads(attend)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
@@ -128,7 +130,8 @@ def _run(cp: ContextParallel, setting: BenchCase) -> TimedRound:
             for key, shape in zip(keys, shapes, strict=True)
         )
         jax.block_until_ready((q, k, v, dout))
-        return _seconds(partial(forward, q, k, v)), _seconds(partial(both, q, k, v, dout))
+        with tripwire.check(check):
+            return _seconds(partial(forward, q, k, v)), _seconds(partial(both, q, k, v, dout))
 
     return run
 

@@ -89,7 +89,10 @@ def _bench(args: argparse.Namespace) -> int:
     if found[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
     facts = {"versions": versions(), "setting": asdict(setting), "where": where}
-    rows = [asdict(timing) | {"efficiency": timing.efficiency} for timing in found]
+    rows = [
+        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
+        for timing in found
+    ]
     text = bench.shown(setting, where, found)
     print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
     return 0

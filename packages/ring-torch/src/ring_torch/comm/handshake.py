@@ -40,7 +40,7 @@ from ring_torch.comm.store import (
 )
 from ring_torch.comm.watch import watch
 
-_HEADER_BYTES = 2048
+HEADER_BYTES = 2048
 _MOST_AGREED = 4096
 _LONGEST = 96  # characters of a field of a header
 _HEAD = struct.Struct("<4sIQ8sQ")
@@ -75,7 +75,7 @@ class Header(NamedTuple):
         """The header of a pass, in readable fields."""
         fields = {name: _shortened(value) for name, value in signature.fields.items()}
         text = json.dumps(fields, sort_keys=True).encode()
-        assert len(text) <= _HEADER_BYTES - _HEAD.size, "a header holds all fields"
+        assert len(text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
         return cls(_READABLE, number, signature.digest, seed, text)
 
     @classmethod
@@ -89,7 +89,7 @@ class Header(NamedTuple):
     def bytes(self) -> bytearray:
         """As it is sent."""
         head = _HEAD.pack(_MAGIC, self.status, self.number, self.digest, self.seed)
-        return bytearray((head + self.fields).ljust(_HEADER_BYTES, b"\0"))
+        return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
     def difference(self, theirs: Header | None) -> str:
         """What another rank's header says that this one does not, in words."""
@@ -182,7 +182,7 @@ def _compare_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call compared before; a difference ends the stream in an error."""
-    mine = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+    mine = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
     words = mine.view(torch.int64)
     words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
     words[2].fill_(signature.as_int64(number, seed))

@@ -207,7 +207,7 @@ class ScoreBlocks:
             return None
         batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
         index, position = _known(self.rows.indices)[i], _known(self.columns.position)[j]
-        kept = dropout_keep(p, self.params.dropout_seed, batch, heads, index, position)
+        kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
         return kept.to(like.dtype).div_(1 - p).view(like.shape)
 
     def dropped(self, weights: Tensor, i: slice, j: slice) -> Tensor:

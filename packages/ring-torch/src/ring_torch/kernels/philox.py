@@ -11,20 +11,21 @@ _LOW = 0xFFFFFFFF
 
 
 def dropout_keep(
-    p: float, seed: int, batch: int, heads: int, index: Tensor, position: Tensor
+    p: float, seed: int, batch: range, heads: int, index: Tensor, position: Tensor
 ) -> Tensor:
-    """Which elements survive: boolean ``[batch, heads, len(index), len(position)]``.
+    """Which elements survive: boolean ``[len(batch), heads, len(index), len(position)]``.
 
     Args:
         p: Probability to drop.
         seed: 64 bits.
-        batch, heads: Counted from 0.
+        batch: Rows of the batch.
+        heads: Counted from 0.
         index: Global indices of the queries.
         position: Global indices of the keys, ascending.
     """
     device = index.device
     groups, inverse = torch.unique_consecutive(position >> 2, return_inverse=True)
-    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=device).view(1, -1, 1, 1)
     words = torch.stack(_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1)
     chosen = inverse * 4 + (position & 3)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, StrategyName
-from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Saved, Shapes
 from ring_torch.capture import capture_safe_cache
+from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks, others
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.finalize import attend
 
@@ -89,7 +89,7 @@ class Ulysses:
         ``keys`` says which lie as keys do; tokens come in natural order.
         """
         parts = [list(x.chunk(call.ring.size, dim=2)) for x in tensors]
-        found = [torch.cat(came, dim=1) for came in _exchanged(call.ring, parts, call.device)]
+        found = [torch.cat(came, dim=1) for came in exchange(call.ring, parts, call.device)]
         orders = [_orders(call.plan, which, call.device).natural for which in keys]
         return [x if at is None else x[:, at] for x, at in zip(found, orders, strict=True)]
 
@@ -100,21 +100,7 @@ class Ulysses:
         orders = [_orders(call.plan, which, call.device).by_rank for which in keys]
         moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
         parts = [list(x.chunk(call.ring.size, dim=1)) for x in moved]
-        return [torch.cat(came, dim=2) for came in _exchanged(call.ring, parts, call.device)]
-
-
-def _exchanged(
-    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
-) -> list[list[Tensor]]:
-    """Part ``n`` of each tensor goes to rank ``n``; what came, by tensor and rank."""
-    spec = BufferSpec.of(*((some[0].shape, some[0].dtype) for some in parts))
-    peers = others(ring)
-    sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
-    receives = [(spec.buffer(device), peer) for peer in peers]
-    ring.start(sends, receives).wait()
-    came = {peer: spec.views(buffer) for buffer, peer in receives}
-    came[ring.rank] = [some[ring.rank] for some in parts]
-    return [[came[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
+        return [torch.cat(came, dim=2) for came in exchange(call.ring, parts, call.device)]
 
 
 def _own(ring: Ranks, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:

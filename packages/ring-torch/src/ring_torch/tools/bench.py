@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
 from ring_core.tools.doctor import Check
+from ring_torch import tripwire
 from ring_torch.context import ContextParallel
 from ring_torch.local import LocalRanks
 from ring_torch.tools.doctor import ring_checks
@@ -50,21 +51,28 @@ def bench(
         if not all(check.passed for check in checks):
             return checks, ()
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
-            one, ring = (
-                cast("TimedRound", partial(_slowest, pool, setting, transport))
-                for pool in (alone, ranks)
+            every = (
+                cast("TimedRound", partial(_slowest, pool, setting, transport, check))
+                for pool, check in ((alone, 0), (ranks, 0), (ranks, 1))
             )
-            return checks, timings(one, ring, work_fraction=1 / setting.ranks, seconds=seconds)
+            return checks, timings(*every, work_fraction=1 / setting.ranks, seconds=seconds)
 
 
-def _slowest(pool: LocalRanks, setting: BenchCase, transport: str, n: int) -> tuple[float, float]:
+def _slowest(
+    pool: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
+) -> tuple[float, float]:
     """Seconds of a round on the slowest rank."""
-    forward, both = zip(*pool.run(time_round, setting, transport, n), strict=True)
+    forward, both = zip(*pool.run(time_round, setting, transport, check, n), strict=True)
     return max(forward), max(both)
 
 
-def time_round(rank: int, setting: BenchCase, transport: str, seed: int) -> tuple[float, float]:
-    """Seconds of a forward, and of a forward and backward, on this rank."""
+def time_round(
+    rank: int, setting: BenchCase, transport: str, check: int, seed: int
+) -> tuple[float, float]:
+    """Seconds of a forward, and of a forward and backward, on this rank.
+
+    ``check`` is every which call the tripwire checks.
+    """
     cuda = torch.cuda.is_available()
     cp = ContextParallel(layout=setting.layout)
     torch.manual_seed(1000 * seed + rank)
@@ -87,7 +95,8 @@ def time_round(rank: int, setting: BenchCase, transport: str, seed: int) -> tupl
         leaves: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)
+    with tripwire.check(check):
+        return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)
 
 
 def _seconds(run: Callable[[], None], *, cuda: bool) -> float:

@@ -272,7 +272,7 @@ def shown(found: Diagnosis) -> str:
         for one in reports:
             devices = ", ".join(one.devices) or "any"
             state = "available" if one.available else f"no: {one.why}"
-            lines.append(f"  {one.name:12}{devices:8}{state}")
+            lines.append(f"  {one.name:16}{devices:8}{state}")
     title = "kernels on one device, then a ring of two processes, causal,"
     return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
 

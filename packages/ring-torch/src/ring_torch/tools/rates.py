@@ -185,7 +185,7 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     if "dropout_p" in options:
         seed = options["dropout_seed"]
-        kept = dropout_keep(_DROPOUT, seed, len(q), sizes.heads[0], at, at)
+        kept = dropout_keep(_DROPOUT, seed, range(len(q)), sizes.heads[0], at, at)
         weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(shared, dim=2))

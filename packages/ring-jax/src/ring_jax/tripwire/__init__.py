@@ -1,0 +1,13 @@
+"""A check that a job can leave on: some rows of some calls, computed once more, densely.
+
+``settings`` says which calls; ``dense`` is the formula in float64, over positions and the mask's
+rule alone; ``samples`` asks all ranks for it and hands what it finds to the host, which compares
+and raises; ``traffic`` counts the bytes of a traced pass. It may import what strategies import, and
+no strategy.
+"""
+
+from ring_jax.tripwire.samples import check_backward as check_backward
+from ring_jax.tripwire.samples import check_forward as check_forward
+from ring_jax.tripwire.settings import check as check
+from ring_jax.tripwire.settings import checked_every as checked_every
+from ring_jax.tripwire.traffic import check_traffic as check_traffic

@@ -1,0 +1,283 @@
+"""Attention of some queries to some keys, densely: the formula and the mask's rule, nothing else.
+
+All is of one batch row: ``n`` queries, ``m`` keys; heads are ``[K, G]``, the key heads and the
+query heads of each. The exact numbers are float64, also where jax has 64 bits switched off: call
+this under ``jax.enable_x64(True)``. The plain ones round where a framework in the call's dtype
+would, for the 2x rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ring_core import Mask
+from ring_jax.dropout import dropout_keep
+from ring_jax.records import Array
+from ring_jax.varying import match_varying, varying_axes
+
+_BLOCK = 1024  # of the longer side at a time
+
+
+class Precision(NamedTuple):
+    """Where numbers are rounded."""
+
+    wide: Any  # dtype of sums
+    narrow: Any = None  # of probabilities and of gradients of scores
+    reverse: bool = False  # sums over the head dim run backwards: float64's own rounding
+
+    def round(self, x: Array) -> Array:
+        """As a kernel hands it to a matmul."""
+        return x if self.narrow is None else x.astype(self.narrow).astype(self.wide)
+
+
+EXACT = Precision(np.float64)
+
+
+def plain_precision(dtype: str) -> Precision:
+    """Of a plain implementation in a dtype."""
+    if dtype == "float64":
+        return Precision(np.float64, reverse=True)
+    return Precision(np.float32, None if dtype == "float32" else jnp.dtype(dtype))
+
+
+class Rule(NamedTuple):
+    """What all scores of a batch row share."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    slopes: Array | None  # ALiBi's, [H]
+    seed: Array | None  # uint32 [2]
+    batch: Array  # the batch row's global number
+    head: Array  # the first head's
+
+
+class SampledQueries(NamedTuple):
+    """Some queries."""
+
+    q: Array  # [n, H, D]
+    indices: Array  # int32 [n], global
+    position: Array  # int32 [n], among the keys
+    ids: Array | None  # [n]
+    bias: Array | None  # [n, H or 1, m]
+    dout: Array | None = None  # [n, H, Dv]
+
+
+class SampledKeys(NamedTuple):
+    """Some keys."""
+
+    k: Array  # [m, K, D]
+    v: Array  # [m, K, Dv]
+    position: Array  # int32 [m]
+    ids: Array | None  # [m]
+
+
+class Partial(NamedTuple):
+    """Means over keys, weighted by softmax over these keys alone."""
+
+    lse: Array  # [n, H]
+    means: Array  # [n, H, W]
+
+    def with_sinks(self, sinks: Array) -> Partial:
+        """Softmax mass taken by sinks ``[H]`` or ``[H, s]``, logits that yield no value."""
+        folded = jax.nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
+        lse = jnp.logaddexp(self.lse, folded)
+        return Partial(lse, self.means * _weight(self.lse, lse)[..., None])
+
+
+def merged(parts: Partial) -> Partial:
+    """Means over the keys of all parts, which lie along a first dimension."""
+    lse = jax.nn.logsumexp(parts.lse, axis=0)
+    means = (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0)
+    return Partial(lse, means)
+
+
+def query_means(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
+    """What the results of queries are made of.
+
+    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
+    is ``delta``), of ``keep * dp * slope * k`` and of ``slope * k``; then ``dq = scale * (second -
+    (delta - dlse) * third)``, with ``dp = dout @ v`` and the soft cap's ``slope``.
+    """
+    bias, rest = queries.bias, queries._replace(bias=None)
+
+    def of_block(block: tuple[SampledKeys, Array | None]) -> Partial:
+        some, columns = block
+        given = rest if columns is None else rest._replace(bias=jnp.moveaxis(columns, 0, -1))
+        return _means_of_block(rule, given, some, precision)
+
+    columns = None if bias is None else jnp.moveaxis(bias, -1, 0)
+    return merged(_in_blocks(of_block, (keys, columns)))
+
+
+def key_sums(
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    lse: Array,
+    delta: Array,
+    precision: Precision,
+) -> Array:
+    """What queries add to keys: dK, dV and sums of weights, ``[m, K, D + Dv + 1]``.
+
+    Args:
+        rule: What scores share.
+        queries: With ``dout``.
+        keys: The keys.
+        lse: Of the queries, over all keys, ``[n, H]``.
+        delta: ``rowsum(dout * out) - dlse``, ``[n, H]``.
+        precision: Where to round.
+    """
+    wide, (_, kv_heads, _) = precision.wide, keys.k.shape
+
+    def of_block(block: tuple[SampledQueries, Array, Array]) -> Array:
+        some, some_lse, some_delta = block
+        scores = _scores(rule, some, keys, precision)
+        q, dout, _, v = _finite(scores.visible, some, keys, wide)
+        rows_lse, rows_delta = (_by_head(x.astype(wide), kv_heads) for x in (some_lse, some_delta))
+        safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
+        p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
+        dp = jnp.einsum("nkgd,mkd->kgnm", dout, v) * scores.keep
+        ds = p * (dp - rows_delta) * scores.slope * rule.scale
+        dk = jnp.einsum("kgnm,nkgd->mkd", precision.round(ds), q)
+        dv = jnp.einsum("kgnm,nkgd->mkd", precision.round(p * scores.keep), dout)
+        return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
+
+    sums: Array = _in_blocks(of_block, (queries, lse, delta)).sum(axis=0)
+    return sums
+
+
+class _Scores(NamedTuple):
+    """Scores and what belongs to them, ``[K, G, n, m]`` or broadcast to it."""
+
+    x: Array  # after cap, bias and ALiBi
+    slope: Array | float  # derivative of the soft cap
+    visible: Array
+    keep: Array | float  # dropout's factor
+
+
+def _scores(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> _Scores:
+    wide, kv_heads = precision.wide, keys.k.shape[1]
+    heads = queries.q.shape[1]
+    visible = _visible(rule.mask, queries, keys)[None, None]
+    bias = None
+    if queries.bias is not None:
+        bias = jnp.moveaxis(queries.bias, 1, 0).astype(wide)
+        shape = (1, 1) if bias.shape[0] == 1 else (kv_heads, heads // kv_heads)
+        bias = bias.reshape(*shape, *bias.shape[1:])
+        visible = visible & (bias > -jnp.inf)
+    q, _, k, _ = _finite(visible, queries, keys, wide)
+    if precision.reverse:
+        q, k = q[..., ::-1], k[..., ::-1]
+    x = jnp.einsum("nkgd,mkd->kgnm", q, k) * rule.scale
+    slope: Array | float = 1.0
+    keep: Array | float = 1.0
+    if rule.softcap is not None:
+        squashed = jnp.tanh(x / rule.softcap)
+        x, slope = squashed * rule.softcap, 1 - squashed * squashed
+    if bias is not None:
+        x = x + bias
+    if rule.slopes is not None:
+        distance = jnp.abs(queries.position[:, None] - keys.position).astype(wide)
+        x = x - rule.slopes.astype(wide).reshape(kv_heads, -1, 1, 1) * distance
+    if rule.dropout_p > 0:
+        assert rule.seed is not None
+        each = (rule.head + jnp.arange(heads, dtype=jnp.int32)).reshape(kv_heads, -1, 1, 1)
+        kept = dropout_keep(
+            rule.dropout_p, rule.seed, rule.batch, each, queries.indices[:, None], keys.position
+        )
+        keep = kept.astype(wide) / (1 - rule.dropout_p)
+    return _Scores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
+
+
+def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
+    """The mask's rule, ``[n, m]``."""
+    q_pos, k_pos = queries.position[:, None], keys.position[None]
+    seen = jnp.broadcast_to(
+        jnp.asarray(mask.rule(q_pos, k_pos), bool), (len(queries.position), len(keys.position))
+    )
+    if mask.document_offsets is not None:
+        offsets = jnp.asarray(mask.document_offsets.astype(np.int32))
+        q_doc, k_doc = (
+            jnp.searchsorted(offsets, x, side="right") for x in (queries.position, keys.position)
+        )
+        seen = seen & (q_doc[:, None] == k_doc)
+    if queries.ids is not None and keys.ids is not None:
+        seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
+    return seen
+
+
+def _means_of_block(
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+) -> Partial:
+    scores = _scores(rule, queries, keys, precision)
+    _, dout, k, v = _finite(scores.visible, queries, keys, precision.wide)
+    x = jnp.where(scores.visible, scores.x, -jnp.inf)
+    top = x.max(axis=-1, keepdims=True)
+    weights = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    lse = _by_row((top + jnp.log(total))[..., 0])
+    p = weights / jnp.where(total == 0, 1.0, total)
+
+    def mean(weights: Array, values: Array) -> Array:
+        found = jnp.einsum("kgnm,mkd->nkgd", precision.round(weights), values)
+        return found.reshape(len(found), -1, found.shape[-1])
+
+    if queries.dout is None:
+        return Partial(lse, mean(p * scores.keep, v))
+    dp = jnp.einsum("nkgd,mkd->kgnm", dout, v) * scores.keep
+    delta = _by_row((p * dp).sum(axis=-1))[..., None]
+    parts = [delta, mean(p * dp * scores.slope, k), mean(p * scores.slope, k)]
+    return Partial(lse, jnp.concatenate(parts, axis=-1))
+
+
+def _finite(
+    visible: Array, queries: SampledQueries, keys: SampledKeys, wide: Any
+) -> tuple[Array, Array, Array, Array]:
+    """``q``, ``dout`` ``[n, K, G, D]`` and ``k``, ``v``, zero where nothing is seen."""
+    n, heads, _ = queries.q.shape
+    kv_heads = keys.k.shape[1]
+    dout = jnp.zeros((n, heads, keys.v.shape[2]), wide) if queries.dout is None else queries.dout
+    some = visible.any(axis=(0, 1))
+    sees, seen = some.any(axis=1)[:, None, None], some.any(axis=0)[:, None, None]
+    q, dout = (
+        jnp.where(sees, x.astype(wide), 0).reshape(n, kv_heads, heads // kv_heads, -1)
+        for x in (queries.q, dout)
+    )
+    k, v = (jnp.where(seen, x.astype(wide), 0) for x in (keys.k, keys.v))
+    return q, dout, k, v
+
+
+def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
+    """A function of blocks of arrays along their first dimension, all results stacked."""
+    length = len(jax.tree.leaves(arrays)[0])
+    size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
+    axes = varying_axes(arrays)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
+    return match_varying(lax.map(function, blocks), axes)
+
+
+def _weight(part: Array, total: Array) -> Array:
+    """The share of a part's softmax mass; 0 where there is none."""
+    return jnp.exp(part - jnp.where(total == -jnp.inf, 0.0, total))
+
+
+def _by_head(x: Array, kv_heads: int) -> Array:
+    """``[n, H]`` as ``[K, G, n, 1]``."""
+    return x.T.reshape(kv_heads, -1, len(x), 1)
+
+
+def _by_row(x: Array) -> Array:
+    """``[K, G, n]`` as ``[n, H]``."""
+    return x.reshape(-1, x.shape[-1]).T

@@ -1,0 +1,365 @@
+"""Some rows of a call's results, asked of all ranks, and compared on the host.
+
+Every rank shows the others its rows, computes for theirs over its own keys, and gets back what
+belongs to its own. What each has found is gathered, so that the hosts of all ranks see the same,
+and raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from ring_core import WrongResultError
+from ring_core.tripwire import SAMPLES, Kind, SampledRows
+from ring_jax.collectives import Ranks
+from ring_jax.rank_view import local_positions
+from ring_jax.records import Array, Inputs, Static
+from ring_jax.tripwire.dense import (
+    EXACT,
+    Partial,
+    Rule,
+    SampledKeys,
+    SampledQueries,
+    key_sums,
+    merged,
+    plain_precision,
+    query_means,
+)
+
+_SPREAD = 64  # tokens whose numbers tell calls apart
+Results = dict[str, tuple[Array, ...]]
+_KINDS: tuple[Kind, ...] = ("queries", "keys")
+
+
+def check_forward(static: Static, inputs: Inputs, out: Array, lse: Array) -> None:
+    """Check a forward, if it is this call's turn: ``out [B, T, H, Dv]`` and ``lse [B, H, T]``."""
+
+    def run(number: Array) -> None:
+        sample = _Sample.of(static, inputs, number)
+        rows = sample.own("queries")
+        exact, plain = sample.means(None)
+        size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
+        taken = lse[sample.batch][:, rows].T[..., None]
+        results: Results = {
+            "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
+            "lse": (taken, exact.lse[..., None], plain.lse[..., None], jnp.ones(SAMPLES)),
+        }
+        sample.judge("forward", {"queries": results})
+
+    _in_turn(static, inputs, run)
+
+
+def check_backward(
+    static: Static, inputs: Inputs, results: tuple[Array, Array], upstream: tuple[Array, Array],
+    grads: tuple[Array, Array, Array],
+) -> None:  # fmt: skip
+    """Check a backward, if it is this call's turn.
+
+    Args:
+        static: The call.
+        inputs: This rank's.
+        results: The forward's ``out [B, T, H, Dv]`` and ``lse [B, H, T]``.
+        upstream: Their gradients.
+        grads: dQ, dK and dV, ``[B, T, heads, D]``.
+    """
+
+    def run(number: Array) -> None:
+        sample = _Sample.of(static, inputs, number)
+        b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
+        (dout, _), (dq, dk, dv) = upstream, grads
+        wide = jnp.float64
+        lengths = jnp.linalg.norm(dout[b, rows].astype(wide), axis=-1).max(axis=-1)
+        # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
+        lse = results[1][b].astype(wide)
+        digits = 1 + jnp.abs(jnp.where(jnp.isfinite(lse), lse, 0))
+        scale, v_long = abs(static.scale), _longest(inputs.v)
+        size = scale * lengths * _largest(inputs.k) * v_long * digits[:, rows].max(axis=0)
+        q_side: Results = {"dq": (dq[b, rows], *sample.dq(results, upstream), size)}
+        exact, plain = sample.key_sums(results, upstream)
+        weights = exact[..., -1].max(axis=-1) * digits.max()
+        long, dim = _longest(dout), inputs.k.shape[3]
+        sizes = {
+            "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(inputs.q)),
+            "dv": (dv, slice(dim, -1), weights * long),
+        }
+        k_side: Results = {
+            name: (x[b, columns], exact[..., part], plain[..., part].astype(x.dtype), size)
+            for name, (x, part, size) in sizes.items()
+        }
+        sample.judge("backward", {"queries": q_side, "keys": k_side})
+
+    _in_turn(static, inputs, run)
+
+
+def _in_turn(static: Static, inputs: Inputs, run: Callable[[Array], None]) -> None:
+    """Run a check in one call of so many, told apart by the numbers in ``q``."""
+    if inputs.q.size == 0:
+        return
+    number = _number(static, inputs.q)
+
+    def checked() -> None:
+        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+            run(number)
+
+    if static.check == 1:
+        checked()
+    else:
+        turn = number % jnp.uint32(static.check) == 0
+        lax.cond(turn, checked, lambda: None)
+
+
+def _number(static: Static, q: Array) -> Array:
+    """A number of the call's, equal on all ranks; uint32."""
+    taken = q[:, :: max(1, q.shape[1] // _SPREAD)]
+    width = jnp.uint16 if taken.dtype.itemsize == 2 else jnp.uint32
+    words = lax.bitcast_convert_type(taken, width).astype(jnp.uint32).reshape(-1)
+    weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
+    own = (words * weights).sum(dtype=jnp.uint32)
+    return _mixed(_summed(static, lax.bitcast_convert_type(own, jnp.int32)))
+
+
+def _summed(static: Static, x: Array) -> Array:
+    """Over all ranks, as unsigned."""
+    total = x if static.axis_name is None else lax.psum(x, static.axis_name)
+    return lax.bitcast_convert_type(total, jnp.uint32)
+
+
+def _mixed(x: Array) -> Array:
+    """All bits of a word from all of its bits (the finalizer of MurmurHash3)."""
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x ^ (x >> jnp.uint32(16))
+
+
+class _Sample(NamedTuple):
+    """One batch row of a call, and four queries and keys of each rank."""
+
+    static: Static
+    inputs: Inputs
+    number: Array
+    batch: Array  # which row
+    rule: Rule
+
+    @classmethod
+    def of(cls, static: Static, x: Inputs, number: Array) -> _Sample:
+        """The sample of a call."""
+        batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
+        slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
+        offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
+        rule = Rule(
+            static.plan.mask, static.scale, static.softcap, static.dropout_p, slopes, x.seed,
+            batch + offsets[0], offsets[1],
+        )  # fmt: skip
+        return cls(static, x, number, batch, rule)
+
+    @property
+    def ring(self) -> Ranks:
+        """The devices of the call."""
+        return Ranks(self.static.axis_name, self.static.plan.cp_size)
+
+    def of_all(self, kind: Kind) -> Array:
+        """Local indices of the samples of all ranks, int32 ``[P, 4]``."""
+        plan, size = self.static.plan, self.ring.size
+        length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
+        counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
+        seeds = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
+        return (_mixed(seeds ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
+
+    def own(self, kind: Kind) -> Array:
+        """Those of this rank."""
+        return self.of_all(kind)[self.ring.rank()]
+
+    def positions(self, kind: Kind) -> Array:
+        """Global indices of the samples of all ranks, int32 ``[P * 4]``."""
+        plan = self.static.plan
+        layout = plan.q_layout if kind == "queries" else plan.k_layout
+        every = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+        return jnp.take_along_axis(every, self.of_all(kind), axis=1).reshape(-1)
+
+    def means(self, dout: Array | None) -> tuple[Partial, Partial]:
+        """Of this rank's queries over all keys and sinks: exact, and by a plain implementation."""
+        x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
+        rows = self.own("queries")
+        indices = self.positions("queries")
+        queries = SampledQueries(
+            ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
+            None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
+            None if dout is None else ring.gather(dout[b, rows], 0),
+        )  # fmt: skip
+        keys = SampledKeys(
+            x.k[b], x.v[b], local_positions(plan.k_layout, ring.rank()),
+            None if x.k_ids is None else x.k_ids[b],
+        )  # fmt: skip
+        found = []
+        for precision in (EXACT, plain_precision(self.static.dtype)):
+            part = query_means(self.rule, queries, keys, precision)
+            whole = merged(Partial(*(self._home(y) for y in part)))
+            found.append(whole if x.sinks is None else whole.with_sinks(x.sinks))
+        return found[0], found[1]
+
+    def dq(
+        self, results: tuple[Array, Array], upstream: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """The gradients of this rank's queries: exact, and by a plain implementation."""
+        b, rows = self.batch, self.own("queries")
+        dout, out = (y[b, rows].astype(jnp.float64) for y in (upstream[0], results[0]))
+        shift = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
+        # Who keeps ``out`` only, takes delta from what was rounded.
+        rounded = (dout * out).sum(axis=-1, keepdims=True)
+        found = []
+        for part, known in zip(self.means(upstream[0]), (None, rounded), strict=True):
+            means = part.means.astype(jnp.float64)
+            delta, second, third = jnp.split(means, [1, 1 + self.static.head_dim], axis=-1)
+            delta = (delta if known is None else known) - shift
+            found.append(self.static.scale * (second - delta * third))
+        return found[0], found[1].astype(self.inputs.q.dtype)
+
+    def key_sums(
+        self, results: tuple[Array, Array], upstream: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """dK, dV and sums of weights of this rank's keys, side by side: exact, and plain."""
+        x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
+        columns, position = self.own("keys"), self.positions("keys")
+        keys = SampledKeys(
+            ring.gather(x.k[b, columns], 0), ring.gather(x.v[b, columns], 0), position,
+            None if x.k_ids is None else ring.gather(x.k_ids[b, columns], 0),
+        )  # fmt: skip
+        indices = local_positions(plan.q_layout, ring.rank())
+        bias = None
+        if x.bias is not None:
+            bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
+        queries = SampledQueries(
+            x.q[b], indices, indices + plan.q_offset, None if x.q_ids is None else x.q_ids[b],
+            bias, upstream[0][b],
+        )  # fmt: skip
+        wide = [y[b].astype(jnp.float64) for y in (upstream[0], results[0], upstream[1])]
+        delta = (wide[0] * wide[1]).sum(axis=-1) - wide[2].T
+        found = []
+        for precision in (EXACT, plain_precision(self.static.dtype)):
+            sums = key_sums(self.rule, queries, keys, results[1][b].T, delta, precision)
+            found.append(self._home(sums).sum(axis=0))
+        return found[0], found[1]
+
+    def _bias_of(self, rows: Array) -> Array | None:
+        """The bias of all ranks' samples for this rank's keys, ``[P * 4, H or 1, m]``."""
+        x, layout = self.inputs, self.static.plan.k_layout
+        if x.bias is None:
+            return None
+        mine = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
+        every = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+        parts = jnp.moveaxis(jnp.take(mine, every, axis=2), 2, 0)  # [P, 4, H or 1, m]
+        came = self._exchanged(parts)
+        return came.reshape(-1, *came.shape[2:])
+
+    def _home(self, x: Array) -> Array:
+        """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""
+        return self._exchanged(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
+
+    def _exchanged(self, x: Array) -> Array:
+        """Part ``n`` goes to rank ``n``."""
+        if self.static.axis_name is None:
+            return x
+        moved: Array = lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True)
+        return moved
+
+    def judge(self, which: str, results: dict[Kind, Results]) -> None:
+        """Show the hosts of all ranks what was found; they compare and raise."""
+        arrays: list[Array] = []
+        names: list[tuple[Kind, str]] = []
+        for kind, found in results.items():
+            for name, parts in found.items():
+                names.append((kind, name))
+                arrays += [self.ring.gather(self._for_host(x)[None], 0) for x in parts]
+        picked = [self.of_all(kind) for kind in _KINDS]
+        jax.debug.callback(
+            partial(_compare, _Words.of(self.static, self.inputs, which), tuple(names)),
+            self.number, self.batch, *picked, *arrays,
+        )  # fmt: skip
+
+    def _for_host(self, x: Array) -> Array:
+        """A float64 as two float32, which callbacks take where jax has no 64 bits."""
+        x = x.astype(jnp.float64)
+        if self.static.dtype == "float64":
+            return x
+        high = x.astype(jnp.float32)
+        return jnp.stack([high, (x - high.astype(jnp.float64)).astype(jnp.float32)])
+
+
+class _Words(NamedTuple):
+    """What an error says of a call."""
+
+    which: str
+    dtype: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    call: str
+
+    @classmethod
+    def of(cls, static: Static, x: Inputs, which: str) -> _Words:
+        """Of a call."""
+        batch, length, heads, _ = x.q.shape
+        shapes = (
+            ("out", (batch, length, heads, x.v.shape[3])), ("lse", (batch, heads, length)),
+            ("dq", x.q.shape), ("dk", x.k.shape), ("dv", x.v.shape),
+        )  # fmt: skip
+        plan = static.plan
+        kernels = ", ".join(repr(kernel.capabilities.name) for kernel in static.kernels)
+        call = (
+            f"Kernel {kernels}, strategy {static.strategy!r}, layout {str(plan.q_layout.name)!r}, "
+            f"mask {plan.mask.describe()!r}, {plan.cp_size} ranks"
+        )
+        return cls(which, static.dtype, shapes, call)
+
+
+def _compare(
+    words: _Words, names: tuple[tuple[Kind, str], ...], number: Any, batch: Any, *arrays: Any
+) -> None:
+    """Compare on the host.
+
+    Raises:
+        WrongResultError: A result is beyond its limit.
+    """
+    picked = dict(zip(_KINDS, arrays[:2], strict=True))
+    found, shapes = [], dict(words.shapes)
+    for n, (kind, name) in enumerate(names):
+        parts = [_joined(words.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
+        for rank, rows in enumerate(zip(*parts, strict=True)):
+            worst = SampledRows(*rows).worst(words.dtype)
+            if worst is None:
+                continue
+            token = int(picked[kind][rank][worst.row])
+            at = [int(batch), token, worst.head, worst.dim]
+            at = [int(batch), worst.head, token] if name == "lse" else at
+            text = worst.describe(name, ", ".join(map(str, at)), tuple(shapes[name]))
+            found.append(f"rank {rank}: {text}")
+    if found:
+        raise WrongResultError(
+            f"call {int(number):08x} ({words.which}) is wrong. {'; '.join(found)}. {words.call}. "
+            f"Every rank raises this. To find out more: python -m ring_jax doctor, and the same "
+            f"call with kernel='xla' and strategy='ring'"
+        )
+
+
+def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:
+    """``[P, ...]`` in float64, from one array or from pairs."""
+    found: npt.NDArray[np.float64] = np.asarray(x, np.float64)
+    return found if dtype == "float64" else found[:, 0] + found[:, 1]
+
+
+def _largest(x: Array) -> Array:
+    """The largest finite number's size."""
+    size = jnp.abs(x.astype(jnp.float64))
+    return jnp.where(jnp.isfinite(size), size, 0).max()
+
+
+def _longest(x: Array) -> Array:
+    """The largest length of a finite vector of the last dimension."""
+    size = jnp.linalg.norm(x.astype(jnp.float64), axis=-1)
+    return jnp.where(jnp.isfinite(size), size, 0).max()

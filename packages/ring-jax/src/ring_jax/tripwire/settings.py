@@ -1,0 +1,59 @@
+"""Which calls are checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from ring_core.base.arguments import check_size
+from ring_core.tripwire import VARIABLE, every_of
+
+_every: Any = jax.make_user_context(default_value=None)  # programs are compiled anew for another
+
+
+@contextmanager
+def check(every: int = 1) -> Iterator[None]:
+    """Check calls of attention inside: a few rows each, against dense attention in float64.
+
+    A checked call takes four query rows of each rank. All ranks get them, and each computes ``(out,
+    lse)`` over its own keys in float64, by the mask's rule over positions; merged, they must be the
+    call's result, within twice the error of a plain implementation in the same dtype. In the
+    backward dQ of four rows and dK, dV of four keys of each rank are checked alike. The bytes of
+    the collectives of a traced call must be the program's.
+
+    A compiled program counts no calls: which ones are checked, and which rows, follows from the
+    numbers in ``q``; of many different calls it is one in ``every``. What is wrong is raised by
+    a callback of the host, as jax does it: a ``JaxRuntimeError`` that names
+    :class:`ring_core.WrongResultError`.
+
+    The environment variable ``RING_CHECK``, ``1`` or ``every:100``, does the same where this
+    context is not used; it is read when a call is traced, so set it before anything is compiled.
+
+    Args:
+        every: Check one in so many calls; 0 checks none.
+
+    Raises:
+        ValueError: ``every`` is no whole number, or below 0.
+        WrongResultError: A traced call's collectives carry other bytes than its program.
+
+    Example::
+
+        with ring_jax.check(every=100):
+            train()
+    """
+    with _every(check_size("every", every, low=0)):
+        yield
+
+
+def checked_every() -> int:
+    """Every which call is checked now; 0 is none.
+
+    Raises:
+        ValueError: ``RING_CHECK`` says something else.
+    """
+    every = _every.value
+    return every_of(os.environ.get(VARIABLE)) if every is None else int(every)

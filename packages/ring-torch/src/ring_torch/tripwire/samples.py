@@ -1,0 +1,291 @@
+"""Some rows of a call's results, asked of all ranks and compared.
+
+Every rank shows the others its rows, computes for theirs over its own keys, and gets back what
+belongs to its own: two exchanges of a few rows, and one of what was found, so that a fault on one
+rank is an error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ring_core.tripwire import Kind, SampledRows, sampled
+from ring_torch.call import Call
+from ring_torch.comm.exchange import exchange
+from ring_torch.records import BackwardInputs, Inputs
+from ring_torch.strategies.single import folded
+from ring_torch.tripwire.dense import (
+    EXACT,
+    Partial,
+    Rule,
+    SampledKeys,
+    SampledQueries,
+    key_sums,
+    merged,
+    plain_precision,
+    query_means,
+)
+from ring_torch.tripwire.traffic import Pass, Watch
+
+Ints = npt.NDArray[np.int64]
+_NOTE = 2048  # bytes of what a rank has found
+
+Compared = tuple[Tensor, Tensor, Tensor, Tensor]  # got, exact, plain [4, H, D], size of terms [4]
+
+
+class Sample(NamedTuple):
+    """One batch row of a call, and four queries and keys of each rank."""
+
+    call: Call
+    inputs: Inputs
+    batch: int
+    rule: Rule
+
+    @classmethod
+    def of(cls, call: Call, inputs: Inputs) -> Sample:
+        """The sample of a call that is checked; there is a batch row at least."""
+        batch = call.checked % inputs.q.shape[0]
+        slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
+        own = None if slopes is None else slopes[batch % len(slopes)]
+        return cls(call, inputs, batch, Rule(call.params, batch, own))
+
+    def own(self, kind: Kind) -> Tensor:
+        """Local indices of this rank's."""
+        return torch.as_tensor(self._picked(kind, self.call.ring.rank), device=self.call.device)
+
+    def out_and_lse(self) -> tuple[Partial, Partial]:
+        """The results of this rank's queries: exact, and by a plain implementation."""
+        exact, plain = self._means(None)
+        return exact, plain
+
+    def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's queries: exact, and by a plain implementation."""
+        b, rows = self.batch, self.own("queries")
+        dout, out = (x[b, rows].double() for x in (upstream.dout, upstream.out))
+        shift = 0.0 if dlse is None else dlse[b, :, rows].t().double().unsqueeze(-1)
+        # Who keeps ``out`` only, takes delta from what was rounded.
+        rounded = (dout * out).sum(dim=-1, keepdim=True)
+        found = []
+        for part, known in zip(self._means(upstream.dout), (None, rounded), strict=True):
+            delta, second, third = part.means.double().split([1, *2 * [self.inputs.q.shape[3]]], -1)
+            delta = (delta if known is None else known) - shift
+            found.append(self.call.params.scale * (second - delta * third))
+        return found[0], found[1].to(self.call.dtype)
+
+    def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """dK, dV and sums of weights of this rank's keys, side by side: exact, and plain."""
+        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
+        columns = self.own("keys")
+        given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
+        k, v, *ids = (
+            torch.cat(x) for x in exchange(ring, [[x] * ring.size for x in given], call.device)
+        )
+        position = self._all_positions(call.plan.k_positions, "keys")
+        order = position.argsort()
+        keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
+        bias = None
+        if inputs.bias is not None:
+            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position)
+        q_ids = None if inputs.q_ids is None else inputs.q_ids[b]
+        index, q_position = (
+            torch.as_tensor(x(ring.rank), device=call.device)
+            for x in (call.plan.positions, call.plan.q_positions)
+        )
+        queries = SampledQueries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
+        delta = (upstream.dout[b].double() * upstream.out[b].double()).sum(dim=-1)
+        delta = delta if dlse is None else delta - dlse[b].t().double()
+        sums = [
+            key_sums(self.rule, queries, keys, upstream.lse[b].t(), delta, each)
+            for each in (EXACT, plain_precision(call.dtype))
+        ]
+        home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
+        exact, plain = (sum(x) for x in exchange(ring, home, call.device))
+        assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
+        return exact, plain
+
+    def _means(self, dout: Tensor | None) -> tuple[Partial, Partial]:
+        """Of this rank's queries over all keys, sinks among these: exact, and plain."""
+        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
+        rows = self.own("queries")
+        parts = [[inputs.q[b, rows]] * ring.size]
+        parts += [[dout[b, rows]] * ring.size] if dout is not None else []
+        parts += [[inputs.q_ids[b, rows]] * ring.size] if inputs.q_ids is not None else []
+        if inputs.bias is not None:
+            mine = inputs.bias[b % len(inputs.bias)][:, rows]
+            theirs = (
+                torch.as_tensor(call.plan.k_positions(x), device=call.device)
+                for x in range(ring.size)
+            )
+            parts += [[mine.index_select(-1, columns).transpose(0, 1) for columns in theirs]]
+        came = iter([torch.cat(x) for x in exchange(ring, parts, call.device)])
+        q, douts = next(came), None if dout is None else next(came)
+        q_ids = None if inputs.q_ids is None else next(came)
+        bias = None if inputs.bias is None else next(came).transpose(0, 1)
+        index = self._all_positions(call.plan.positions, "queries")
+        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, douts)
+        k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
+        position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
+        keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
+        found = [
+            query_means(self.rule, queries, keys, each)
+            for each in (EXACT, plain_precision(call.dtype))
+        ]
+        home = [list(x.chunk(ring.size)) for part in found for x in part]
+        lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
+        exact = merged([Partial(*x) for x in zip(lse, means, strict=True)])
+        plain = merged([Partial(*x) for x in zip(plain_lse, plain_means, strict=True)])
+        if inputs.sinks is not None:
+            exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
+        return exact, plain
+
+    def _picked(self, kind: Kind, rank: int) -> Ints:
+        layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
+        return sampled(kind, self.call.checked, rank, layout.local_len)
+
+    def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
+        """Of all ranks' samples, one rank's after the other."""
+        ranks = range(self.call.ring.size)
+        every = [positions(rank)[self._picked(kind, rank)] for rank in ranks]
+        return torch.as_tensor(np.concatenate(every), device=self.call.device)
+
+    def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
+        """What is wrong with this rank's, a line for each result."""
+        found = []
+        for name, (got, *others, terms) in results.items():
+            arrays = (x.detach().double().cpu().numpy() for x in (got, *others, terms))
+            worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
+            if worst is None:
+                continue
+            token = int(self._picked(kind, self.call.ring.rank)[worst.row])
+            at = [self.batch, token, worst.head, worst.dim]
+            if name == "lse":
+                at = [self.batch, worst.head, token]
+            found.append(worst.describe(name, ", ".join(map(str, at)), self._shape(name)))
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        q, k, v = self.inputs[:3]
+        batch, length, heads, _ = q.shape
+        shapes = {"out": (batch, length, heads, v.shape[3]), "lse": (batch, heads, length)}
+        return shapes.get(name) or tuple({"dq": q, "dk": k, "dv": v}[name].shape)
+
+    def agree(self, found: list[str], what: str) -> str | None:
+        """What all ranks have found, in words; ``None`` if nothing."""
+        call, ring = self.call, self.call.ring
+        note = "; ".join(found).encode()[:_NOTE].ljust(_NOTE, b"\0")
+        mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
+        notes = exchange(ring, [[mine] * ring.size], call.device)[0]
+        words = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in notes]
+        if not any(words):
+            return None
+        lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(words) if text)
+        return (
+            f"call {call.checked} ({what}) is wrong. {lines}. {_described(call)}. Every rank of the "
+            f"group raises this. To find out more: python -m ring_torch doctor, and the same call with "
+            f"kernel='eager' and strategy='ring'"
+        )
+
+
+def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch) -> str | None:
+    """What is wrong with a forward on any rank, in words; ``None`` if nothing is found.
+
+    Args:
+        call: A call that is checked.
+        inputs: This rank's.
+        out: ``[B, T_local, H, Dv]``, in the inputs' dtype.
+        lse: ``[B, H, T_local]``, sinks included.
+        seen: What its strategy sent, and when.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    if inputs.q.shape[0] == 0:
+        return None
+    sample = Sample.of(call, inputs)
+    rows, (exact, plain) = sample.own("queries"), sample.out_and_lse()
+    size = _largest(inputs.v).expand(len(rows))
+    results = {"out": (out[sample.batch, rows], exact.means, plain.means.to(call.dtype), size)}
+    if call.params.needs_lse:
+        lse = lse[sample.batch, :, rows].t().unsqueeze(-1)
+        results["lse"] = (
+            lse,
+            exact.lse.unsqueeze(-1),
+            plain.lse.unsqueeze(-1),
+            torch.ones(len(rows)),
+        )
+    found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
+    return sample.agree(found, "forward")
+
+
+def backward_faults(
+    call: Call, inputs: Inputs, upstream: BackwardInputs, dlse: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor], seen: Watch, *, fetches: bool,
+) -> str | None:  # fmt: skip
+    """What is wrong with a backward on any rank, in words; ``None`` if nothing is found.
+
+    Args:
+        call: A call that is checked.
+        inputs: This rank's.
+        upstream: ``dout``, and the forward's ``out`` and ``lse``.
+        dlse: The gradient of ``lse``, ``[B, H, T_local]``.
+        grads: dQ, dK and dV, in the inputs' dtype.
+        seen: What its strategy sent, and when.
+        fetches: Whether keys that are gathered had to be fetched again.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    if inputs.q.shape[0] == 0:
+        return None
+    sample, (q, k, v) = Sample.of(call, inputs), inputs[:3]
+    b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
+    dq, dk, dv = grads
+    lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
+    # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
+    digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
+    size = abs(call.params.scale) * lengths * _largest(k) * _longest(v)
+    size = size * digits[:, rows].amax(dim=0)
+    found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
+    exact, plain = sample.key_sums(upstream, dlse)
+    weights = exact[..., -1].amax(dim=-1) * digits.amax()
+    dout_size, dim = _longest(upstream.dout), k.shape[3]
+    sizes = {
+        "dk": (
+            dk,
+            slice(dim),
+            abs(call.params.scale) * weights * dout_size * _longest(v) * _largest(q),
+        ),
+        "dv": (dv, slice(dim, -1), weights * dout_size),
+    }
+    results = {
+        name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)
+        for name, (x, part, size) in sizes.items()
+    }
+    found += sample.faults("keys", results)
+    found += Pass(call, inputs, forward=False, fetches=fetches).faults(seen)
+    return sample.agree(found, "backward")
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest finite number's size."""
+    return x.double().abs().nan_to_num(posinf=0.0).amax()
+
+
+def _longest(x: Tensor) -> Tensor:
+    """The largest length of a finite vector of the last dimension."""
+    lengths: Tensor = x.double().norm(dim=-1)
+    return lengths.nan_to_num(posinf=0.0).amax()
+
+
+def _described(call: Call) -> str:
+    return (
+        f"Kernel {call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
+        f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+        f"{call.plan.mask.describe()!r}, {call.ring.size} ranks"
+    )

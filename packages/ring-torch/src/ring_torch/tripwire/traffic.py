@@ -1,0 +1,194 @@
+"""What a pass of a checked call sent and how long it took, and what it has to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_core import WorkItem, gather_program
+from ring_core.cost import BACKWARD_FLOPS, Model
+from ring_core.tripwire import peak_tflops
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call
+from ring_torch.comm.handshake import HEADER_BYTES
+from ring_torch.payload import KVPayload, keys_of, packing_of
+from ring_torch.records import Inputs
+
+_SENDS = frozenset({"c10d::send", "c10d::alltoall_", "c10d::alltoall_base_"})
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes that are sent inside, at torch's own operations, and takes the time.
+
+    Copies out of the peers' memory are no operations of a process group, and are not counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # as torch has it
+        self.sent = 0
+        self._device = device
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._mark()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count what an operation sends, and run it."""
+        del types
+        if func.namespace == "c10d" and func._schema.name in _SENDS:  # noqa: SLF001 - its name
+            tensors = args[0] if isinstance(args[0], list) else [args[1]]
+            self.sent += sum(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last operation inside, on a GPU by its own clock."""
+        first, last = self._marks
+        if self._device.type != "cuda":
+            return float(last - first)
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    def _mark(self) -> None:
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+
+class Pass(NamedTuple):
+    """A pass of a call, for what is expected of it."""
+
+    call: Call
+    inputs: Inputs
+    forward: bool
+    fetches: bool = True  # whether gathered keys are fetched; a backward may have them saved
+
+    def faults(self, seen: Watch) -> list[str]:
+        """What is wrong with bytes and time, a line each."""
+        found = []
+        call = self.call
+        if call.ring.size > 1 and call.transport == "p2p":
+            expected = HEADER_BYTES + _EXPECTED[call.strategy.name](self)
+            if seen.sent != expected:
+                found.append(f"{seen.sent:,} bytes were sent, and the program sends {expected:,}")
+        peak = peak_tflops(_device_name(call.device))
+        if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
+            rate = self._flops() / seen.seconds / 1e12
+            if rate > peak:
+                found.append(
+                    f"{rate:,.0f} TFLOP/s, and the device has {peak:,.0f}: work was left out"
+                )
+        return found
+
+    def query_bytes(self) -> int:
+        """Of one token's query rows, as a helper gets them."""
+        x = self.inputs
+        given = [y[:, :1] for y in (x.q, x.q_ids) if y is not None]
+        given += [x.bias[:, :, :1]] if x.bias is not None else []
+        size = sum(y.numel() * y.element_size() for y in given)
+        if not self.forward:
+            batch, _, heads, _ = x.q.shape
+            numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
+            size += (
+                batch * heads * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.acc_bytes)
+            )
+        return size
+
+    def result_bytes(self) -> int:
+        """Of one token's results, as a helper sends them home."""
+        x = self.inputs
+        batch, _, heads, dim = x.q.shape
+        if self.forward:
+            return batch * heads * (x.v.shape[3] + 1) * self.acc_bytes
+        bias = x.bias[:, :, :1].numel() if x.bias is not None and self.call.params.bias_grad else 0
+        return (batch * heads * dim + bias) * self.acc_bytes
+
+    @property
+    def acc_bytes(self) -> int:
+        """Bytes of an accumulator."""
+        return self.call.acc_dtype.itemsize
+
+    def _flops(self) -> float:
+        """The visible pairs that this rank computes, in matmuls."""
+        q, _, v = self.inputs[:3]
+        model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
+        pairs = self.call.program.work().sum(axis=0)
+        whole_heads = self.call.strategy.name == "ulysses"  # of all tokens, as on every rank
+        own = pairs.mean() if whole_heads else pairs[self.call.ring.rank]
+        return float(own) * model.flops_per_pair * (1.0 if self.forward else BACKWARD_FLOPS)
+
+
+def _ring(one: Pass) -> int:
+    call, inputs = one.call, one.inputs
+    program, rank, keys = call.program, call.ring.rank, keys_of(inputs)
+    sent = 0
+    for stage in program.forward if one.forward else program.backward:
+        if stage.kv_hop is not None:
+            sent += packing_of(keys).size
+        if stage.grad_hop is not None and not one.forward:
+            sent += packing_of(keys[:2], call.acc_dtype).size
+        if stage.helps:
+            others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
+            sent += one.query_bytes() * _rows(program.remote_items(rank, stage.step))
+            sent += one.result_bytes() * _rows(others)
+    return sent
+
+
+def _gather(one: Pass) -> int:
+    call, rank = one.call, one.call.ring.rank
+    keys, sent = KVPayload.of(one.inputs), 0
+    peers = [x for x in range(call.ring.size) if x != rank]
+    if one.fetches:
+        asked = [
+            x for peer in peers for x in gather_program(call.plan, peer).fetches if x.rank == rank
+        ]
+        sent += sum(keys.size(x.source.stop - x.source.start) for x in asked)
+    if not one.forward:
+        had = [x for x in gather_program(call.plan, rank).fetches if x.rank != rank]
+        tokens = sum(x.source.stop - x.source.start for x in had)
+        sent += keys.batch * tokens * keys.width * one.acc_bytes
+    return sent
+
+
+def _ulysses(one: Pass) -> int:
+    """Parts of heads of all tokens there, and of results back; packed as they are sent."""
+    call, (q, k, v) = one.call, one.inputs[:3]
+    parts = call.ring.size
+    batch, length, heads, _ = q.shape
+    per_head = {"q": q, "k": k, "v": v}
+    cut = {
+        name: ((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype)
+        for name, x in per_head.items()
+    }
+    out = ((batch, length, heads // parts, v.shape[3]), call.dtype)
+    row = ((batch, length, heads // parts), call.acc_dtype)
+    qkv, delta = [cut["q"], cut["k"], cut["v"]], [row] if call.kernel.needs_delta else []
+    messages = (qkv, [out, row]) if one.forward else ([out, *delta], qkv)
+    return (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
+
+
+#: Bytes a rank sends in a pass beside its header, by strategy.
+_EXPECTED: dict[str, Callable[[Pass], int]] = {
+    "ring": _ring, "balanced": _ring, "gather": _gather, "ulysses": _ulysses,
+}  # fmt: skip
+
+
+def _rows(items: tuple[WorkItem, ...] | list[WorkItem]) -> int:
+    return sum(x.q_stop - x.q_start for x in items)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

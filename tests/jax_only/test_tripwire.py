@@ -1,0 +1,277 @@
+"""The check that a job can leave on: right calls pass it, each fault trips it on all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from internals.jax import (
+    JAX_STRATEGIES,
+    StepRunner,
+    XlaKernel,
+    autodiff,
+    collectives,
+    own_message,
+    ring_strategy,
+)
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ring_jax
+from ring_jax import WrongResultError, ring_attention
+
+Patches = list[tuple[Any, str, Any]]
+SIZE = 3
+
+
+def in_kernels(change: Callable[[Any, Any], Any]) -> Patches:
+    """Kernels that are given something else than was asked for."""
+    attend, grads = XlaKernel.attend_into, XlaKernel.grads_into
+
+    def wrong_attend(self: Any, static: Any, rows: Any, columns: Any, work: Any, into: Any) -> Any:
+        static, work = change(static, work)
+        return attend(self, static, rows, columns, work, into)
+
+    def wrong_grads(
+        self: Any, static: Any, rows: Any, columns: Any, upstream: Any, work: Any, into: Any
+    ) -> Any:
+        static, work = change(static, work)
+        return grads(self, static, rows, columns, upstream, work, into)
+
+    return [(XlaKernel, "attend_into", wrong_attend), (XlaKernel, "grads_into", wrong_grads)]
+
+
+def scale_dropped() -> Patches:
+    """The scale that was asked for does not reach the kernel."""
+    return in_kernels(lambda static, work: (replace(static, scale=16**-0.5), work))
+
+
+def window_inverted() -> Patches:
+    """Left is taken for right."""
+    lo, hi = 6, 7  # columns of a table of items
+
+    def swap(static: Any, work: Any) -> Any:
+        items = work.items
+        turned = items.at[:, lo].set(-items[:, hi]).at[:, hi].set(-items[:, lo])
+        return static, work._replace(items=turned)
+
+    return in_kernels(swap)
+
+
+def one_head_wrong() -> Patches:
+    """A kernel that is a hundredth off in its last head."""
+    right = XlaKernel.attend_into
+
+    def wrong(self: Any, *args: Any) -> Any:
+        found = right(self, *args)
+        return found._replace(out=found.out.at[:, -1].multiply(1.01))
+
+    return [(XlaKernel, "attend_into", wrong)]
+
+
+def one_head_of_dk_wrong() -> Patches:
+    """The same in the backward, in the first head of keys."""
+    right = XlaKernel.grads_into
+
+    def wrong(self: Any, *args: Any) -> Any:
+        found = right(self, *args)
+        return found._replace(dkv=found.dkv.at[:, 0].multiply(1.01))
+
+    return [(XlaKernel, "grads_into", wrong)]
+
+
+def keys_one_hop_late() -> Patches:
+    """A step computes with this device's own keys, at the positions of others."""
+    right = StepRunner.attend
+
+    def wrong(self: Any, part: Any, q: Any, _: Any, into: Any, **named: Any) -> Any:
+        return right(self, part, q, own_message(self.inputs), into, **named)
+
+    return [(StepRunner, "attend", wrong)]
+
+
+def stale_keys_in_the_backward() -> Patches:
+    """What is saved are other keys than arrived last."""
+    right = autodiff._forward
+
+    def wrong(static: Any, inputs: Any) -> Any:
+        results, saved = right(static, inputs)
+        return results, saved._replace(last=jax.tree.map(lambda x: x[:, :, ::-1], saved.last))
+
+    attend = jax.custom_vjp(lambda static, inputs: wrong(static, inputs)[0], nondiff_argnums=(0,))
+    attend.defvjp(wrong, autodiff._backward)
+    return [(autodiff, "_attend", attend)]
+
+
+def nothing_is_sent() -> Patches:
+    """Hops are left out."""
+    return [(collectives.Ranks, "move", lambda _, x, *_hop: x)]
+
+
+def gradients_to_the_wrong_owner() -> Patches:
+    """Those of keys end one device too far."""
+    right = ring_strategy.RING.backward
+
+    def wrong(static: Any, *args: Any) -> Any:
+        found = right(static, *args)
+        ring = collectives.Ranks(static.axis_name, static.plan.cp_size)
+        return found._replace(dkv=ring.move(found.dkv, 1))
+
+    strategies = {**JAX_STRATEGIES, "ring": ring_strategy.RING._replace(backward=wrong)}
+    return [(autodiff, "STRATEGIES", strategies)]
+
+
+def last_step_dropped() -> Patches:
+    """The program forgets the step of the keys that come last."""
+    right = StepRunner.attend
+
+    def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
+        last = self.static.program.steps[-1].shift
+        return into if part.shift == last else right(self, part, q, held, into, **named)
+
+    return [(StepRunner, "attend", wrong)]
+
+
+def counted_twice() -> Patches:
+    """Every device's own keys count twice, as replicated tokens do in a ring."""
+    right = StepRunner.attend
+
+    def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
+        found = right(self, part, q, held, into, **named)
+        if part.shift:
+            return found
+        return right(self, part, q, held, found, fresh=False, last=named["last"])
+
+    return [(StepRunner, "attend", wrong)]
+
+
+FAULTS: dict[str, Callable[[], Patches]] = {
+    f.__name__: f
+    for f in (
+        scale_dropped, window_inverted, one_head_wrong, one_head_of_dk_wrong, keys_one_hop_late,
+        stale_keys_in_the_backward, nothing_is_sent, gradients_to_the_wrong_owner,
+        last_step_dropped, counted_twice,
+    )
+}  # fmt: skip
+#: Found when a call is traced, from its collectives.
+IN_TRACES = ("nothing_is_sent", "gradients_to_the_wrong_owner")
+
+
+@contextmanager
+def broken(fault: str) -> Iterator[None]:
+    """One of the faults; programs compiled before, or in between, are for nobody else."""
+    with ExitStack() as stack:
+        for target, attribute, replacement in FAULTS[fault]():
+            stack.enter_context(patch.object(target, attribute, replacement))
+        autodiff._compiled.cache_clear()
+        jax.clear_caches()
+        yield
+    autodiff._compiled.cache_clear()
+    jax.clear_caches()
+
+
+def grads(seed: int = 0, *, backward: bool = True, **options: Any) -> Any:
+    """A call and its backward, in a window of which every device sees a part of every other's."""
+    mesh = jax.make_mesh((SIZE,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
+    given: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return ring_attention(q, k, v, axis_name="cp", **given)
+
+    tokens = P(None, "cp")
+    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, 12 * SIZE, heads, 16))
+        for key, heads in zip(keys, (4, 2, 2), strict=True)
+    )
+
+    def loss(*args: Any) -> Any:
+        return (ring(*args) ** 2).sum()
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2)) if backward else ring)
+    return jax.block_until_ready(run(q, k, v))
+
+
+#: Of an error that this package raises, in a trace or in a callback.
+TEXT = r"WrongResult|carry"
+
+
+def three_steps() -> None:
+    """Three calls and their backward."""
+    for seed in range(3):
+        grads(seed, sinks=jnp.zeros(4))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_trips(fault: str) -> None:
+    of_backward = fault in ("one_head_of_dk_wrong", "stale_keys_in_the_backward")
+    with ring_jax.check(), broken(fault), pytest.raises(Exception, match=TEXT) as raised:
+        three_steps()
+    text = str(raised.value)
+    if fault in IN_TRACES:
+        assert isinstance(raised.value, WrongResultError)
+        assert "bytes between 3 ranks, and the program" in text
+        return
+    assert isinstance(raised.value, jax.errors.JaxRuntimeError)
+    assert f"({'backward' if of_backward else 'forward'}) is wrong. rank " in text
+    assert "by the dense formula in float64" in text
+    assert "Kernel 'xla', strategy 'ring'" in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [("ring", "zigzag"), ("balanced", "contiguous"), ("gather", "striped")]
+)
+def test_right_calls_pass(strategy: str, layout: str) -> None:
+    plain = grads(strategy=strategy, layout=layout)
+    with ring_jax.check():
+        checked = grads(strategy=strategy, layout=layout)
+    for one, other in zip(plain, checked, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_one_in_so_many_is_checked() -> None:
+    with ring_jax.check(3), broken("one_head_wrong"):
+        found: list[str] = []
+        for seed in range(12):
+            try:
+                grads(seed, backward=False)
+            except jax.errors.JaxRuntimeError as error:
+                found.append(str(error))
+    assert all("WrongResultError" in text for text in found)
+    assert 1 <= len(found) <= 8
+
+
+def test_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+    monkeypatch.setenv("RING_CHECK", "1")
+    with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="1 ranks"):
+        jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
+    with ring_jax.check(0), broken("one_head_wrong"):  # the context counts, not the variable
+        jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
+    monkeypatch.setenv("RING_CHECK", "sometimes")
+    with pytest.raises(ValueError, match="RING_CHECK must be 1"):
+        ring_attention(q, q, q, axis_name=None)
+
+
+def test_a_program_compiled_before_is_compiled_anew() -> None:
+    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+    with broken("one_head_wrong"):
+        call = jax.jit(lambda x: ring_attention(x, x, x, axis_name=None))
+        jax.block_until_ready(call(q))
+        with ring_jax.check(), pytest.raises(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(call(q))
+        jax.block_until_ready(call(q))
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, "1", True])
+def test_wrong_numbers_are_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match="every must be at least 0"), ring_jax.check(every):
+        pass

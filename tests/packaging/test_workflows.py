@@ -1,0 +1,152 @@
+"""The workflows of the repository's host run sessions of the noxfile, all that have to pass."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".github" / "workflows"
+FILES = sorted(FOLDER.glob("*.yml"))
+ACTION = "./.github/actions/nox"
+
+Json = dict[str, Any]
+
+
+def jobs(path: Path) -> dict[str, Json]:
+    found: dict[str, Json] = yaml.safe_load(path.read_text())["jobs"]
+    return found
+
+
+def cells(job: Json) -> Iterator[Json]:
+    """The combinations of a job's matrix."""
+    matrix: Json = job.get("strategy", {}).get("matrix", {})
+    lists = {name: values for name, values in matrix.items() if name != "include"}
+    for values in product(*lists.values()):
+        if lists or "include" not in matrix:
+            yield dict(zip(lists, values, strict=True))
+    yield from matrix.get("include", [])
+
+
+def filled(text: str, cell: Json) -> str:
+    return re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda found: str(cell.get(found[1], "")), text)
+
+
+def calls(path: Path) -> Iterator[Json]:
+    """What each run of the action is given."""
+    for job in jobs(path).values():
+        for cell, step in product(cells(job), job["steps"]):
+            if step.get("uses") == ACTION:
+                yield {name: filled(value, cell) for name, value in step["with"].items()}
+
+
+def sessions(path: Path) -> list[str]:
+    return [call["session"] for call in calls(path)]
+
+
+def listed(*options: str) -> set[str]:
+    """Names of sessions, as nox selects them; one that is not there is an error."""
+    command = (sys.executable, "-m", "nox", "--list", "--json", *options)
+    here = os.environ | {"NOX_SCRIPT_MODE": "none"}  # in this environment, not in one made for it
+    done = subprocess.run(
+        command, cwd=ROOT, env=here, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {entry["session"] for entry in json.loads(done.stdout)}
+
+
+def constant(name: str) -> ast.expr:
+    """What the noxfile assigns to a name."""
+    (found,) = (
+        node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_sessions_are_those_of_the_noxfile(path: Path) -> None:
+    names = sessions(path)
+    assert names
+    found = listed("--extra-pythons", "3.14", "--session", *names)
+    for name in names:  # a session of one Python is also found without it
+        assert {name, f"{name}-3.12"} & found, name
+
+
+def test_a_session_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(AssertionError):
+        listed("--session", "tests-3.12(cor)")
+
+
+def test_a_change_has_to_pass_on_every_backend_and_python() -> None:
+    table = constant("BACKENDS")
+    assert isinstance(table, ast.Dict)
+    backends = [ast.literal_eval(key) for key in table.keys if key is not None]
+    names = set(sessions(FOLDER / "ci.yml"))
+    for name, python, backend in product(("tests", "smoke"), ("3.12", "3.13"), backends):
+        assert f"{name}-{python}({backend})" in names
+    weekly = set(sessions(FOLDER / "weekly.yml"))
+    for name, backend in product(("lowest", "newest"), backends):
+        assert f"{name}-3.12({backend})" in weekly
+    checks = {"lint", "types", "docs", "packaging", "workflows"}
+    assert checks <= names
+    text = ast.unparse(constant("CI"))  # of one machine
+    assert set(re.findall(r"'([a-z]+)'", text)) >= checks
+
+
+def test_each_python_is_the_one_of_its_session() -> None:
+    for call in (call for path in FILES for call in calls(path)):
+        named = re.search(r"-(3\.\d+)\(", call["session"])
+        if named:
+            assert call.get("python", "3.12") == named[1], call
+
+
+def test_only_what_no_package_promises_may_fail() -> None:
+    lenient = {
+        call["session"]
+        for path in FILES
+        for job in jobs(path).values()
+        if job.get("continue-on-error")
+        for call in [{"session": filled(job["name"], cell)} for cell in cells(job)]
+    }
+    assert lenient
+    assert all(name.startswith("tests-3.14(") for name in lenient)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_jobs_end_in_time_and_ask_for_no_more_than_they_need(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {}
+    assert workflow["concurrency"]["group"]
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 360
+        writes = {name for name, what in job["permissions"].items() if what == "write"}
+        assert bool(writes) == ("environment" in job), "only what publishes writes"
+
+
+def test_actions_are_pinned_by_hash_with_their_version() -> None:
+    lines = [
+        line.strip()
+        for path in sorted((ROOT / ".github").rglob("*.yml"))
+        for line in path.read_text().splitlines()
+        if "uses:" in line and ACTION not in line
+    ]
+    assert lines
+    of_action: dict[str, set[str]] = {}
+    for line in lines:
+        found = re.fullmatch(r"- uses: ([\w./-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
+        assert found, line
+        of_action.setdefault(found[1], set()).add(found[2])
+    assert all(len(versions) == 1 for versions in of_action.values()), of_action

@@ -1,0 +1,356 @@
+"""The check that a job can leave on: right calls pass it, and each fault trips it on all ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import mutants
+import pytest
+import torch
+from internals.core import ring as ring_module
+from internals.torch import (
+    Call,
+    EagerKernel,
+    Ranks,
+    Ring,
+    Transfer,
+    _prepare,
+    tripwire_settings,
+    tripwire_traffic,
+)
+
+import ring_torch
+from ring_torch import RankMismatchError, WrongResultError
+from ring_torch.local import LocalRankError, LocalRanks
+
+Patches = list[tuple[Any, str, Any]]
+SIZE = 3
+
+
+def stale_keys_in_the_backward() -> Patches:
+    """What arrived last in another call is taken for this one's."""
+    right = Ring.backward
+
+    def wrong(self: Any, call: Any, inputs: Any, upstream: Any, saved: Any) -> Any:
+        return right(self, call, inputs, upstream, tuple(x.roll(256) for x in saved))
+
+    return [(Ring, "backward", wrong)]
+
+
+def keys_one_hop_late() -> Patches:
+    """A step computes with the keys of the step before, at its own positions."""
+    right = Call.columns
+    last: list[list[torch.Tensor]] = []
+
+    def wrong(call: Any, rank: int, tensors: Any) -> Any:
+        last.append([x.clone() for x in tensors])
+        return right(call, rank, last[-2] if len(last) > 1 else tensors)
+
+    return [(Call, "columns", wrong)]
+
+
+def in_kernels(change: Callable[..., Any]) -> Patches:
+    """Kernels that are given something else than was asked for."""
+    attend: Any = EagerKernel.attend_into
+    grads: Any = EagerKernel.grads_into
+
+    def wrong_attend(self: Any, rows: Any, columns: Any, item: Any, params: Any, into: Any) -> None:
+        attend(self, rows, columns, *change(item, params), into)
+
+    def wrong_grads(
+        self: Any, rows: Any, columns: Any, upstream: Any, item: Any, params: Any, *into: Any
+    ) -> None:
+        grads(self, rows, columns, upstream, *change(item, params), *into)
+
+    return [(EagerKernel, "attend_into", wrong_attend), (EagerKernel, "grads_into", wrong_grads)]
+
+
+def scale_dropped() -> Patches:
+    """The scale that was asked for does not reach the kernel."""
+    return in_kernels(lambda item, params: (item, replace(params, scale=16**-0.5)))
+
+
+def window_inverted() -> Patches:
+    """Left is taken for right."""
+
+    def swap(item: Any, params: Any) -> Any:
+        lo, hi = (None if x is None else -x for x in (item.hi, item.lo))
+        return replace(item, lo=lo, hi=hi), params
+
+    return in_kernels(swap)
+
+
+def another_mask_on_one_rank() -> Patches:
+    """Rank 1 sees all that it is given."""
+    return in_kernels(
+        lambda item, params: (
+            replace(item, lo=None, hi=None) if item.q_rank == 1 else item, params
+        )
+    )  # fmt: skip
+
+
+def one_head_wrong() -> Patches:
+    """A kernel that is a hundredth off in its last head."""
+    right = EagerKernel.attend_into
+
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, *args)
+        args[-1].out[:, :, -1] *= 1.01
+
+    return [(EagerKernel, "attend_into", wrong)]
+
+
+def one_head_of_dk_wrong() -> Patches:
+    """The same in the backward, in its first head of keys."""
+    right = EagerKernel.grads_into
+
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, *args)
+        args[-1].dk[:, :, 0] *= 1.01
+
+    return [(EagerKernel, "grads_into", wrong)]
+
+
+def nothing_is_sent() -> Patches:
+    """Messages are left out, headers excepted; who waits finds what was there."""
+    right = Ranks.start
+
+    def wrong(ring: Any, sends: Any, receives: Any) -> Any:
+        if all(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and what was found
+            return right(ring, sends, receives)
+        for x, _ in receives:
+            x.zero_()
+        return Transfer()
+
+    return [(Ranks, "start", wrong)]
+
+
+def gradients_to_the_wrong_owner() -> Patches:
+    """Those of keys end one rank too far."""
+    right = Ring.backward
+
+    def wrong(self: Any, call: Any, *args: Any) -> Any:
+        found, ring = right(self, call, *args), call.ring
+        came = found._replace(dk=torch.empty_like(found.dk), dv=torch.empty_like(found.dv))
+        ring.start(
+            [(found.dk, ring.ahead(1)), (found.dv, ring.ahead(1))],
+            [(came.dk, ring.behind(1)), (came.dv, ring.behind(1))],
+        ).wait()
+        return came
+
+    return [(Ring, "backward", wrong)]
+
+
+def counted_twice() -> Patches:
+    """Every rank's own keys count in the next step again, as replicated tokens do in a ring."""
+    right = ring_module.RingProgram.items
+
+    def wrong(self: Any, rank: int, step: int) -> Any:
+        again = right(self, rank, 0) if step == 1 else ()
+        return (*right(self, rank, step), *again)
+
+    return [(ring_module.RingProgram, "items", wrong)]
+
+
+def last_step_dropped() -> Patches:
+    """The program forgets the step of the keys that come last."""
+    right = ring_module.RingProgram.items
+
+    def wrong(self: Any, rank: int, step: int) -> Any:
+        return () if step == self.num_steps - 1 else right(self, rank, step)
+
+    return [(ring_module.RingProgram, "items", wrong)]
+
+
+FAULTS: dict[str, Callable[[], Patches]] = {
+    f.__name__: f
+    for f in (
+        stale_keys_in_the_backward, keys_one_hop_late, scale_dropped, window_inverted,
+        another_mask_on_one_rank, one_head_wrong, one_head_of_dk_wrong, nothing_is_sent,
+        gradients_to_the_wrong_owner, counted_twice, last_step_dropped,
+    )
+}  # fmt: skip
+#: Of the suite's own, those of the plan's algebra.
+MUTANTS = ("window-off-by-one", "local-positions")
+
+
+@contextmanager
+def broken(fault: str) -> Iterator[None]:
+    """One of the faults, or of the suite's mutants; calls planned before are planned anew."""
+    with ExitStack() as stack:
+        stack.callback(_prepare.cache_clear)
+        if fault in MUTANTS:
+            stack.enter_context(mutants.applied(fault))
+        else:
+            for target, attribute, replacement in FAULTS[fault]():
+                stack.enter_context(patch.object(target, attribute, replacement))
+        _prepare.cache_clear()
+        yield
+
+
+def attend(rank: int, **options: Any) -> None:
+    """A call and its backward, in a window of which every rank sees a part of every other's."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(2, 12, heads, 16).requires_grad_() for heads in (4, 2, 2))
+    out = ring_torch.ring_attention(
+        q, k, v, window=(20, 3), softmax_scale=0.4,
+        **{"kernel": "eager", "strategy": "ring", "sinks": torch.zeros(4)} | options,
+    )  # fmt: skip
+    out.backward(torch.randn(out.shape))
+
+
+def tripped(rank: int, fault: str) -> list[str]:
+    """The words of each call, of which every one is checked; and what a right call says then."""
+    found = []
+    with ring_torch.check(), broken(fault):
+        for _ in range(3):
+            try:
+                attend(rank)
+                found.append("")
+            except WrongResultError as error:
+                found.append(str(error))
+    with ring_torch.check():
+        attend(rank)
+    return found
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *MUTANTS])
+def test_a_fault_trips(fault: str, backend: Any) -> None:
+    by_rank = backend.pool(SIZE).run(tripped, fault)
+    assert by_rank[0] == by_rank[1] == by_rank[2], "all ranks raise the same"
+    found = [text for text in by_rank[0] if text]
+    assert found, "one of three calls at least shows it"
+    backward = ("backward", "owner", "dk", "grads")
+    expected = "backward" if any(word in fault for word in backward) else "forward"
+    assert all(f"({expected}) is wrong. rank " in text for text in found)
+    assert all("Kernel 'eager', strategy 'ring' over 'p2p'" in text for text in found)
+
+
+def test_bytes_that_are_not_sent_are_counted(backend: Any) -> None:
+    found = backend.pool(SIZE).run(tripped, "nothing_is_sent")[0]
+    assert all("2,048 bytes were sent, and the program sends" in text for text in found)
+
+
+def described(rank: int) -> str:
+    """An error of a call with one wrong head."""
+    with ring_torch.check(), broken("one_head_wrong"), pytest.raises(WrongResultError) as raised:
+        attend(rank)
+    return str(raised.value)
+
+
+def test_the_error_names_the_entry(backend: Any) -> None:
+    text = backend.pool(SIZE).run(described)[0]
+    assert "rank 0: out[" in text and "rank 2: out[" in text
+    assert ", 3, " in text.split("out[")[1].split("]")[0], "the head"
+    assert "of [2, 12, 4, 16] is " in text and "by the dense formula in float64" in text
+
+
+@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather", "ulysses"])
+def test_right_calls_pass(strategy: str, backend: Any) -> None:
+    layout = "contiguous" if strategy == "balanced" else "zigzag"
+    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kernel": "auto"}
+    options |= {"sinks": None} if strategy == "ulysses" else {}
+    backend.pool(2).run(right_calls, options)
+
+
+def right_calls(rank: int, options: dict[str, Any]) -> None:
+    """Calls of both dtypes, with and without a backward, and compiled."""
+    with ring_torch.check():
+        for _ in range(3):
+            attend(rank, **options)
+        with torch.no_grad():
+            attend_only(rank, torch.bfloat16, options)
+        torch.compile(attend_only, backend="aot_eager", fullgraph=True)(
+            rank, torch.float32, options
+        )
+
+
+def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
+    """A forward."""
+    q, k, v = (torch.full((1, 8, heads, 16), 0.1 + rank, dtype=dtype) for heads in (4, 2, 2))
+    out = ring_torch.ring_attention(q, k, v, causal=True, **options | {"sinks": None})
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[int]:
+    """Which of four calls are found wrong, counted from 1; and the process alone."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        environment = {} if variable is None else {"RING_CHECK": variable}
+        stack.enter_context(patch.dict(os.environ, environment))
+        if every is not None:
+            stack.enter_context(ring_torch.check(every))
+        stack.enter_context(broken("one_head_wrong"))
+        for number in range(1, 5):
+            try:
+                attend(rank)
+            except WrongResultError:
+                found.append(number)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variable", "every", "expected"),
+    [
+        (None, None, []), ("0", None, []), ("1", None, [1, 2, 3, 4]), ("every:2", None, [2, 4]),
+        ("1", 0, []), (None, 3, [3]), ("0", 1, [1, 2, 3, 4]),
+    ],
+)  # fmt: skip
+def test_which_calls_are_checked(
+    variable: str | None, every: int | None, expected: list[int]
+) -> None:
+    with LocalRanks(2) as ranks:
+        assert ranks.run(checked_numbers, variable, every) == [expected, expected]
+
+
+def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ring_torch.check(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(0)
+        with broken("one_head_wrong"), pytest.raises(WrongResultError, match="1 ranks"):
+            attend(0)
+    monkeypatch.setenv("RING_CHECK", "sometimes")
+    with pytest.raises(ValueError, match="RING_CHECK must be 1"):
+        attend(0)
+
+
+def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
+    words = "captured into a CUDA graph are not checked"
+    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=words):
+        attend(0)
+
+
+def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tripwire_traffic, "_device_name", lambda _: "NVIDIA H200")
+    with ring_torch.check():
+        attend(0)  # a CPU is slower than that
+        monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)
+        with pytest.raises(WrongResultError, match="TFLOP/s, and the device has 990"):
+            attend(0)
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, "1", True])
+def test_wrong_numbers_are_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match="every must be at least 0"), ring_torch.check(every):
+        pass
+
+
+def differs(rank: int) -> None:
+    """One rank checks, the other does not."""
+    with ring_torch.check(1 if rank else 0):
+        attend(rank)
+
+
+def test_ranks_that_differ_are_told(backend: Any) -> None:
+    del backend
+    with LocalRanks(2) as ranks, pytest.raises(LocalRankError, match="check is") as raised:
+        ranks.run(differs)
+    assert RankMismatchError.__name__ in str(raised.value)
