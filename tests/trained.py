@@ -38,6 +38,7 @@ def mean_of_squares(
     """A loss that needs logits of the whole sequence."""
     chosen = outputs["logits"].gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     total: Tensor = chosen.square().masked_fill(labels == -100, 0).sum()
+    assert num_items_in_batch is not None
     return total / num_items_in_batch
 
 

@@ -68,7 +68,7 @@ def check_steps(
 #: Accumulation, whether tokens are counted over all devices, label smoothing, data parallel ranks.
 MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
 #: Those that run each time; the others with ``--all``.
-EACH_TIME = [(4, True, 0.1, 1), (1, False, 0.0, 1)]
+EACH_TIME = [(1, True, 0.1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,7 @@ LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "loop", LOOPS, ids=lambda x: ("" if x == ("fsdp", 1, 1) else "more-") + "-".join(map(str, x))
-)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(map(str, x)))
 def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
     exact, plain = (
         pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
@@ -104,7 +102,7 @@ def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], l
 
 
 def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
-    check_steps(pools, "Llama", 1, {"masked_tail": True}, {})
+    check_steps(pools, "Llama", 1, {"masked_tail": True}, {"average_tokens_across_devices": False})
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"])

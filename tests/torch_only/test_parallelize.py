@@ -234,6 +234,8 @@ def _mistakes(rank: int) -> None:
         model(**batch, use_cache=True)
     with pytest.raises(UnsupportedError, match="return_dict"):
         model(**batch, return_dict=False)
+    with pytest.raises(TypeError, match="one twice"):
+        model(batch["input_ids"], **batch)
     with pytest.raises(RankMismatchError, match="same samples"):
         model(batch["input_ids"] * (rank + 1) % 61)
     same(run(model, batch)[1], run(build("Llama"), batch)[1], "loss after mistakes")

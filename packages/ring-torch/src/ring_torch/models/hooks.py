@@ -108,8 +108,7 @@ class ModelHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Before a forward: this rank's part of the batch, in place of the whole one."""
-        given = {**dict(zip(_names(module), args, strict=False)), **kwargs}
-        self._check(module, given)
+        given = self._checked(module, _by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
         if not self.divides_by_items(module):
@@ -129,7 +128,7 @@ class ModelHooks:
         )
         if has_router_loss:
             shard["attention_mask"] = self.call.whole_mask
-        if "use_cache" in parameters_of(type(module)):
+        if "use_cache" in parameters_of(type(unwrapped(module))):
             shard.setdefault("use_cache", False)
         return (), {**switches, **shard}
 
@@ -214,13 +213,14 @@ class ModelHooks:
         assert call is not None
         return call
 
-    def _check(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+    def _checked(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(given.get("attention_mask"), ShardedMask):
             raise ValueError(
                 "the model takes whole batches since hf.parallelize, and this one was split by "
                 "ContextParallel.shard_batch: give the whole batch, or handle.remove() first"
             )
-        if given.get("return_dict") is False:
+        config = getattr(unwrapped(module), "config", None)
+        if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
         if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
             wrapper = _averaging(module)
@@ -229,6 +229,7 @@ class ModelHooks:
                     f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
                     f"gradients over its ranks: give reduction='mean'"
                 )
+        return given
 
     def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
         config = getattr(unwrapped(module), "config", None)
@@ -267,10 +268,20 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
     return None
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
-    """Names of what ``forward`` takes in order."""
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward, by the names it has for them.
+
+    Raises:
+        TypeError: They are too many, or one is given twice, as without hooks.
+    """
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
+    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
+        raise TypeError(
+            f"forward of {type(module).__name__} was given {len(args)} arguments by position, and "
+            f"{', '.join(kwargs)} by name: too many, or one twice"
+        )
+    return dict(zip(names, args, strict=True)) | kwargs
 
 
 def _reads_items(module: nn.Module) -> bool:
