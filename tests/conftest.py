@@ -142,6 +142,7 @@ TRIPPED = (
         "counted",
     )),
     "test_right_calls_pass[balanced", "test_right_calls_pass[gather", "test_one_in_so_many",
+    "test_under_transformations[vmap", "test_under_transformations[scan",
 )  # fmt: skip
 #: Masks that run on more numbers of ranks than the others.
 FEW = ("causal", "window-shard", "documents", "shortest")

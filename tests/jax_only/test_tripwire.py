@@ -275,3 +275,25 @@ def test_a_program_compiled_before_is_compiled_anew() -> None:
 def test_wrong_numbers_are_refused(every: Any) -> None:
     with pytest.raises(ValueError, match="every must be at least 0"), ring_jax.check(every):
         pass
+
+
+def loss_of(x: Any) -> Any:
+    """A call on one device of ``[B, T, H, D]``, and its sum."""
+    return ring_attention(x, x, x, axis_name=None, causal=True).sum()
+
+
+TRANSFORMED: dict[str, Callable[[Any], Any]] = {
+    "vmap": jax.vmap(jax.grad(loss_of)),
+    "scan": lambda x: jax.lax.scan(lambda n, y: (n, jax.grad(loss_of)(y)), 0, x)[1],
+    "checkpoint": jax.grad(jax.checkpoint(lambda y: loss_of(y[0]))),
+    "jit of vmap": jax.jit(jax.vmap(jax.grad(loss_of))),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_under_transformations(name: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
+    with ring_jax.check():
+        jax.block_until_ready(TRANSFORMED[name](x))
+        with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="forward"):
+            jax.block_until_ready(TRANSFORMED[name](x))

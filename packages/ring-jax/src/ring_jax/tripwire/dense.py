@@ -146,10 +146,10 @@ def key_sums(
         rows_lse, rows_delta = (_by_head(x.astype(wide), kv_heads) for x in (some_lse, some_delta))
         safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
-        dp = jnp.einsum("nkgd,mkd->kgnm", dout, v) * scores.keep
+        dp = _by_pair(dout, v) * scores.keep
         ds = p * (dp - rows_delta) * scores.slope * rule.scale
-        dk = jnp.einsum("kgnm,nkgd->mkd", precision.round(ds), q)
-        dv = jnp.einsum("kgnm,nkgd->mkd", precision.round(p * scores.keep), dout)
+        dk = _by_key(precision.round(ds), q)
+        dv = _by_key(precision.round(p * scores.keep), dout)
         return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
     sums: Array = _in_blocks(of_block, (queries, lse, delta)).sum(axis=0)
@@ -180,7 +180,7 @@ def _scores(
     q, _, k, _ = _finite(visible, queries, keys, wide)
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]
-    x = jnp.einsum("nkgd,mkd->kgnm", q, k) * rule.scale
+    x = _by_pair(q, k) * rule.scale
     slope: Array | float = 1.0
     keep: Array | float = 1.0
     if rule.softcap is not None:
@@ -231,12 +231,12 @@ def _means_of_block(
     p = weights / jnp.where(total == 0, 1.0, total)
 
     def mean(weights: Array, values: Array) -> Array:
-        found = jnp.einsum("kgnm,mkd->nkgd", precision.round(weights), values)
+        found = _by_query(precision.round(weights), values)
         return found.reshape(len(found), -1, found.shape[-1])
 
     if queries.dout is None:
         return Partial(lse, mean(p * scores.keep, v))
-    dp = jnp.einsum("nkgd,mkd->kgnm", dout, v) * scores.keep
+    dp = _by_pair(dout, v) * scores.keep
     delta = _by_row((p * dp).sum(axis=-1))[..., None]
     parts = [delta, mean(p * dp * scores.slope, k), mean(p * scores.slope, k)]
     return Partial(lse, jnp.concatenate(parts, axis=-1))
@@ -266,6 +266,33 @@ def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     axes = varying_axes(arrays)
     blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
     return match_varying(lax.map(function, blocks), axes)
+
+
+def _by_pair(x: Array, y: Array) -> Array:
+    """``[n, K, G, d]`` and ``[m, K, d]`` as products ``[K, G, n, m]``."""
+    return _dot(x, y, ((3,), (2,)), (1, 1)).transpose(0, 2, 1, 3)
+
+
+def _by_key(weights: Array, x: Array) -> Array:
+    """Sums over queries: ``[K, G, n, m]`` and ``[n, K, G, d]`` as ``[m, K, d]``."""
+    return _dot(weights, x, ((1, 2), (2, 0)), (0, 1)).transpose(1, 0, 2)
+
+
+def _by_query(weights: Array, y: Array) -> Array:
+    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, K, G, d]``."""
+    return _dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3)
+
+
+def _dot(
+    x: Array, y: Array, over: tuple[tuple[int, ...], tuple[int, ...]], heads: tuple[int, int]
+) -> Array:
+    """A product of matrices for each key head.
+
+    It names no dtype of the result, as ``einsum`` does: ``vmap`` comes to it outside of
+    ``enable_x64``, where a float64 that is named becomes a float32.
+    """
+    batch = (heads[:1], heads[1:])
+    return lax.dot_general(x, y, (over, batch), precision=lax.Precision.HIGHEST)
 
 
 def _weight(part: Array, total: Array) -> Array:
