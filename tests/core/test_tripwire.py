@@ -86,6 +86,14 @@ def test_terms_that_cancel_leave_their_rounding() -> None:
     assert some._replace(terms=np.full(2, 1e3)).worst("float32") is None
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_the_smallest_numbers_may_be_lost(dtype: str) -> None:
+    tiny = {"float64": 2.0**-1023, "float16": 2.0**-23}.get(dtype, 2.0**-127)
+    zero = rows(exact=lambda x: 0 * x, plain=lambda x: 0 * x, got=lambda x: 0 * x)
+    assert zero._replace(got=bumped(zero.got.copy(), tiny)).worst(dtype) is None
+    assert zero._replace(got=bumped(zero.got.copy(), 4 * tiny)).worst(dtype) is not None
+
+
 def test_what_is_not_finite() -> None:
     assert rows(got=lambda x: bumped(x, np.nan)).worst("float32") is not None
     assert rows(exact=lambda x: bumped(x, np.nan)).worst("float32") is None

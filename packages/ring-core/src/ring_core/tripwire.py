@@ -25,6 +25,9 @@ SAMPLES = 4
 # last place of the row's largest result, and where terms cancel so many of the terms themselves.
 _ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _FEW, _CANCELLED = 4, 16
+# What is smaller may be rounded to zero: numbers below the smallest normal one, of float16 below
+# some of the smallest there are.
+_TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bfloat16": 2.0**-126}
 
 Kind = Literal["queries", "keys"]
 
@@ -100,6 +103,7 @@ class SampledRows(NamedTuple):
         plain = np.abs(np.where(known, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
         size = np.abs(exact).max(axis=2, keepdims=True)
         limit = 2 * plain + _FEW * ulp * size + _CANCELLED * noise * self.terms[:, None, None]
+        limit = limit + _TINY[dtype]
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(self.got - exact), nan=np.inf)
         beyond = np.where(known & (error > limit), error - limit, 0)
