@@ -355,13 +355,12 @@ def mask_forgotten_in_the_backward(x: Example) -> Results:
 class Fault:
     """A fault, the call that shows it, and what Ring does with that call.
 
-    ``exact`` is right; ``refused`` raises before anything is sent; ``tripped`` is what a check sees
-    should it happen.
+    ``exact`` is right; ``refused`` raises before anything is sent.
     """
 
     model: Callable[[Example], Results]
     options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})
-    ring: Literal["exact", "refused", "tripped"] = "exact"
+    ring: Literal["exact", "refused"] = "exact"
     how: str = ""  # what Ring does, a sentence
     heads: tuple[int, int] = (HEADS, KV_HEADS)
 

@@ -290,7 +290,8 @@ class _Sample(NamedTuple):
         if self.static.dtype == "float64":
             return x
         high = x.astype(jnp.float32)
-        return jnp.stack([high, (x - high.astype(jnp.float64)).astype(jnp.float32)])
+        low = jnp.where(jnp.isfinite(high), x - high.astype(jnp.float64), 0)
+        return jnp.stack([high, low.astype(jnp.float32)])
 
 
 class _Words(NamedTuple):

@@ -28,8 +28,8 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers 
         UnsupportedError: ``cu_seq_lens_*`` of several rows, or beside padding.
     """
     offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
-    for name in ("max_length_q", "max_length_k"):  # follow from the others
-        given.pop(name, None)
+    longest = {name: given.pop(name, None) for name in ("max_length_q", "max_length_k")}
+    _check_longest(longest, offsets[0])
     found = {
         "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
         "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids("seq_idx", ids, shape),
@@ -56,6 +56,22 @@ def check_positions(segments: Integers, positions: Integers) -> None:
     within = np.diff(segments, axis=1) == 0
     if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[within].any():
         raise ValueError("position_ids start again where the documents that are stated do not")
+
+
+def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
+    """Lengths that kernels of others need; here they follow from the offsets.
+
+    Raises:
+        ValueError: They stand alone, or are below that of a document.
+    """
+    for name, length in longest.items():
+        if length is None:
+            continue
+        if offsets is None:
+            raise ValueError(f"{name} says nothing without cu_seq_lens_q and cu_seq_lens_k")
+        cuts = offsets.detach().cpu() if isinstance(offsets, Tensor) else offsets
+        if int(length) < int(np.diff(np.asarray(cuts)).max(initial=0)):
+            raise ValueError(f"{name} is {int(length)}, and a document of cu_seq_lens_q is longer")
 
 
 def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:

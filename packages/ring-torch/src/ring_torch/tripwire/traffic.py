@@ -18,7 +18,7 @@ from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
 
-_SENDS = frozenset({"c10d::send", "c10d::alltoall_", "c10d::alltoall_base_"})
+_SEND = "c10d::send"  # all that strategies send are messages
 
 
 class Watch(TorchDispatchMode):
@@ -45,9 +45,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what an operation sends, and run it."""
         del types
-        if func.namespace == "c10d" and func._schema.name in _SENDS:  # noqa: SLF001 - its name
-            tensors = args[0] if isinstance(args[0], list) else [args[1]]
-            self.sent += sum(x.nbytes for x in tensors)
+        if func._schema.name == _SEND:  # noqa: SLF001 - its name
+            self.sent += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
 
     @property
