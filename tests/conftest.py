@@ -143,6 +143,7 @@ TRIPPED = (
     )),
     "test_right_calls_pass[balanced", "test_right_calls_pass[gather", "test_one_in_so_many",
     "test_under_transformations[vmap", "test_under_transformations[scan",
+    "test_rings_beside_each_other_are_checked_each_by_itself[Explicit",
 )  # fmt: skip
 #: Masks that run on more numbers of ranks than the others.
 FEW = ("causal", "window-shard", "documents", "shortest")

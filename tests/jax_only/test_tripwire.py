@@ -297,3 +297,15 @@ def test_under_transformations(name: str) -> None:
         jax.block_until_ready(TRANSFORMED[name](x))
         with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="forward"):
             jax.block_until_ready(TRANSFORMED[name](x))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> None:
+    """Which calls are, depends on a ring's own numbers: one may be while the other is not."""
+    mesh = jax.make_mesh((2, 2), ("dp", "cp"), (kind, kind), devices=jax.devices()[:4])
+    cp = ring_jax.ContextParallel(mesh, axis_name="cp", batch_axis="dp", layout="zigzag")
+    run = jax.jit(jax.grad(lambda q: (cp.attention(q, q, q, causal=True) ** 2).sum()))
+    with ring_jax.check(2):
+        for seed in range(4):
+            q = cp.shard(jax.random.normal(jax.random.key(seed), (2, 16, 2, 8)))
+            jax.block_until_ready(run(q))
