@@ -336,6 +336,17 @@ def stated(kind: str) -> dict[str, Any]:
     return batch | more[kind]
 
 
+@pytest.mark.parametrize("name", ["max_length_q", "max_length_k"])
+def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
+    cp, model = ContextParallel(), torch.nn.Linear(1, 1)
+    with pytest.raises(
+        ValueError, match=f"{name} is 19, and a document of cu_seq_lens_q is longer"
+    ):
+        cp.shard_batch(stated("offsets") | {name: 19}, model=model)
+    with pytest.raises(ValueError, match=f"{name} says nothing without"):
+        cp.shard_batch(stated("numbers") | {name: 20}, model=model)
+
+
 def _documents(_: int) -> None:
     batch = whole("flattened")
     logits, loss = run(build("Llama"), batch | WHOLE)
