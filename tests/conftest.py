@@ -210,7 +210,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     if config.getoption("--backend") == "jax-cuda":
-        os.environ["JAX_PLATFORMS"] = "cuda"
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the latter
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs
         return
     if not config.getoption("--backend").startswith("jax"):

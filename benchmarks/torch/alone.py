@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_core import GatherProgram
-from ring_torch import prepare
+from ring_torch import autograd, prepare
 from ring_torch.comm.ranks import Ranks
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
@@ -74,8 +74,12 @@ def as_rank[**P, R](
     """Run in a group of which only this rank is there, whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        # The group is no nccl's, and there are no peers to ask for their memory.
-        with patch.object(prepare, "choose_strategy", _as_named):
+        # The group is no nccl's: there are no peers to ask for their memory, or to compare with
+        # before a call may be captured.
+        with (
+            patch.object(prepare, "choose_strategy", _as_named),
+            patch.object(autograd, "check_graph"),
+        ):
             return run(*args, **named)
     finally:
         dist.destroy_process_group()

@@ -50,7 +50,7 @@ class TorchBackend:
                 parts = ranks.run(run_rank, _bare(case), ways, None, self._cuda)
             except LocalRankError as error:
                 if "UnsupportedError" not in str(error):  # such a call sent nothing
-                    self._pools.pop(case.cp_size).close()
+                    self.discard(case.cp_size)
                 raise
             return gather(case, case.plan, parts)
         pool = LocalRanks(
@@ -62,6 +62,10 @@ class TorchBackend:
             )
         finally:
             pool.close()
+
+    def discard(self, world_size: int) -> None:
+        """End ranks in which messages may be left."""
+        self._pools.pop(world_size).close()
 
     def close(self) -> None:
         """End all processes."""

@@ -25,7 +25,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ring_jax
-from ring_jax import WrongResultError, ring_attention
+from ring_jax import UnsupportedError, WrongResultError, ring_attention
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -309,3 +309,16 @@ def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> N
         for seed in range(4):
             q = cp.shard(jax.random.normal(jax.random.key(seed), (2, 16, 2, 8)))
             jax.block_until_ready(run(q))
+
+
+def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where JAX may use GPUs alone: its callbacks could not run."""
+
+    def none(backend: str | None = None) -> list[Any]:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    x = jnp.ones((1, 4, 1, 8))
+    with ring_jax.check(), pytest.raises(UnsupportedError, match="JAX_PLATFORMS='cuda'.*add ',cpu'"):
+        ring_jax.ring_attention(x, x, x)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ring_core import UnsupportedError
 from ring_core.base.arguments import check_size
 from ring_core.tripwire import VARIABLE, every_of
 
@@ -38,6 +39,7 @@ def check(every: int = 1) -> Iterator[None]:
 
     Raises:
         ValueError: ``every`` is no whole number, or below 0.
+        UnsupportedError: A call is traced where JAX has no CPU device, which callbacks need.
         WrongResultError: A traced call's collectives carry other bytes than its program.
 
     Example::
@@ -54,6 +56,23 @@ def checked_every() -> int:
 
     Raises:
         ValueError: ``RING_CHECK`` says something else.
+        UnsupportedError: JAX has no CPU device.
     """
     every = _every.value
-    return every_of(os.environ.get(VARIABLE)) if every is None else int(every)
+    every = every_of(os.environ.get(VARIABLE)) if every is None else int(every)
+    if every:
+        _check_host()
+    return every
+
+
+def _check_host() -> None:
+    """What is found is raised by a callback, for which JAX puts arrays on a CPU device."""
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        told = os.environ.get("JAX_PLATFORMS", "")
+        raise UnsupportedError(
+            f"{VARIABLE}: a checked call compares rows on the host, for which JAX needs a CPU "
+            f"device beside the others, and there is none: JAX_PLATFORMS={told!r}. Instead: add "
+            f"',cpu' to it, or unset it"
+        ) from error

@@ -1,11 +1,13 @@
 """Attention of some queries to some keys, densely: the formula and the mask's rule, nothing else.
 
-All is of one batch row: ``n`` queries, ``m`` keys; scores are ``[H, n, m]``. The exact numbers are
-float64; the plain ones round where a framework in the call's dtype would, for the 2x rule.
+All is of one batch row: ``n`` queries, ``m`` keys; scores are ``[K, G, n, m]``, ``H = K * G``. The
+exact numbers are float64; the plain ones round where a framework in the call's dtype would, for the
+2x rule.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import KernelParams
 
-_BLOCK = 1024  # of the longer side at a time
+_BLOCK_BYTES = 128 << 20  # of float64 of the longer side at a time
 
 
 class Precision(NamedTuple):
@@ -74,6 +76,19 @@ class SampledKeys(NamedTuple):
     position: Tensor  # [m]
     ids: Tensor | None  # [m]
 
+    def take(self, part: slice) -> SampledKeys:
+        """The same for a slice of the keys."""
+        ids = None if self.ids is None else self.ids[part]
+        return SampledKeys(self.k[part], self.v[part], self.position[part], ids)
+
+
+class ForwardResults(NamedTuple):
+    """What a backward needs of queries' forward."""
+
+    out: Tensor  # [n, H, Dv]
+    lse: Tensor  # [n, H]
+    dlse: Tensor | None  # [n, H]
+
 
 class Partial(NamedTuple):
     """Means over keys, weighted by softmax over these keys alone."""
@@ -96,99 +111,111 @@ def merged(parts: Sequence[Partial]) -> Partial:
 
 
 def query_means(
-    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
-) -> Partial:
-    """What the results of queries are made of.
+    rule: Rule, queries: SampledQueries, keys: SampledKeys, precisions: Sequence[Precision]
+) -> list[Partial]:
+    """What the results of queries are made of, in each precision.
 
     Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
     is ``delta``), of ``keep * dp * slope * k`` and of ``slope * k``; then ``dq = scale * (second -
     (delta - dlse) * third)``, with ``dp = dout @ v`` and the soft cap's ``slope``.
     """
     parts = []
-    for j in _blocks(len(keys.position)):
-        block = SampledKeys(*(None if x is None else x[j] for x in keys))  # type: ignore[arg-type]
+    for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
-        parts.append(_means_of_block(rule, queries._replace(bias=bias), block, precision))
-    return merged(parts)
+        some, block = queries._replace(bias=bias), keys.take(j)
+        visible = _visible(rule.params, some, block)
+        parts.append([_means_of_block(rule, some, block, visible, each) for each in precisions])
+    return [merged(each) for each in zip(*parts, strict=True)]
 
 
 def key_sums(
     rule: Rule,
     queries: SampledQueries,
     keys: SampledKeys,
-    lse: Tensor,
-    delta: Tensor,
-    precision: Precision,
-) -> Tensor:
-    """What queries add to keys: dK, dV and sums of weights, ``[m, K, D + Dv + 1]``.
+    results: ForwardResults,
+    precisions: Sequence[Precision],
+) -> list[Tensor]:
+    """What queries add to keys, in each precision: dK, dV and sums of weights.
 
     Args:
         rule: What scores share.
         queries: With ``dout``.
         keys: The keys.
-        lse: Of the queries, over all keys, ``[n, H]``.
-        delta: ``rowsum(dout * out) - dlse``, ``[n, H]``.
-        precision: Where to round.
+        results: The queries', over all keys.
+        precisions: Where to round.
+
+    Returns:
+        ``[m, K, D + Dv + 1]`` each.
     """
-    acc_dtype = precision.acc_dtype
     m, heads, dim = keys.k.shape
-    total = torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=acc_dtype, device=keys.k.device)
-    for i in _blocks(len(queries.indices)):
+    shape = (m, heads, dim + keys.v.shape[2] + 1)
+    totals = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
+    assert queries.dout is not None
+    for i in _blocks(len(queries.indices), queries.q, queries.dout):
         some = queries.take(i)
-        scores = _scores(rule, some, keys, precision)
-        q, dout, _, v = _finite(scores.visible, some, keys, acc_dtype)
-        safe = lse[i].to(acc_dtype).t().masked_fill(lse[i].t() == -torch.inf, torch.inf)
-        p = torch.where(scores.visible, (scores.x - safe.unsqueeze(-1)).exp(), 0.0)
-        dp = torch.einsum("nhd,mhd->hnm", dout, v) * scores.keep
-        ds = p * (dp - delta[i].to(acc_dtype).t().unsqueeze(-1)) * scores.slope * rule.params.scale
-        dk = torch.einsum("hnm,nhd->mhd", precision.round(ds), q)
-        dv = torch.einsum("hnm,nhd->mhd", precision.round(p * scores.keep), dout)
-        each = torch.cat([dk, dv, p.sum(dim=1).t().unsqueeze(-1)], dim=-1)
-        total += each.unflatten(1, (heads, -1)).sum(dim=2)
-    return total
+        part = ForwardResults(*(None if x is None else x[i] for x in results))  # type: ignore[arg-type]
+        visible = _visible(rule.params, some, keys)
+        for total, precision in zip(totals, precisions, strict=True):
+            total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
+    return totals
+
+
+class _Operands(NamedTuple):
+    """As they are multiplied: zero where nobody here sees them or they see nobody."""
+
+    q: Tensor  # [n, K, G, D]
+    dout: Tensor | None  # [n, K, G, Dv]
+    k: Tensor  # [m, K, D]
+    v: Tensor  # [m, K, Dv]
 
 
 class _Scores(NamedTuple):
-    """Scores and what belongs to them, ``[H, n, m]`` or broadcast to it."""
+    """Scores and what belongs to them, ``[K, G, n, m]`` or broadcast to it."""
 
     x: Tensor  # after cap, bias and ALiBi
     slope: Tensor  # derivative of the soft cap
-    visible: Tensor
     keep: Tensor  # dropout's factor
 
 
 def _scores(
-    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    operands: _Operands,
+    precision: Precision,
 ) -> _Scores:
     params, acc_dtype = rule.params, precision.acc_dtype
-    visible = _visible(params, queries, keys)
-    if queries.bias is not None:
-        visible = visible & (queries.bias > -torch.inf)
-    q, _, k, _ = _finite(visible, queries, keys, acc_dtype)
+    q, k = operands.q, operands.k
     if precision.reverse:
         q, k = q.flip(-1), k.flip(-1)
-    x = torch.einsum("nhd,mhd->hnm", q, k) * params.scale
+    x = torch.einsum("nkgd,mkd->kgnm", q, k) * params.scale
+    by_group = x.shape[:2]
     one = torch.ones((), dtype=acc_dtype, device=x.device)
     slope, keep = one, one
     if params.softcap is not None:
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
     if queries.bias is not None:
-        x = x + queries.bias.to(acc_dtype)
+        x = x + _by_group(queries.bias.to(acc_dtype), by_group)
     if rule.slopes is not None:
         distance = (queries.position[:, None] - keys.position).abs()
-        x = x - rule.slopes.to(acc_dtype)[:, None, None] * distance.to(acc_dtype)
+        x = x - rule.slopes.to(acc_dtype).view(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
-        which, heads = range(rule.batch, rule.batch + 1), x.shape[0]
+        which, heads = range(rule.batch, rule.batch + 1), math.prod(by_group)
         kept = dropout_keep(
             params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
         )
-        keep = kept[0].to(acc_dtype) / (1 - params.dropout_p)
-    return _Scores(x, slope, visible.expand(x.shape), keep)
+        keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
+    return _Scores(x, slope, keep)
+
+
+def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
+    """``[H or 1, n, m]`` as ``[K or 1, G or 1, n, m]``."""
+    return x.unsqueeze(0) if len(x) == 1 else x.unflatten(0, by_group)
 
 
 def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -> Tensor:
-    """The mask's rule, ``[1, n, m]``."""
+    """Who sees whom by the mask's rule and the bias, ``[1 or H, n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
     seen = torch.as_tensor(params.mask.rule(q_pos, k_pos), device=device).expand(shape)
@@ -200,42 +227,82 @@ def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -
         seen = seen & (q_doc[:, None] == k_doc)
     if queries.ids is not None and keys.ids is not None:
         seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
-    return seen.unsqueeze(0)
+    seen = seen.unsqueeze(0)
+    return seen if queries.bias is None else seen & (queries.bias > -torch.inf)
 
 
 def _means_of_block(
-    rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    visible: Tensor,
+    precision: Precision,
 ) -> Partial:
-    scores = _scores(rule, queries, keys, precision)
-    _, dout, k, v = _finite(scores.visible, queries, keys, precision.acc_dtype)
-    x = scores.x.masked_fill(~scores.visible, -torch.inf)
+    operands = _operands(visible, queries, keys, precision.acc_dtype)
+    _, dout, k, v = operands
+    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
     top = x.amax(dim=-1, keepdim=True)
     weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
     total = weights.sum(dim=-1, keepdim=True)
-    lse = (top + total.log()).squeeze(-1).t()
+    lse = (top + total.log()).squeeze(-1).flatten(0, 1).t()
     p = weights / total.masked_fill(total == 0, 1.0)
-    if queries.dout is None:
-        return Partial(lse, torch.einsum("hnm,mhd->nhd", precision.round(p * scores.keep), v))
-    dp = torch.einsum("nhd,mhd->hnm", dout, v) * scores.keep
-    delta = (p * dp).sum(dim=-1).t().unsqueeze(-1)
-    second, third = (
-        torch.einsum("hnm,mhd->nhd", precision.round(x), k)
-        for x in (p * dp * scores.slope, p * scores.slope)
-    )
-    return Partial(lse, torch.cat([delta, second, third], dim=-1))
+
+    def mean(weights: Tensor, of: Tensor) -> Tensor:
+        rows: Tensor = torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of)
+        return rows.flatten(1, 2)
+
+    if dout is None:
+        return Partial(lse, mean(p * keep, v))
+    dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
+    delta = (p * dp).sum(dim=-1).flatten(0, 1).t().unsqueeze(-1)
+    return Partial(lse, torch.cat([delta, mean(p * dp * slope, k), mean(p * slope, k)], dim=-1))
 
 
-def _finite(
+def _sums_of_block(
+    rule: Rule,
+    queries: SampledQueries,
+    keys: SampledKeys,
+    results: ForwardResults,
+    visible: Tensor,
+    precision: Precision,
+) -> Tensor:
+    acc_dtype = precision.acc_dtype
+    operands = _operands(visible, queries, keys, acc_dtype)
+    q, dout, _, v = operands
+    assert dout is not None and queries.dout is not None
+    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    by_group = x.shape[:2]
+
+    def column(rows: Tensor) -> Tensor:
+        """``[n, H]`` as ``[K, G, n, 1]``."""
+        return rows.to(acc_dtype).t().unflatten(0, by_group).unsqueeze(-1)
+
+    delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
+    delta = delta if results.dlse is None else delta - results.dlse.double()
+    lse = results.lse.masked_fill(results.lse == -torch.inf, torch.inf)
+    p = torch.where(_by_group(visible, by_group), (x - column(lse)).exp(), 0.0)
+    dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
+    ds = p * (dp - column(delta)) * slope * rule.params.scale
+    dk = torch.einsum("kgnm,nkgd->mkd", precision.round(ds), q)
+    dv = torch.einsum("kgnm,nkgd->mkd", precision.round(p * keep), dout)
+    return torch.cat([dk, dv, p.sum(dim=(1, 2)).t().unsqueeze(-1)], dim=-1)
+
+
+def _operands(
     visible: Tensor, queries: SampledQueries, keys: SampledKeys, acc_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``q, dout, k, v`` of ``H`` heads, zero where nobody here sees them or they see nobody."""
-    q = queries.q
-    dout = q.new_zeros(*q.shape[:2], keys.v.shape[2]) if queries.dout is None else queries.dout
-    group = q.shape[1] // max(keys.k.shape[1], 1)
-    sees, seen = visible.any(dim=0).any(dim=1), visible.any(dim=0).any(dim=0)
-    q, dout = (torch.where(sees[:, None, None], x, 0).to(acc_dtype) for x in (q, dout))
-    k, v = (torch.where(seen[:, None, None], x, 0).to(acc_dtype) for x in (keys.k, keys.v))
-    return q, dout, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+) -> _Operands:
+    heads = keys.k.shape[1]
+    by_group = (heads, queries.q.shape[1] // max(heads, 1))
+    somewhere = visible.any(dim=0)
+    sees, seen = (somewhere.any(dim=x)[:, None, None] for x in (1, 0))
+    q, dout = (
+        None if x is None else torch.where(sees, x, 0).to(acc_dtype).unflatten(1, by_group)
+        for x in (queries.q, queries.dout)
+    )
+    k, v = (torch.where(seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
+    assert q is not None
+    return _Operands(q, dout, k, v)
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
@@ -243,5 +310,8 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
     return (part - total.masked_fill(total == -torch.inf, 0.0)).exp()
 
 
-def _blocks(length: int) -> Iterator[slice]:
-    return (slice(at, min(at + _BLOCK, length)) for at in range(0, length, _BLOCK))
+def _blocks(length: int, *sides: Tensor) -> Iterator[slice]:
+    """Slices of a length, whose rows ``[length, heads, dim]`` take so many bytes as float64."""
+    row = sum(x[:1].numel() for x in sides)
+    size = max(_BLOCK_BYTES // max(8 * row, 1), 1)
+    return (slice(at, min(at + size, length)) for at in range(0, length, size))

@@ -22,7 +22,9 @@ from ring_torch.records import BackwardInputs, Inputs
 from ring_torch.strategies.single import folded
 from ring_torch.tripwire.dense import (
     EXACT,
+    ForwardResults,
     Partial,
+    Precision,
     Rule,
     SampledKeys,
     SampledQueries,
@@ -98,12 +100,10 @@ class Sample(NamedTuple):
             for x in (call.plan.positions, call.plan.q_positions)
         )
         queries = SampledQueries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
-        delta = (upstream.dout[b].double() * upstream.out[b].double()).sum(dim=-1)
-        delta = delta if dlse is None else delta - dlse[b].t().double()
-        sums = [
-            key_sums(self.rule, queries, keys, upstream.lse[b].t(), delta, each)
-            for each in (EXACT, plain_precision(call.dtype))
-        ]
+        results = ForwardResults(
+            upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
+        )
+        sums = key_sums(self.rule, queries, keys, results, self._precisions)
         home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
         exact, plain = (sum(x) for x in exchange(ring, home, call.device))
         assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
@@ -132,10 +132,7 @@ class Sample(NamedTuple):
         k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
         position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
         keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
-        found = [
-            query_means(self.rule, queries, keys, each)
-            for each in (EXACT, plain_precision(call.dtype))
-        ]
+        found = query_means(self.rule, queries, keys, self._precisions)
         home = [list(x.chunk(ring.size)) for part in found for x in part]
         lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
         exact = merged([Partial(*x) for x in zip(lse, means, strict=True)])
@@ -143,6 +140,11 @@ class Sample(NamedTuple):
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
         return exact, plain
+
+    @property
+    def _precisions(self) -> tuple[Precision, Precision]:
+        """The exact numbers', and a plain implementation's."""
+        return EXACT, plain_precision(self.call.dtype)
 
     def _picked(self, kind: Kind, rank: int) -> Ints:
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
@@ -273,14 +275,19 @@ def backward_faults(
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest finite number's size."""
-    return x.double().abs().nan_to_num(posinf=0.0).amax()
+    """The largest number's size, of finite vectors of the last dimension."""
+    return _norm(x, torch.inf)
 
 
 def _longest(x: Tensor) -> Tensor:
     """The largest length of a finite vector of the last dimension."""
-    lengths: Tensor = x.double().norm(dim=-1)
-    return lengths.nan_to_num(posinf=0.0).amax()
+    return _norm(x, 2)
+
+
+def _norm(x: Tensor, order: float) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
+    return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()
 
 
 def _described(call: Call) -> str:

@@ -1,0 +1,59 @@
+"""Strategies over NCCL and out of peers' memory, on cases of the table, each call checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from backends.torch_ranks import Arrays, gather, run_rank
+from cases import CASES, Case
+from tolerances import assert_close
+
+import ring_torch
+from ring_torch import UnsupportedError
+from ring_torch.local import LocalRankError
+
+#: Strategy and transport.
+WAYS = {
+    "p2p": ("ring", "p2p"), "gather": ("gather", "p2p"), "symm_mem": ("gather", "symm_mem"),
+    "ulysses": ("ulysses", "p2p"),
+}  # fmt: skip
+
+
+def cases(way: str) -> list[Case]:
+    """Cases of two ranks that a strategy has; for Ulysses with heads that two divide."""
+    two = [case for case in CASES.values() if case.cp_size == 2]
+    if way == "p2p":
+        return two
+    two = [case for case in two if case.strategy == "ring"]
+    if way != "ulysses":
+        return two
+    return [replace(x, heads=(4, 2)) for x in two if not (x.segments or x.dropout_p or x.bias)]
+
+
+TWO = [(way, case) for way in WAYS for case in cases(way)]
+
+
+def checked(rank: int, case: Case, way: tuple[str, str]) -> Arrays | str:
+    """A rank's part of a case, or why it is refused."""
+    with ring_torch.check():
+        try:
+            return run_rank(rank, case, ("auto", *way), None, True)
+        except UnsupportedError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("way", "case"), TWO, ids=[f"{way}-{case.name}" for way, case in TWO])
+def test_case(way: str, case: Case, backend: Any) -> None:
+    strategy, transport = WAYS[way]
+    try:
+        parts = backend.pool(2).run(checked, case, (case.moved(strategy), transport))
+    except LocalRankError:
+        backend.discard(2)
+        raise
+    if any(isinstance(x, str) for x in parts):
+        assert "gather" in strategy, parts
+        assert all(isinstance(x, str) and f"{strategy!r}" in x for x in parts), parts
+    else:
+        assert_close(case, gather(case, case.plan, parts))
