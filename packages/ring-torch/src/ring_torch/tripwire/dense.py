@@ -276,7 +276,8 @@ def _sums_of_block(
 
     def column(rows: Tensor) -> Tensor:
         """``[n, H]`` as ``[K, G, n, 1]``."""
-        return rows.to(acc_dtype).t().unflatten(0, by_group).unsqueeze(-1)
+        grouped: Tensor = rows.to(acc_dtype).t().unflatten(0, by_group).unsqueeze(-1)
+        return grouped
 
     delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
     delta = delta if results.dlse is None else delta - results.dlse.double()
