@@ -143,6 +143,7 @@ TRIPPED = (
     )),
     "test_right_calls_pass[balanced", "test_right_calls_pass[gather", "test_one_in_so_many",
     "test_under_transformations[vmap", "test_under_transformations[scan",
+    "test_the_rate_of_a_pass_in_a_ring", "test_rates_under_transformations",
     "test_rings_beside_each_other_are_checked_each_by_itself[Explicit",
 )  # fmt: skip
 #: Masks that run on more numbers of ranks than the others.

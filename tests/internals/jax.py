@@ -5,6 +5,7 @@ from ring_jax import autodiff as autodiff
 from ring_jax import collectives as collectives
 from ring_jax import kernels as kernels
 from ring_jax import rank_view as rank_view
+from ring_jax import tripwire as tripwire
 from ring_jax.attention import RingAttention as RingAttention
 from ring_jax.autodiff import _compiled as _compiled
 from ring_jax.collectives import Ranks as Ranks
@@ -42,5 +43,6 @@ from ring_jax.tools import cli as cli
 from ring_jax.tools import doctor as doctor
 from ring_jax.tools.cli import main as main
 from ring_jax.tools.doctor import self_test as self_test
+from ring_jax.tripwire import rate as tripwire_rate
 from ring_jax.varying import match_varying as match_varying
 from ring_jax.varying import varying_axes as varying_axes

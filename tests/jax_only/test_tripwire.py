@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,8 @@ from internals.jax import (
     collectives,
     own_message,
     ring_strategy,
+    tripwire,
+    tripwire_rate,
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -166,13 +168,22 @@ IN_TRACES = ("nothing_is_sent", "gradients_to_the_wrong_owner")
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
-    """One of the faults; programs compiled before, or in between, are for nobody else."""
+    """One of the faults."""
+    with patched(FAULTS[fault]()):
+        yield
+
+
+@contextmanager
+def patched(patches: Patches) -> Iterator[None]:
+    """Functions replaced; programs compiled before, or in between, are for nobody else."""
     with ExitStack() as stack:
-        for target, attribute, replacement in FAULTS[fault]():
+        for target, attribute, replacement in patches:
             stack.enter_context(patch.object(target, attribute, replacement))
         autodiff._compiled.cache_clear()
         jax.clear_caches()
         yield
+    with suppress(jax.errors.JaxRuntimeError):  # of callbacks that nobody waited for
+        jax.effects_barrier()
     autodiff._compiled.cache_clear()
     jax.clear_caches()
 
@@ -309,6 +320,57 @@ def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> N
         for seed in range(4):
             q = cp.shard(jax.random.normal(jax.random.key(seed), (2, 16, 2, 8)))
             jax.block_until_ready(run(q))
+
+
+def device_of(tflops: float) -> Patches:
+    """A device whose peak is known."""
+    return [(tripwire_rate, "peak_tflops", lambda name: tflops if name == "cpu" else None)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_rate_that_no_device_has(every: int) -> None:
+    def calls(count: int) -> None:
+        run = jax.jit(jax.grad(loss_of))
+        for seed in range(count):
+            jax.block_until_ready(run(jax.random.normal(jax.random.key(seed), (1, 16, 2, 8))))
+
+    with patched(device_of(1e6)), ring_jax.check(every):
+        calls(2 * every)
+    with (
+        patched(device_of(1e-9)),
+        ring_jax.check(every),
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"TFLOP/s, and the device has 0: work"),
+    ):
+        calls(8)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_the_rate_of_a_pass_in_a_ring(which: str) -> None:
+    right = tripwire_rate.check_rate
+
+    def of_one(turn: Any, static: Any, x: Any, now: str, *rest: Any) -> None:
+        if now == which:
+            right(turn, static, x, now, *rest)
+
+    with (
+        patched([*device_of(1e-9), (tripwire, "check_rate", of_one)]),
+        ring_jax.check(),
+        pytest.raises(jax.errors.JaxRuntimeError, match=f"a {which} ran at"),
+    ):
+        grads()
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_rates_under_transformations(name: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
+    with patched(device_of(1e6)), ring_jax.check(2):
+        jax.block_until_ready(TRANSFORMED[name](x))
+    with (
+        patched(device_of(1e-9)),
+        ring_jax.check(),
+        pytest.raises(jax.errors.JaxRuntimeError, match="work was left out"),
+    ):
+        jax.block_until_ready(TRANSFORMED[name](x))
 
 
 def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,11 @@ _TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bflo
 Kind = Literal["queries", "keys"]
 
 # Dense bf16 TFLOP/s as makers publish them, by a word of the device's name: the first that fits.
+# Of TPUs a chip's, of which a device may be half.
 _PEAKS = {
     "B300": 2500.0, "B200": 2500.0, "H200": 989.5, "H100": 989.5, "H800": 989.5, "A100": 312.0,
-    "A800": 312.0, "L40S": 362.0,
+    "A800": 312.0, "L40S": 362.0, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0,
+    "TPU v6 lite": 918.0, "TPU7x": 2307.0,
 }  # fmt: skip
 
 

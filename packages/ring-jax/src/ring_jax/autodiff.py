@@ -53,17 +53,21 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the strategy's forward and add the sinks."""
-    strategy = STRATEGIES[static.strategy]
-    if static.check:
+    strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
+    if static.check and x.q.size:
+        turn = tripwire.Turn.of(static, x.q)
         run = partial(strategy.forward, static)
-        tripwire.check_traffic(static, inputs, "forward", run, inputs)
-    result, last = strategy.forward(static, inputs)
+        tripwire.check_traffic(static, x, "forward", run, x)
+        at, (q,) = tripwire.start(turn, x, "forward", x.q)
+        x = x._replace(q=q)
+    result, last = strategy.forward(static, x)
     if inputs.sinks is not None:
         result = _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
-    if static.check:
-        tripwire.check_forward(static, inputs, out, lse)
+    if turn is not None:
+        tripwire.check_forward(turn, static, inputs, out, lse)
+        tripwire.check_rate(turn, static, inputs, "forward", at, out, lse)
     last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
     return (out, lse), Saved(inputs, out, lse, last)
 
@@ -78,15 +82,20 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     x, wide = saved.inputs, static.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(to_bhtd(dout), saved.lse, delta, to_bhtd(saved.out))
-    strategy = STRATEGIES[static.strategy]
-    if static.check:
+    strategy, turn, at = STRATEGIES[static.strategy], None, None
+    if static.check and x.q.size:
+        turn = tripwire.Turn.of(static, x.q)
         run = partial(strategy.backward, static)
         tripwire.check_traffic(static, x, "backward", run, x, upstream, saved.last)
+        at, (q, held) = tripwire.start(turn, x, "backward", x.q, upstream.dout)
+        x, upstream = x._replace(q=q), upstream._replace(dout=held)
     grads = strategy.backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
-    if static.check:
-        tripwire.check_backward(static, x, (saved.out, saved.lse), gradients, (dq, dk, dv))
+    if turn is not None:
+        results = saved.out, saved.lse
+        tripwire.check_backward(turn, static, x, results, gradients, (dq, dk, dv))
+        tripwire.check_rate(turn, static, x, "backward", at, dq, dk, dv)
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
     return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)

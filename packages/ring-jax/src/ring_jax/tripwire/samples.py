@@ -33,17 +33,17 @@ from ring_jax.tripwire.dense import (
     plain_precision,
     query_means,
 )
+from ring_jax.tripwire.turn import Turn, mixed
 
-_SPREAD = 64  # tokens whose numbers tell calls apart
 Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
 
 
-def check_forward(static: Static, inputs: Inputs, out: Array, lse: Array) -> None:
+def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: Array) -> None:
     """Check a forward, if it is this call's turn: ``out [B, T, H, Dv]`` and ``lse [B, H, T]``."""
 
-    def run(number: Array) -> None:
-        sample = _Sample.of(static, inputs, number)
+    def run() -> None:
+        sample = _Sample.of(static, inputs, turn.number)
         rows = sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
@@ -54,16 +54,17 @@ def check_forward(static: Static, inputs: Inputs, out: Array, lse: Array) -> Non
         }
         sample.judge("forward", {"queries": results})
 
-    _in_turn(static, inputs, run)
+    turn.run(partial(_in_float64, run), lambda: None)
 
 
 def check_backward(
-    static: Static, inputs: Inputs, results: tuple[Array, Array], upstream: tuple[Array, Array],
+    turn: Turn, static: Static, inputs: Inputs, results: tuple[Array, Array], upstream: tuple[Array, Array],
     grads: tuple[Array, Array, Array],
 ) -> None:  # fmt: skip
     """Check a backward, if it is this call's turn.
 
     Args:
+        turn: Of the call.
         static: The call.
         inputs: This rank's.
         results: The forward's ``out [B, T, H, Dv]`` and ``lse [B, H, T]``.
@@ -71,8 +72,8 @@ def check_backward(
         grads: dQ, dK and dV, ``[B, T, heads, D]``.
     """
 
-    def run(number: Array) -> None:
-        sample = _Sample.of(static, inputs, number)
+    def run() -> None:
+        sample = _Sample.of(static, inputs, turn.number)
         b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
         (dout, _), (dq, dk, dv) = upstream, grads
         wide = jnp.float64
@@ -96,47 +97,12 @@ def check_backward(
         }
         sample.judge("backward", {"queries": q_side, "keys": k_side})
 
-    _in_turn(static, inputs, run)
+    turn.run(partial(_in_float64, run), lambda: None)
 
 
-def _in_turn(static: Static, inputs: Inputs, run: Callable[[Array], None]) -> None:
-    """Run a check in one call of so many, told apart by the numbers in ``q``."""
-    if inputs.q.size == 0:
-        return
-    number = _number(static, inputs.q)
-
-    def checked() -> None:
-        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-            run(number)
-
-    if static.check == 1:
-        checked()
-    else:
-        turn = number % jnp.uint32(static.check) == 0
-        lax.cond(turn, checked, lambda: None)
-
-
-def _number(static: Static, q: Array) -> Array:
-    """A number of the call's, equal on all ranks; uint32."""
-    taken = q[:, :: max(1, q.shape[1] // _SPREAD)]
-    width = jnp.uint16 if taken.dtype.itemsize == 2 else jnp.uint32
-    words = lax.bitcast_convert_type(taken, width).astype(jnp.uint32).reshape(-1)
-    weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
-    own = (words * weights).sum(dtype=jnp.uint32)
-    return _mixed(_summed(static, lax.bitcast_convert_type(own, jnp.int32)))
-
-
-def _summed(static: Static, x: Array) -> Array:
-    """Over all ranks, as unsigned."""
-    total = x if static.axis_name is None else lax.psum(x, static.axis_name)
-    return lax.bitcast_convert_type(total, jnp.uint32)
-
-
-def _mixed(x: Array) -> Array:
-    """All bits of a word from all of its bits (the finalizer of MurmurHash3)."""
-    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
-        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return x ^ (x >> jnp.uint32(16))
+def _in_float64(run: Callable[[], None]) -> None:
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        run()
 
 
 class _Sample(NamedTuple):
@@ -171,7 +137,7 @@ class _Sample(NamedTuple):
         length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
         counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
         seeds = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
-        return (_mixed(seeds ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
+        return (mixed(seeds ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
         """Those of this rank."""
