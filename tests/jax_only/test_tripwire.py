@@ -348,7 +348,7 @@ def test_a_rate_that_no_device_has(every: int) -> None:
 def test_the_rate_of_a_pass_in_a_ring(which: str) -> None:
     right = tripwire_rate.check_rate
 
-    def of_one(turn: Any, static: Any, x: Any, now: str, *rest: Any) -> None:
+    def of_one(turn: Any, static: Any, x: Any, now: Any, *rest: Any) -> None:
         if now == which:
             right(turn, static, x, now, *rest)
 

@@ -17,10 +17,12 @@ from internals.core import ring as ring_module
 from internals.torch import (
     Call,
     EagerKernel,
+    HeadGroups,
     Ranks,
     Ring,
     Transfer,
     _prepare,
+    strategies,
     tripwire_settings,
     tripwire_traffic,
 )
@@ -257,6 +259,20 @@ def test_right_calls_pass(strategy: str, backend: Any) -> None:
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kernel": "auto"}
     options |= {"sinks": None} if strategy == "ulysses" else {}
     backend.pool(2).run(right_calls, options)
+
+
+@pytest.mark.parametrize("groups", [HeadGroups(2, 2, early=True), HeadGroups(1, 2, early=False)])
+def test_right_calls_whose_heads_are_cut_into_groups_pass(groups: HeadGroups, backend: Any) -> None:
+    backend.pool(2).run(in_groups, groups)
+
+
+def in_groups(rank: int, groups: HeadGroups) -> None:
+    """Ids travel with each group of heads."""
+    ids = (torch.arange(12).expand(2, 12) // 5).int()
+    _prepare.cache_clear()
+    with patch.object(strategies, "head_groups_of", lambda *_: groups), ring_torch.check():
+        attend(rank, strategy="gather", layout="zigzag", segment_ids=ids)
+    _prepare.cache_clear()
 
 
 def right_calls(rank: int, options: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from internals.torch import (
     _room,
     agree,
     one_kernel,
+    prepare,
     sessions,
 )
 from internals.torch import ranks as _comm
@@ -35,6 +36,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+import ring_torch
 from ring_core import gather_refusals
 from ring_torch.local import LocalRankError, LocalRanks
 
@@ -88,7 +90,9 @@ def _now() -> int:
     return time.monotonic_ns()
 
 
-def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[Arrays, int]:
+def on_a_rank(
+    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
+) -> tuple[Arrays, int]:
     """A rank's part of a case, and how many kernels ran."""
     OnFiles.folder = folder
     ran = []
@@ -113,7 +117,9 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_follow", lambda _: None)
-        patched.setattr(sessions, "TRANSPORTS", {"p2p": opened})
+        patched.setattr(sessions, "TRANSPORTS", dict.fromkeys(("p2p", "symm_mem"), opened))
+        if checked:  # as on GPUs that reach each other's memory
+            patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)
@@ -121,7 +127,8 @@ def on_a_rank(rank: int, folder: Path, case: Case, wrong: str | None) -> tuple[A
         patched.setattr(kernels, "NUMBERS", 32)
         for name in ("exchange_keys", "clear", "reduce_from_peers"):
             patched.setattr(kernels, name, noted(name))
-        return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
+        with ring_torch.check(int(checked)):
+            return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +147,31 @@ def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
     assert all(ran >= 3 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+@pytest.mark.parametrize("name", ["causal-zigzag-cp2", "causal-random-cp4"])
+def test_a_check_counts_what_kernels_read_from_peers(name: str, tmp_path: Path) -> None:
+    with LocalRanks(CASES[name].cp_size) as ranks:
+        assert all(ran >= 3 for _, ran in ranks.run(on_a_rank, tmp_path, CASES[name], None, True))
+        for kernel in ("exchange_keys", "reduce_from_peers"):
+            with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
+                ranks.run(uncounted, tmp_path, CASES[name], kernel)
+
+
+def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
+    """A rank's part of a case, of which one kernel reads nothing."""
+    which = "fetch" if kernel == "exchange_keys" else "_add"
+    right = getattr(one_kernel.OneKernel, which)
+
+    def silent(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(one_kernel, "is_counted", lambda: False)
+            found = right(*given)
+            return iter(list(found)) if which == "fetch" else found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(one_kernel.OneKernel, which, silent)
+        on_a_rank(rank, folder, case, None, checked=True)
 
 
 def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:

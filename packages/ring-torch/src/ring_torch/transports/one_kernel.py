@@ -29,6 +29,7 @@ from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where, requests_to
+from ring_torch.transports.peer_reads import is_counted, note_reads
 
 if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place
@@ -166,6 +167,9 @@ class OneKernel:
         target = own.new_empty(keys.batch, gather.length, keys.width)
         table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
         exchange_keys(self.place, self.digest, k, v, own, table, target)
+        if is_counted():
+            rank = self.spec.ranks.rank
+            note_reads(target[:, one.target] for one in gather.fetches if one.rank != rank)
         yield PendingKV([target], _arrived)
 
     def accumulators(
@@ -206,6 +210,9 @@ class OneKernel:
             lambda: self._sums_of_peers(requests, sums, length, pairs, parts),
         )  # fmt: skip
         reduce_from_peers(self.place, self.digest, table, total)
+        if is_counted():
+            for _, one in requests:
+                note_reads(sums.parts(total, length, where(one.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """What :func:`exchange_keys` fetches."""

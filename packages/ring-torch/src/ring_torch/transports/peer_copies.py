@@ -31,6 +31,7 @@ from ring_torch.transports.api import (
     staging,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
+from ring_torch.transports.peer_reads import note_reads
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
 
 Event = torch.cuda.Event
@@ -108,6 +109,7 @@ class PeerCopies:
             else:
                 stream = window.copying(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
+                note_reads(places)
                 for place, source in zip(places, theirs, strict=True):
                     copy(place, source[:, one.source])
             done.append((stream, stream.record_event()))
@@ -139,6 +141,8 @@ class PeerCopies:
             length = gather_program(plan, peer, own=gather.own).length
             flat = self._grads_of(peer, group, sums, length)
             theirs.append(sums.parts(flat, length, one.target))
+        for parts in theirs:
+            note_reads(parts)
         copied = overlapped or not has_triton()
         staged = [staging(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)

@@ -15,31 +15,38 @@ from ring_core.tripwire import peak_tflops
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
+from ring_torch.head_groups import ONE_GROUP
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
+from ring_torch.transports.peer_reads import counting
 
 _SEND = "c10d::send"  # all that strategies send are messages
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes that are sent inside, at torch's own operations, and takes the time.
+    """Counts the bytes that are sent or read from peers inside, and takes the time.
 
-    Copies out of the peers' memory are no operations of a process group, and are not counted.
+    Messages are counted at torch's own operations; copies out of the peers' memory, which are none
+    of a process group, by :func:`ring_torch.transports.peer_reads.counting`.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as torch has it
         self.sent = 0
+        self.read = 0
         self._device = device
         self._marks: list[Any] = []
+        self._reads = counting(self._add_read)
 
     def __enter__(self) -> Self:
         self._mark()
+        self._reads.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(None, None, None)
         self._mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,6 +64,9 @@ class Watch(TorchDispatchMode):
             return float(last - first)
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
+
+    def _add_read(self, nbytes: int) -> None:
+        self.read += nbytes
 
     def _mark(self) -> None:
         if self._device.type != "cuda":
@@ -79,10 +89,13 @@ class Pass(NamedTuple):
         """What is wrong with bytes and time, a line each."""
         found = []
         call = self.call
-        if call.ring.size > 1 and call.transport == "p2p":
-            expected = HEADER_BYTES + _EXPECTED[call.strategy.name](self)
-            if seen.sent != expected:
-                found.append(f"{seen.sent:,} bytes were sent, and the program sends {expected:,}")
+        if call.ring.size > 1:
+            expected, moved, verb = _EXPECTED[call.strategy.name](self), seen.read, "reads"
+            if call.transport == "p2p":
+                expected, moved, verb = HEADER_BYTES + expected, seen.sent, "sends"
+            if moved != expected:
+                done = {"reads": "read from peers", "sends": "sent"}[verb]
+                found.append(f"{moved:,} bytes were {done}, and the program {verb} {expected:,}")
         peak = peak_tflops(_device_name(call.device))
         if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
@@ -147,19 +160,24 @@ def _ring(one: Pass) -> int:
 
 
 def _gather(one: Pass) -> int:
+    """Keys that others fetch from here and gradients that go back, or by reads the reverse."""
     call, rank = one.call, one.call.ring.rank
-    keys, sent = KVPayload.of(one.inputs), 0
-    peers = [x for x in range(call.ring.size) if x != rank]
-    if one.fetches:
-        asked = [
-            x for peer in peers for x in gather_program(call.plan, peer).fetches if x.rank == rank
-        ]
-        sent += sum(keys.size(x.source.stop - x.source.start) for x in asked)
+    groups = getattr(call.strategy, "groups", ONE_GROUP)
+    parts = groups.forward if one.forward else groups.backward
+    keys = KVPayload.of(one.inputs, parts)
+    fetches = [
+        (peer, x.rank, x.source.stop - x.source.start)
+        for peer in range(call.ring.size)
+        for x in gather_program(call.plan, peer).fetches
+    ]
+    asked = sum(n for peer, owner, n in fetches if owner == rank != peer)
+    had = sum(n for peer, owner, n in fetches if peer == rank != owner)
+    if call.transport == "symm_mem":
+        asked, had = had, asked
+    total = keys.size(asked) if one.fetches else 0
     if not one.forward:
-        had = [x for x in gather_program(call.plan, rank).fetches if x.rank != rank]
-        tokens = sum(x.source.stop - x.source.start for x in had)
-        sent += keys.batch * tokens * keys.width * one.acc_bytes
-    return sent
+        total += keys.batch * had * keys.width * one.acc_bytes
+    return parts * total
 
 
 def _ulysses(one: Pass) -> int:
@@ -179,7 +197,7 @@ def _ulysses(one: Pass) -> int:
     return (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
 
 
-#: Bytes a rank sends in a pass beside its header, by strategy.
+#: Bytes that a rank sends in a pass beside its header, or reads from peers, by strategy.
 _EXPECTED: dict[str, Callable[[Pass], int]] = {
     "ring": _ring, "balanced": _ring, "gather": _gather, "ulysses": _ulysses,
 }  # fmt: skip
