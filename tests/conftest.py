@@ -30,6 +30,7 @@ FOLDERS = {
     "jax-cuda": {"conformance", "jax_cuda_only"},
     "jax-gpu": {"api", "docs", "jax_gpu_only", "regressions/jax_gpu"},
     "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
+    "maxtext": {"maxtext"},
     "none": {"packaging"},
 }
 #: Matrices of which a part runs each time: where the numbers of the values, each counted from 0 in
