@@ -154,6 +154,13 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def maxtext(session: nox.Session) -> None:
+    """Train with MaxText's own program on the ring, tiny, and compare with its own attention."""
+    install(session, BACKENDS["jax"], ["test", "test-jax", "maxtext"], *CONSTRAINED)
+    session.run("pytest", "tests", "--backend=maxtext", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

@@ -30,6 +30,7 @@ FOLDERS = {
     "jax-cuda": {"conformance", "jax_cuda_only"},
     "jax-gpu": {"api", "docs", "jax_gpu_only", "regressions/jax_gpu"},
     "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
+    "maxtext": {"maxtext"},
     "none": {"packaging"},
 }
 #: Matrices of which a part runs each time: where the numbers of the values, each counted from 0 in
@@ -114,7 +115,8 @@ SLOW_IN_TORCH = (
 )  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;
 #: witnesses that are in the table; backends broken on purpose, of which the simulator and torch
-#: show each time that they are seen; the doctor's and the timer's rarer answers.
+#: show each time that they are seen; the doctor's and the timer's rarer answers; of models
+#: of three libraries all ways to train but two, as pages and tests of adapters hold others.
 SLOW_IN_JAX = (
     "test_devices_and_one_device_agree", "test_memory_is_linear_in_the_length",
     "test_two_host_devices_make_a_ring",
@@ -134,6 +136,10 @@ SLOW_IN_JAX = (
         "bias-float64", "keys16-causal", "keys16-window", "keys80-chunks", "keys80-predicate",
     )),
     "test_case[causal-striped-cp8", "test_case[options-random-cp2",
+    *(f"test_training_is_that_of_one_device[{model}" for model in (
+        "nnx-jit", "nnx-shard_map", "nnx-remat", "nnx-explicit", "linen-jit", "linen-shard_map",
+        "linen-remat", "linen-scan", "equinox",
+    )),
 )  # fmt: skip
 #: Faults that trip in JAX as others do each time, and right calls of other strategies.
 TRIPPED = (

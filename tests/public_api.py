@@ -23,7 +23,8 @@ MODULES = {
     ),
     "torch": ("ring_torch", "ring_torch.compat", "ring_torch.hf", "ring_torch.local"),
     "jax": (
-        "ring_jax", "ring_jax.compat", "ring_jax.equinox", "ring_jax.flax", "ring_jax.nn",
+        "ring_jax", "ring_jax.compat", "ring_jax.equinox", "ring_jax.flax", "ring_jax.maxtext",
+        "ring_jax.nn",
     ),
     "jax-gpu": ("ring_jax_gpu",),
     "jax-tpu": ("ring_jax_tpu",),

@@ -21,6 +21,7 @@ MARKED: dict[str, dict[str, int]] = {
     "coming-from-ring-flash-attn.md": {"needs-ring-flash-attn": 1},
     "coming-from-transformer-engine.md": {"needs-transformer-engine": 1},
     "coming-from-maxtext.md": {"needs-maxtext": 1},
+    "jax-trainers.md": {"needs-maxtext": 1, "needs-tunix": 1},
 }
 
 

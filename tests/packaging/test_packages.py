@@ -162,7 +162,7 @@ assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
 # jax starts a backend when it is first asked for devices; none may have been.
 NO_JAX_DEVICE = """
 import sys
-import ring_jax, ring_jax.compat, ring_jax.flax, ring_jax.nn, ring_jax_gpu, ring_jax_tpu
+import ring_jax, ring_jax.compat, ring_jax.flax, ring_jax.maxtext, ring_jax.nn, ring_jax_gpu, ring_jax_tpu
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "an import asked for a device"
 assert not {"torch", "triton", "jax_triton", "flax", "equinox", "matplotlib"} & set(sys.modules)

@@ -2,7 +2,8 @@
 
 :func:`ring_attention` works on local shards inside ``jax.shard_map``; :class:`ContextParallel` on
 global arrays. :mod:`ring_jax.compat` takes calls written for other libraries; :mod:`ring_jax.flax`,
-:mod:`ring_jax.equinox` and :mod:`ring_jax.nn` put ring attention into their models.
+:mod:`ring_jax.equinox`, :mod:`ring_jax.nn` and :mod:`ring_jax.maxtext` put ring attention into
+their models.
 """
 
 from ring_core import KernelConfig as KernelConfig

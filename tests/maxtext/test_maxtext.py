@@ -1,0 +1,64 @@
+"""MaxText's own training program on the ring: the losses of its own attention on one device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import compare
+
+RUNS = Path(__file__).with_name("runs.py")
+NAMES = [
+    "cp", "dp-cp-packed", "fsdp-cp-explicit", "tensor-cp-no-scan", "window-sinks",
+    "chunks-softcap", "mla",
+]  # fmt: skip
+
+
+def results(folder: Path, devices: int, attention: str) -> dict[str, Any]:
+    """What all runs say, in a process of their own."""
+    out = folder / f"{attention}-{devices}.json"
+    command = (sys.executable, str(RUNS), str(devices), attention, str(out))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    every: dict[str, Any] = json.loads(out.read_text())
+    return every
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+    """MaxText's own attention on one device, the same on four, and the ring on four."""
+    folder = tmp_path_factory.mktemp("runs")
+    wanted = ((1, "dot_product"), (4, "dot_product"), (4, "ring"))
+    return tuple(results(folder, *one) for one in wanted)
+
+
+def numbers(run: dict[str, Any]) -> Any:
+    """What each step says, ``[steps, numbers]``."""
+    return np.array([list(step.values()) for step in run["steps"]])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_those_of_one_device(name: str, runs: tuple[dict[str, Any], ...]) -> None:
+    """At most twice as far from one device as MaxText's own attention is on the same four."""
+    one, own, ring = (every[name] for every in runs)
+    assert (one["rings"], own["rings"]) == (0, 0)
+    assert ring["rings"] > 0
+    expected, baseline, got = (numbers(run) for run in (one, own, ring))
+    assert expected.shape == (4, 3)
+    assert expected[-1, 0] < expected[0, 0] - 1  # it learns
+    for column in range(3):
+        bad, error, bound = compare(
+            got[:, column], expected[:, column], baseline[:, column], "float32"
+        )
+        assert not bad
+        assert error <= bound
+
+
+def test_all_runs_are_compared(runs: tuple[dict[str, Any], ...]) -> None:
+    assert list(runs[0]) == NAMES
