@@ -43,7 +43,7 @@ PARTS = {
     "test_program.py::test_transfers_are_the_plans": 3,
     "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 3,
     "test_parallelize.py::test_logits_loss_and_gradients_are_one_devices": 2,
-    "test_compiled_numbers.py::test_one_graph_for_all": 2,
+    "test_compiled_numbers.py::test_one_graph_for_all": 4,
     "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
     "test_benchmark.py::test_ways_in_plain_jax": 2,
     "test_compiled.py::test_roles_on_hopper": 2,
@@ -105,13 +105,19 @@ SLOW_WITH_TRITON = (
 )  # fmt: skip
 #: Another test calls the demonstration with more options, and torchrun starts it as a program; the
 #: line for several hosts takes two launchers. Of a Trainer, other families of models and more
-#: settings of it.
+#: settings of it. A run that is killed and started again; backends broken on purpose as the
+#: simulator is each time, three of which stay.
 SLOW_IN_TORCH = (
     "test_demonstration_as_a_command", "test_the_lines_that_start_jobs_on_several_hosts",
     "test_steps_are_those_of_one_device[more", "test_families",
     "test_steps_of_a_loop_are_those_of_one_device", "test_a_whole_session[2", "test_under_autocast",
     "test_trainers_of_trl[dpo", "test_trainers_of_trl[reward", "test_a_routers_loss[False",
     "test_few_steps[stream", "test_few_steps[loss of whole logits-2",
+    "test_a_run_restarted_by_torchrun", "test_right_calls_whose_heads_are_cut_into_groups_pass[groups1",
+    *(f"test_suite_goes_red[{mutant}" for mutant in (
+        "help-not-returned", "wrong-kv-head", "lse-gradient-dropped", "sink-per-step",
+        "last-step-dropped", "lse-in-base-2",
+    )),
 )  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;
 #: witnesses that are in the table; backends broken on purpose, of which the simulator and torch

@@ -85,7 +85,7 @@ PROMISES = (
     Promise(
         "restart",
         "training that torchrun starts anew goes on from its checkpoint with the same losses",
-        (("torch", "torch_only/test_restart.py"),),
+        (("torch", "torch_only/test_restart.py --all"),),
     ),
     Promise(
         "numbers",
