@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,22 +72,39 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
     return outcome
 
 
+@contextmanager
+def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """A model on a ring; gives what makes of a batch what the model is called with."""
+    report = hf.check_model(model)
+    if report.exact and report.hooks:
+        handle = hf.parallelize(model, cp)
+        try:
+            yield dict
+        finally:
+            handle.remove()
+    else:
+        model.set_attn_implementation(hf.register())
+        try:
+            yield lambda batch: cp.shard_batch(batch, model=model)
+        finally:
+            model.set_attn_implementation("eager")
+
+
 def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor) -> Outcome:
     """One batch, whole and split.
 
     Raises:
         DifferentError: They differ.
     """
-    model.set_attn_implementation("eager")
     expected, failure = None, ""
     try:
         expected = run(model, batch, real)
     except Exception as error:  # noqa: BLE001 - the whole model's own
         failure = _words(error)
-    model.set_attn_implementation(hf.register())
     try:
-        shard = cp.shard_batch(batch, model=model)
-        got = None if expected is None else run(model, shard, real, cp)
+        with ring(cp, model) as split:
+            shard = split(batch)
+            got = None if expected is None else run(model, shard, real, cp)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -246,15 +264,14 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """The model's own loss, of the whole batch and of its parts."""
     if not (labels := labels_of(model, batch["input_ids"])):
         return "none"
-    model.set_attn_implementation("eager")
     expected = None
     with suppress(Exception):  # the model has no loss of such labels
         expected = _loss(model, batch | labels | _whole(model))
-    model.set_attn_implementation(hf.register())
     if expected is None:
         return "none"
     try:
-        loss, grads = _loss(model, cp.shard_batch(batch | labels, model=model), cp)
+        with ring(cp, model) as split:
+            loss, grads = _loss(model, split(batch | labels), cp)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -274,7 +291,8 @@ def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) 
     total = loss.detach().clone()
     if cp is not None:
         cp.reduce_gradients(model)
-        dist.all_reduce(total)
+        if not hf.check_model(model).hooks:  # parallelize sums it
+            dist.all_reduce(total)
     return total, {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,9 +12,11 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_registered, register
+from ring_torch.hf.wiring import wire
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
 from ring_torch.models.check import (
     has_balancing_loss,
+    has_written_attention,
     is_of_transformers,
     report_of,
     unwrapped,
@@ -136,7 +139,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     hooks.is_pooling = is_pooling
     hooks.joins_router = not is_pooling and has_balancing_loss(inner)
-    handle = hooks.owner = Handle([_attend(inner), *_register(hooks, split, inner)])
+    undo = [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+    handle = hooks.owner = Handle(undo)
     return handle
 
 
@@ -191,5 +195,8 @@ def _attend(model: Any) -> Callable[[], object]:
     own = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
     if is_registered(own):
         return lambda: None
-    model.set_attn_implementation(register())
-    return lambda: model.set_attn_implementation(own)
+    change = model.set_attn_implementation
+    if has_written_attention(model):  # of which transformers has no other to set
+        change = partial(setattr, model.config, "_attn_implementation")
+    change(register())
+    return lambda: change(own)

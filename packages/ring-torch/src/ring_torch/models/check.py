@@ -21,6 +21,7 @@ from ring_torch.models.code import (
     uses_global,
 )
 from ring_torch.models.pooling import name_of, pooled_words, pooling_of
+from ring_torch.models.written import makes_positions, written_form
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -58,6 +59,8 @@ class ModelReport:
             where nothing is known.
         shifts_labels: Whether the loss of token ``i`` is of label ``i + 1``, as of causal language
             models, or of label ``i``.
+        hooks: What ``hf.parallelize`` puts hooks on for it, beside batch and loss. Batches of such
+            a model cannot be split by hand.
     """
 
     exact: bool = True
@@ -67,6 +70,7 @@ class ModelReport:
     pooling: str | None = None
     layers: tuple[str, ...] = ()
     shifts_labels: bool = True
+    hooks: tuple[str, ...] = ()
 
 
 def check_model(model: nn.Module) -> ModelReport:
@@ -142,14 +146,15 @@ def _adds_tokens(model: nn.Module) -> bool:
 
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
-    parts = dict(_text_parts(model))
+    parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
+    hooks = tuple(_hooks(parts, layers))
     reasons = [
-        *_of_inputs(model, joins_router=joins_router),
+        *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
-        *_of_masks(parts),
+        *_of_masks(parts, hooks),
     ]
     return ModelReport(
         exact=not reasons,
@@ -159,7 +164,32 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
         pooling=pooling,
         layers=layers,
         shifts_labels=_shifts(model),
+        hooks=hooks,
     )
+
+
+def _hooks(parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
+    """What has to be hooked, beside batch and loss."""
+    modules = parts.values()
+    if any(map(written_form, modules)):
+        yield "attention"
+    if any((form := written_form(x)) is not None and form.slopes for x in modules):
+        yield "alibi"
+    takes = any("position_ids" in parameters_of(type(x)) for x in modules if _masks(type(x)))
+    if not takes and any(map(makes_positions, modules)):
+        yield "positions"
+    if "chunked_attention" in layers and any(map(makes_chunks, modules)):
+        yield "chunks"
+
+
+def has_written_attention(model: nn.Module) -> bool:
+    """Whether it calls no attention function of transformers' registry."""
+    return any(map(written_form, model.modules()))
+
+
+def makes_chunks(module: nn.Module) -> bool:
+    """Whether it makes masks of chunks, unless it is given masks by kind of layer."""
+    return {"create_chunked_causal_mask", "causal_mask_mapping"} <= names_in_forward(type(module))
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -182,7 +212,7 @@ def _takes_tokens(model: nn.Module) -> bool:
     return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
 
 
-def _text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Modules that see the sequence of tokens, by name."""
     decoder = model
     if getattr(model.config, "sub_configs", None):
@@ -203,10 +233,11 @@ def _text_config(model: Any) -> Any:
 
 
 def _attends(module: nn.Module) -> bool:
-    return uses_global(type(module), "AttentionInterface")
+    written = written_form(module) is not None
+    return written or uses_global(type(module), "AttentionInterface")
 
 
-def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
+def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
     name = name_of(model)
     if not _takes_tokens(model):
@@ -216,7 +247,7 @@ def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
             f"{name} has an encoder and a decoder: attention from one sequence to another is not "
             f"supported; split a decoder or an encoder alone"
         )
-    elif not {"position_ids", "**"} & given:
+    elif not {"position_ids", "**"} & given and not {"positions", "alibi"} & {*hooks}:
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_balancing_loss(model)
@@ -235,7 +266,9 @@ def has_balancing_loss(model: nn.Module) -> bool:
 def _of_layers(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
-    if others := sorted({*layers}.difference(SERVED_LAYERS, {"attention"})):
+    chunked = any(map(makes_chunks, parts.values()))
+    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if chunked else ())}
+    if others := sorted({*layers} - served):
         yield (
             f"layers of type {', '.join(others)} would see this rank's tokens only; "
             f"{' and '.join(SERVED_LAYERS)} are served"
@@ -265,6 +298,12 @@ def _of_layers(
             has = [any(map(_attends, layer.modules())) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
+    if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
+        type(x).__name__ for x in parts.values()
+    }:
+        yield "config.alibi: its slopes are made of a mask, which cannot be split"
+    if getattr(model.config, "attention_type", None) == "block_sparse":
+        yield "config.attention_type: sparse blocks are not supported; set it to original_full"
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
     if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
@@ -273,7 +312,7 @@ def _of_layers(
         yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
-def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
+def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
     attending = [x for x in parts.values() if _attends(x)]
     if not attending:
@@ -286,9 +325,12 @@ def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
     if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
         yield "its attention computes masks of its own from the keys"
     masking = [parameters_of(type(x)) for x in parts.values() if _masks(type(x))]
-    if masking and not any("position_ids" in taken for taken in masking):
+    counts = any("position_ids" in taken for taken in masking) or {"positions", "alibi"} & {*hooks}
+    if masking and not counts:
         yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
-    if any("position_bias" in names_in_forward(type(x)) for x in attending):
+    if "alibi" not in hooks and any(
+        "position_bias" in names_in_forward(type(x)) for x in attending
+    ):
         yield "its attention adds a position bias of its own, which cannot be split"
     for module in parts.values():
         if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
-from ring_torch.models.batch import ShardedMask, shard_batch
+from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
 from ring_torch.models.code import names_in_forward, parameters_of
+from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -44,6 +45,7 @@ class _Call:
     """What the hooks after a forward have to know of the batch."""
 
     shape: tuple[int, int]  # (B, T), of the whole batch
+    device: torch.device
     mask: ShardedMask
     whole_mask: Tensor | None
     is_shifted_here: bool  # labels came unshifted: the last token has none
@@ -120,6 +122,7 @@ class ModelHooks:
         mask = given.get("attention_mask")
         self.call = _Call(
             shape=(tokens.shape[0], tokens.shape[1]),
+            device=tokens.device,
             mask=shard["attention_mask"],
             whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
             is_shifted_here=self.report.shifts_labels and given.get("shift_labels") is None,
@@ -128,9 +131,31 @@ class ModelHooks:
         )
         if has_router_loss:
             shard["attention_mask"] = self.call.whole_mask
-        if "use_cache" in parameters_of(type(unwrapped(module))):
+        takes = parameters_of(type(unwrapped(module)))
+        if "use_cache" in takes:
             shard.setdefault("use_cache", False)
+        if "position_ids" not in takes and self.report.hooks:
+            if given.get("position_ids") is not None:
+                raise UnsupportedError(f"position_ids: {type(module).__name__} takes none")
+            del shard["position_ids"]
         return (), {**switches, **shard}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def give_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module that makes positions of a sequence's length: where the tokens stand."""
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        if given.get("position_ids") is None:
+            kwargs = {**kwargs, "position_ids": self.local_positions()}
+        return args, kwargs
+
+    def local_positions(self) -> Tensor:
+        """Global positions of this rank's tokens, int64 ``[T_local]``; 0 for padding of the layout."""
+        assert self.call is not None
+        mask = self.call.mask
+        at = mask.sharding.positions(mask.seq_len, device=self.call.device)
+        return at.where(at < self.call.shape[1], 0)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(

@@ -1,0 +1,139 @@
+"""Hooks inside a model, where its attention function alone is not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_torch.hf.masks import LayerMask
+from ring_torch.hf.scores import Term, WrittenAttention
+from ring_torch.models.check import makes_chunks, text_parts
+from ring_torch.models.hooks import ModelHooks
+from ring_torch.models.masks import ShardedMask
+from ring_torch.models.written import makes_positions, written_form
+
+_Undo = Callable[[], object]
+
+
+def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
+    """Put on what a report's ``hooks`` name; yields what takes each off."""
+    for _, module in text_parts(model):
+        yield from _attention(module, model.config)
+        if "positions" in hooks.report.hooks and makes_positions(module):
+            yield module.register_forward_pre_hook(hooks.give_positions, with_kwargs=True).remove
+        if "chunks" in hooks.report.hooks:
+            yield from _chunks(module)
+    yield from _slopes(model)
+
+
+def _attention(module: Any, config: Any) -> Iterator[_Undo]:
+    form = written_form(module)
+    if form is not None:
+        layer = WrittenAttention(form, config)
+        yield module.register_forward_pre_hook(layer.begin, with_kwargs=True).remove
+        yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
+
+
+def _slopes(model: Any) -> Iterator[_Undo]:
+    """In place of ALiBi's tensor, of positions from 0 on: its slopes, from which attention makes it.
+
+    A model adds ``slope * j``. Softmax does not see what is added to a whole row, so that is the same
+    as ``-slope * (i - j)``.
+    """
+    names = {form.slopes for _, x in text_parts(model) if (form := written_form(x)) is not None}
+    for _, module in text_parts(model):
+        for name in names:
+            if name and name in vars(type(module)):
+                yield _replace(module, name, partial(_SLOPES[name], getattr(module, name)))
+
+
+def _of_mask(
+    own: Callable[..., Tensor], attention_mask: ShardedMask, *args: Any, **kwargs: Any
+) -> Term:
+    pair: Tensor = own(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs)  # [H, 1, 2]
+    rows, length = attention_mask.shape
+    return Term((rows * pair.shape[0], 1, length), slopes=_step(pair.flatten(0, 1)))
+
+
+def _of_length(
+    own: Callable[..., Tensor], heads: int, length: int, *args: Any, **kwargs: Any
+) -> Term:
+    pair: Tensor = own(heads, 2, *args, **kwargs)  # [H, 1, 2]
+    return Term((heads, 1, length), slopes=_step(pair.flatten(0, 1)))
+
+
+def _step(pair: Tensor) -> Tensor:
+    """Slopes of ALiBi at two neighbours, ``[H, 2]``."""
+    return pair[:, 1] - pair[:, 0]
+
+
+_SLOPES: Mapping[str, Callable[..., Term]] = {
+    "build_alibi_tensor": _of_mask,
+    "build_mpt_alibi_tensor": _of_length,
+}
+
+
+def _chunks(module: nn.Module) -> Iterator[_Undo]:
+    """Masks by kind of layer, where a model would read its mask to make chunks."""
+    if makes_chunks(module):
+        yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        yield module.register_forward_pre_hook(_give_offsets, with_kwargs=True).remove
+
+
+def _chunk_masks(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, ShardedMask):
+        size = module.config.attention_chunk_size
+        masks = {
+            "full_attention": LayerMask(mask, causal=True),
+            "chunked_attention": LayerMask(mask, causal=True, chunk_size=size),
+        }
+        kwargs = {**kwargs, "attention_mask": masks}
+    return args, kwargs
+
+
+class _Offsets:
+    """In place of a cache: it holds no keys, and says where tokens stand.
+
+    Args:
+        offsets: From a token's place on its rank to its position, ``[T_local]``.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets = offsets
+
+    def get_seq_length(self, _: int = 0) -> Tensor:
+        """What a model adds to a token's place."""
+        return self.offsets
+
+    def update(self, key: Tensor, value: Tensor, _: int) -> tuple[Tensor, Tensor]:
+        """Themselves."""
+        return key, value
+
+
+def _give_offsets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before attention that scales queries by where they stand, counted from a rank's first."""
+    del module
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, LayerMask) and kwargs.get("past_key_values") is None:
+        at = mask.batch.sharding.positions(
+            mask.batch.seq_len, device=kwargs["hidden_states"].device
+        )
+        offsets = at - torch.arange(len(at), device=at.device)
+        kwargs = {**kwargs, "past_key_values": _Offsets(offsets)}
+    return args, kwargs
+
+
+def _replace(owner: Any, name: str, value: object) -> _Undo:
+    """Set an attribute of an instance that its class has; returns what takes it off."""
+    vars(owner)[name] = value
+    return lambda: vars(owner).pop(name)
