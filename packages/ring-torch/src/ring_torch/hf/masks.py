@@ -18,6 +18,12 @@ from ring_torch.models.masks import CrossMask, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
+_UNSPLIT = (
+    "ring attention was given {}: the batch must come from ContextParallel.shard_batch, and its "
+    "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
+    "of the model that see no split sequence (images, sound), use another attn_implementation"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerMask(Sealed):
@@ -60,6 +66,12 @@ class LayerMask(Sealed):
         return None, (torch.zeros(self.batch.shape, dtype=torch.int32, device=device), padding)
 
 
+class NoMask(Sealed):
+    """Where a model was given no mask: as good as an error, but for layers that use none."""
+
+    _words = _UNSPLIT.format("no attention_mask")
+
+
 def ring_mask(
     batch_size: int,
     kv_length: int,
@@ -77,7 +89,7 @@ def ring_mask(
     dtype: object = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-) -> LayerMask:
+) -> LayerMask | NoMask:
     """Name the pattern that transformers asks for, in place of building a mask.
 
     The arguments are those of the mask functions of ``transformers.masking_utils`` (before 5.2
@@ -93,6 +105,8 @@ def ring_mask(
     offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
     if isinstance(attention_mask, CrossMask):
         return _cross_mask(attention_mask, mask_function, (batch_size, q_length, kv_length))
+    if attention_mask is None:  # of cross attention, maybe, where there is none
+        return NoMask()
     batch = sharded(attention_mask)
     if (batch_size, q_length, kv_length, offset, kv_offset) != (*batch.shape, batch.shape[1], 0, 0):
         raise UnsupportedError(
@@ -129,15 +143,16 @@ def _cross_mask(
 
 
 def sharded(attention_mask: object) -> ShardedMask:
+    """The batch that a mask is of.
+
+    Raises:
+        ValueError: It is none of ``shard_batch``.
+    """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
-    kind = "no attention_mask" if attention_mask is None else type(attention_mask).__name__
-    raise ValueError(
-        f"ring attention was given {kind}: the batch must come from ContextParallel.shard_batch, "
-        f"and its attention_mask reach every attention layer. To generate, to run an unsplit batch, "
-        f"or for parts of the model that see no split sequence (images, sound), use another "
-        f"attn_implementation"
-    )
+    if attention_mask is None or isinstance(attention_mask, NoMask):
+        raise ValueError(_UNSPLIT.format("no attention_mask"))
+    raise ValueError(_UNSPLIT.format(type(attention_mask).__name__))
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:

@@ -12,8 +12,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_registered, register
-from ring_torch.hf.wiring import wire
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
+from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
     has_balancing_loss,
     has_written_attention,

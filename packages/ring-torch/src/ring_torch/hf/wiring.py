@@ -91,9 +91,12 @@ def _chunk_masks(
     mask = kwargs.get("attention_mask")
     if isinstance(mask, ShardedMask):
         size = module.config.attention_chunk_size
+        chunks = LayerMask(mask, causal=True, chunk_size=size)
+        if any(mask.first):
+            chunks = LayerMask(mask.chunked(size), causal=True)
         masks = {
             "full_attention": LayerMask(mask, causal=True),
-            "chunked_attention": LayerMask(mask, causal=True, chunk_size=size),
+            "chunked_attention": chunks,
         }
         kwargs = {**kwargs, "attention_mask": masks}
     return args, kwargs

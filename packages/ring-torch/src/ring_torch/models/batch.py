@@ -97,7 +97,10 @@ def shard_batch(
         )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
-    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if is_uneven else None
+    real_tokens = segments >= 0
+    first = real_tokens.argmax(axis=1)
+    needs_ids = is_uneven or first.any()
+    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
     given["attention_mask"] = ShardedMask(
         sharding,
         (size, (length + more) // sharding.ring.size),
@@ -107,6 +110,8 @@ def shard_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
+        has_padding=not real_tokens.all(),
+        first=tuple(first.tolist()),
     )
     return given
 

@@ -144,11 +144,19 @@ class ModelHooks:
     def give_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module that makes positions of a sequence's length: where the tokens stand."""
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        if given.get("position_ids") is None:
-            kwargs = {**kwargs, "position_ids": self.local_positions()}
-        return args, kwargs
+        """Before a module that is told a sequence's length: where the tokens stand.
+
+        The part round it makes positions from 0 on, or none.
+        """
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        at = given.arguments.get("position_ids")
+        positions = self.local_positions()
+        if at is not None and at.shape != positions.shape:
+            raise UnsupportedError(
+                f"{type(module).__name__} is given positions {tuple(at.shape)}, other than from 0 on"
+            )
+        given.arguments["position_ids"] = positions
+        return given.args[1:], given.kwargs
 
     def local_positions(self) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``; 0 for padding of the layout."""

@@ -27,6 +27,7 @@ class ShardedMask(Sealed):
         dropout_seed: Of the batch; layers derive theirs.
         joins_router: Whether a router's loss is computed of the whole sequence.
         has_padding: Whether there is any, of the batch or of the layout.
+        first: The first token of each row that is no padding.
     """
 
     sharding: Sharding
@@ -39,6 +40,7 @@ class ShardedMask(Sealed):
     dropout_seed: int | None
     joins_router: bool = False
     has_padding: bool = False
+    first: tuple[int, ...] = ()
 
     _words = (
         "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
@@ -51,6 +53,15 @@ class ShardedMask(Sealed):
     def ndim(self) -> int:
         """Of a mask ``[B, T_local]``."""
         return 2
+
+    def chunked(self, size: int) -> ShardedMask:
+        """With documents cut into chunks, which count from the first token that is no padding."""
+        assert self.segment_ids is not None
+        ids, device = self.segment_ids, self.segment_ids.device
+        first = torch.tensor(self.first, device=device)[:, None]
+        chunks = (self.sharding.positions(self.seq_len, device=device)[None] - first) // size
+        cut = (ids * -(-self.seq_len // size) + chunks).to(torch.int32).where(ids >= 0, -1)
+        return replace(self, single=False, cu_seqlens=None, segment_ids=cut)
 
     def view(self, *shape: int) -> ShardedMask:
         """Itself, for models that make sure of its shape: ``view(B, -1)``."""
