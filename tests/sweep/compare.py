@@ -20,6 +20,7 @@ from ring_torch import ContextParallel, hf
 from sweep.tiny import VOCAB, config_of
 
 ROWS, LENGTH = 2, 21
+SOURCE = 14  # tokens of an encoder, beside a decoder's
 LIMIT = 1e-7  # of differences in float64, as a part of the largest number compared
 LARGEST = 80_000_000  # parameters of what counts as small
 FIRST_TOKEN = 4  # those below are special
@@ -121,12 +122,25 @@ def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str
         return "none"
     right = (torch.arange(LENGTH) < torch.tensor([[13], [LENGTH]])).long()
     for real in (right, right.flip(1)):
-        padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
-        tokens = batch["input_ids"].where(real == 1, padding)
-        outcome = _judged(cp, model, {"input_ids": tokens, "attention_mask": real}, real)
+        outcome = _judged(cp, model, _padded(model, batch, real), real)
         if outcome.result != "exact":
             return f"{outcome.result}: {outcome.reason}"
     return "exact"
+
+
+def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
+    """A batch with padding; of an encoder-decoder in both sequences."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    if "decoder_input_ids" not in batch:
+        tokens = batch["input_ids"].where(real == 1, padding)
+        return {"input_ids": tokens, "attention_mask": real}
+    source = real[:, :SOURCE] if real[0, 0] else real[:, -SOURCE:]
+    return {
+        "input_ids": batch["input_ids"].where(source == 1, padding),
+        "attention_mask": source,
+        "decoder_input_ids": batch["decoder_input_ids"].where(real == 1, padding),
+        "decoder_attention_mask": real,
+    }
 
 
 def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
@@ -154,6 +168,9 @@ def batch_of(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     takes = inspect.signature(model.forward).parameters
     tokens = torch.randint(FIRST_TOKEN, VOCAB - 16, (ROWS, LENGTH), generator=generator)
+    if "decoder_input_ids" in takes and "input_ids" in takes:
+        source = torch.randint(FIRST_TOKEN, VOCAB - 16, (ROWS, SOURCE), generator=generator)
+        return {"input_ids": source, "decoder_input_ids": tokens}
     if "input_ids" in takes:
         return {"input_ids": tokens}
     if "inputs_embeds" in takes:
@@ -174,7 +191,7 @@ def run(
     with Wide():
         out = model(**batch, **_whole(model))
     outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    outs.pop("loss", None)
+    outs = {n: x for n, x in outs.items() if n != "loss" and not n.startswith("encoder_")}
     parts = [
         (x * _weights(x, real, cp)).sum()
         for x in outs.values()
@@ -262,7 +279,13 @@ def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """The model's own loss, of the whole batch and of its parts."""
-    if not (labels := labels_of(model, batch["input_ids"])):
+    batch = dict(batch)
+    tokens = batch.pop("decoder_input_ids", batch["input_ids"])
+    if (
+        tokens is not batch["input_ids"]
+    ):  # made of labels; some would take those ignored for padding
+        batch["decoder_attention_mask"] = torch.ones_like(tokens)
+    if not (labels := labels_of(model, tokens)):
         return "none"
     expected = None
     with suppress(Exception):  # the model has no loss of such labels

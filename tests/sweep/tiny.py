@@ -17,6 +17,7 @@ SIZES: dict[str, int] = {
             "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "embed_dim",
             "word_embed_proj_dim", "lru_width", "attention_hidden_size", "emb_dim", "hidden_dim",
             "width", "decoder_hidden_size", "encoder_hidden_size", "projection_dim", "d_kv_model",
+            "cross_attention_hidden_size",
         ),
         32,
     ),
@@ -212,6 +213,8 @@ def _shrink(config: PreTrainedConfig) -> None:
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         if had.get(name) is None:
             _set(config, name, 2)
+    if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
+        _set(config, "decoder_start_token_id", 2)
     _set(config, "use_cache", False)
     _shrink_rope(had.get("rope_parameters"))
 

@@ -124,6 +124,7 @@ class RingAttention:
         softcap: float | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention ``[B, T_local, H, D]`` of ``query [B, H, T_local, D]`` to all ranks' keys.
@@ -141,6 +142,7 @@ class RingAttention:
         return self.attend(
             module, query, key, value, mask,
             dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux,
+            bias=_whole_bias(position_bias, mask),
         ), None  # fmt: skip
 
     def attend(
@@ -205,6 +207,18 @@ def _layer_mask(attention_mask: object) -> LayerMask:
         )
     sharded(attention_mask)
     raise AssertionError
+
+
+def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
+    """A bias of a rank's queries and all keys; none where it is a single zero."""
+    if bias is None or bias.ndim == 0:
+        return None
+    if bias.shape[-1] != (mask.keys or mask.batch).seq_len:
+        raise UnsupportedError(
+            f"position_bias {tuple(bias.shape)} is of a rank's own keys, and there are "
+            f"{(mask.keys or mask.batch).seq_len}: hf.parallelize makes it of all, for T5 and its kin"
+        )
+    return bias
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ring_core import UnsupportedError
+from ring_torch.hf.instances import replace_attribute
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
 from ring_torch.models.check import makes_chunks, text_parts
 from ring_torch.models.hooks import ModelHooks
 from ring_torch.models.masks import ShardedMask
-from ring_torch.models.written import makes_positions, written_form
+from ring_torch.models.parts import Pair, Part
+from ring_torch.models.written import (
+    counts_positions,
+    makes_bias,
+    makes_positions,
+    written_form,
+)
 
 _Undo = Callable[[], object]
 
@@ -23,11 +31,72 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
     """Put on what a report's ``hooks`` name; yields what takes each off."""
     for _, module in text_parts(model):
         yield from _attention(module, model.config)
-        if "positions" in hooks.report.hooks and makes_positions(module):
-            yield module.register_forward_pre_hook(hooks.give_positions, with_kwargs=True).remove
         if "chunks" in hooks.report.hooks:
             yield from _chunks(module)
+        yield from _bias(module)
     yield from _slopes(model)
+    if hooks.is_pair:
+        pair, decoder = Pair(hooks.source, hooks.part), model.get_decoder()
+        yield decoder.register_forward_pre_hook(pair.cross, with_kwargs=True).remove
+        yield from _positions(hooks.source, model.get_encoder())
+        yield from _positions(hooks.part, decoder)
+    elif "positions" in hooks.report.hooks:
+        yield from _positions(hooks.part, model)
+
+
+def _positions(part: Part, model: nn.Module) -> Iterator[_Undo]:
+    """Positions of this rank's tokens, where a module makes them of what it is given."""
+    for module in model.modules():
+        if makes_positions(module):
+            yield module.register_forward_pre_hook(part.give_positions, with_kwargs=True).remove
+        elif counts_positions(module):
+            yield replace_attribute(
+                module, "create_position_ids_from_input_ids", part.counted_positions
+            )
+
+
+class _RelativeBias:
+    """The bias of relative positions of one module: rows of this rank's queries, columns of all keys.
+
+    Args:
+        module: As T5's attention, which makes it of as many queries and keys as it sees.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.own = module.compute_bias
+        self.is_learned: bool = module.has_relative_attention_bias
+        self.mask: LayerMask | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before its forward: whom its queries see."""
+        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
+        self.mask = masks[0] if len(masks) == 1 else None
+
+    def compute(
+        self, queries: int, keys: int, device: Any = None, past_seen_tokens: object = 0
+    ) -> Tensor:
+        """``[1, H, T_local, T_kv]``; of cross attention, which has none, a single zero."""
+        del queries, keys, past_seen_tokens
+        mask = self.mask
+        if mask is None or (mask.keys is None) is not self.is_learned:
+            raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
+        if mask.keys is not None:
+            return torch.zeros((), device=device)
+        at = mask.batch.sharding.positions(mask.batch.seq_len)
+        offsets = (at - torch.arange(len(at)))[:, None].to(device)
+        bias: Tensor = self.own(
+            len(at), mask.batch.seq_len, device=device, past_seen_tokens=offsets
+        )
+        return bias
+
+
+def _bias(module: Any) -> Iterator[_Undo]:
+    if makes_bias(module):
+        bias = _RelativeBias(module)
+        yield module.register_forward_pre_hook(bias.begin, with_kwargs=True).remove
+        yield replace_attribute(module, "compute_bias", bias.compute)
+        yield replace_attribute(module, "has_relative_attention_bias", True)
 
 
 def _attention(module: Any, config: Any) -> Iterator[_Undo]:
@@ -48,7 +117,7 @@ def _slopes(model: Any) -> Iterator[_Undo]:
     for _, module in text_parts(model):
         for name in names:
             if name and name in vars(type(module)):
-                yield _replace(module, name, partial(_SLOPES[name], getattr(module, name)))
+                yield replace_attribute(module, name, partial(_SLOPES[name], getattr(module, name)))
 
 
 def _of_mask(
@@ -134,9 +203,3 @@ def _give_offsets(
         offsets = at - torch.arange(len(at), device=at.device)
         kwargs = {**kwargs, "past_key_values": _Offsets(offsets)}
     return args, kwargs
-
-
-def _replace(owner: Any, name: str, value: object) -> _Undo:
-    """Set an attribute of an instance that its class has; returns what takes it off."""
-    vars(owner)[name] = value
-    return lambda: vars(owner).pop(name)

@@ -21,7 +21,12 @@ from ring_torch.models.code import (
     uses_global,
 )
 from ring_torch.models.pooling import name_of, pooled_words, pooling_of
-from ring_torch.models.written import makes_positions, written_form
+from ring_torch.models.written import (
+    counts_positions,
+    makes_bias,
+    makes_positions,
+    written_form,
+)
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -149,7 +154,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
-    hooks = tuple(_hooks(parts, layers))
+    hooks = tuple(_hooks(model, parts, layers))
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
@@ -168,15 +173,20 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     )
 
 
-def _hooks(parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
+def _hooks(model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
+    if is_pair(model):
+        yield "encoder-decoder"
     if any(map(written_form, modules)):
         yield "attention"
+    if any(map(makes_bias, modules)):
+        yield "bias"
     if any((form := written_form(x)) is not None and form.slopes for x in modules):
         yield "alibi"
     takes = any("position_ids" in parameters_of(type(x)) for x in modules if _masks(type(x)))
-    if not takes and any(map(makes_positions, modules)):
+    counts = is_pair(model) and any(map(counts_positions, modules))
+    if (not takes and any(map(makes_positions, modules))) or counts:
         yield "positions"
     if "chunked_attention" in layers and any(map(makes_chunks, modules)):
         yield "chunks"
@@ -215,6 +225,9 @@ def _takes_tokens(model: nn.Module) -> bool:
 def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Modules that see the sequence of tokens, by name."""
     decoder = model
+    if is_pair(model):
+        yield from model.named_modules()
+        return
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
         for each in (model, model.base_model):
@@ -243,11 +256,8 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
-        yield (
-            f"{name} has an encoder and a decoder: attention from one sequence to another is not "
-            f"supported; split a decoder or an encoder alone"
-        )
-    elif not {"position_ids", "**"} & given and not {"positions", "alibi"} & {*hooks}:
+        yield from _of_pair(model)
+    elif not {"position_ids", "**"} & given and not {"positions", "alibi", "bias"} & {*hooks}:
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_balancing_loss(model)
@@ -256,6 +266,38 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
             "and add that loss yourself from logits of the whole sequence"
         )
+
+
+def is_pair(model: Any) -> bool:
+    """Whether it has an encoder and a decoder of tokens."""
+    return (
+        "decoder_input_ids" in parameters_of(type(model))
+        and not {"vision_config", "audio_config", "text_config"}
+        & {*(model.config.sub_configs or ())}
+        and model.main_input_name == "input_ids"
+    )
+
+
+def _of_pair(model: Any) -> Iterator[str]:
+    """Reasons that lie in there being two sequences."""
+    name = name_of(model)
+    if not is_pair(model):
+        yield (
+            f"{name} has an encoder and a decoder, and not of tokens alone: split a decoder or an "
+            f"encoder alone"
+        )
+        return
+    if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
+        yield f"{name} has a decoder that takes no encoder_attention_mask"
+    own = sorted({
+        type(x).__name__
+        for x in model.modules()
+        if "Attention" in type(x).__name__ and not any(map(_attends, x.modules()))
+    })  # fmt: skip
+    if own:
+        yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
+    if any("expert_capacity" in names_in(type(x)) for x in model.modules()):
+        yield "its experts take as many tokens as fit, counted among a rank's own"
 
 
 def has_balancing_loss(model: nn.Module) -> bool:
@@ -294,7 +336,7 @@ def _of_layers(
     if mixers:
         yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
     for name, module in parts.items():
-        if isinstance(module, nn.ModuleList):
+        if isinstance(module, nn.ModuleList) and not is_pair(model):
             has = [any(map(_attends, layer.modules())) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
@@ -325,10 +367,11 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
         yield "its attention computes masks of its own from the keys"
     masking = [parameters_of(type(x)) for x in parts.values() if _masks(type(x))]
-    counts = any("position_ids" in taken for taken in masking) or {"positions", "alibi"} & {*hooks}
+    hooked = {"positions", "alibi", "bias"} & {*hooks}
+    counts = any("position_ids" in taken for taken in masking) or hooked
     if masking and not counts:
         yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
-    if "alibi" not in hooks and any(
+    if not {"alibi", "bias"} & {*hooks} and any(
         "position_bias" in names_in_forward(type(x)) for x in attending
     ):
         yield "its attention adds a position bias of its own, which cannot be split"

@@ -23,6 +23,7 @@ from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
 from ring_torch.models.code import names_in_forward, parameters_of
 from ring_torch.models.masks import ShardedMask
+from ring_torch.models.parts import Pair, Part
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -45,7 +46,6 @@ class _Call:
     """What the hooks after a forward have to know of the batch."""
 
     shape: tuple[int, int]  # (B, T), of the whole batch
-    device: torch.device
     mask: ShardedMask
     whole_mask: Tensor | None
     is_shifted_here: bool  # labels came unshifted: the last token has none
@@ -76,6 +76,8 @@ class ModelHooks:
         self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
         self.is_evaluating_logits = False
         self.call: _Call | None = None
+        self.part = Part()
+        self.source = Part()  # of an encoder, beside a decoder
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -91,9 +93,19 @@ class ModelHooks:
         """What gradients are multiplied by, so that a mean over the ranks is their sum."""
         return self.sharding.ring.size if self.reduction == "mean" else 1
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two sequences: an encoder's and a decoder's."""
+        return "encoder-decoder" in self.report.hooks
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether labels are of the next token."""
+        return self.report.shifts_labels and not self.is_pair
+
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        return not self.is_pooling and (self.report.shifts_labels or _reads_items(model))
+        return not self.is_pooling and (self.shifts_labels or _reads_items(model))
 
     @contextmanager
     def joining_logits(self, joins: bool) -> Iterator[None]:
@@ -115,17 +127,14 @@ class ModelHooks:
         has_router_loss = self._has_router_loss(module, switches)
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
-        shard = shard_batch(
-            self.sharding, given, self.report, self._dropout_seed(module), _one_weight(module)
-        )
-        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        shard = self._shard(module, given)
         mask = given.get("attention_mask")
+        assert self.part.mask is not None
         self.call = _Call(
-            shape=(tokens.shape[0], tokens.shape[1]),
-            device=tokens.device,
-            mask=shard["attention_mask"],
+            shape=(self.part.mask.shape[0], self.part.length),
+            mask=self.part.mask,
             whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
-            is_shifted_here=self.report.shifts_labels and given.get("shift_labels") is None,
+            is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
         )
@@ -134,36 +143,23 @@ class ModelHooks:
         takes = parameters_of(type(unwrapped(module)))
         if "use_cache" in takes:
             shard.setdefault("use_cache", False)
-        if "position_ids" not in takes and self.report.hooks:
-            if given.get("position_ids") is not None:
-                raise UnsupportedError(f"position_ids: {type(module).__name__} takes none")
-            del shard["position_ids"]
+        for name in ("position_ids", "decoder_position_ids"):
+            if name not in takes and self.report.hooks:
+                if given.get(name) is not None:
+                    raise UnsupportedError(f"{name}: {type(module).__name__} takes none")
+                shard.pop(name, None)
         return (), {**switches, **shard}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def give_positions(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module that is told a sequence's length: where the tokens stand.
-
-        The part round it makes positions from 0 on, or none.
-        """
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        at = given.arguments.get("position_ids")
-        positions = self.local_positions()
-        if at is not None and at.shape != positions.shape:
-            raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(at.shape)}, other than from 0 on"
-            )
-        given.arguments["position_ids"] = positions
-        return given.args[1:], given.kwargs
-
-    def local_positions(self) -> Tensor:
-        """Global positions of this rank's tokens, int64 ``[T_local]``; 0 for padding of the layout."""
-        assert self.call is not None
-        mask = self.call.mask
-        at = mask.sharding.positions(mask.seq_len, device=self.call.device)
-        return at.where(at < self.call.shape[1], 0)
+    def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of one sequence, or of two."""
+        seed, weight = self._dropout_seed(module), _one_weight(module)
+        if self.is_pair:
+            pair = Pair(self.source, self.part)
+            return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
+        shard = shard_batch(self.sharding, given, self.report, seed, weight)
+        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        self.part.hold(shard, tokens.shape[1])
+        return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(

@@ -69,6 +69,10 @@ class ShardedMask(Sealed):
             raise SealedError(f"{self._words} (asked for view{shape})")
         return self
 
+    def long(self) -> ShardedMask:
+        """Itself, for models that cast it before they hand it on."""
+        return self
+
     def to(
         self,
         device: torch.device | str | None = None,
@@ -91,6 +95,11 @@ class CrossMask(Sealed):
     keys: ShardedMask
 
     _words = ShardedMask._words  # noqa: SLF001 - of the same module
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a mask of keys, ``[B, T_local]``."""
+        return self.keys.shape
 
     @property
     def ndim(self) -> int:

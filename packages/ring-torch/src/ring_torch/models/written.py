@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,6 +32,7 @@ _PLAIN = Written()
 
 #: By the name of the class. Each is run by ``tests/sweep``.
 WRITTEN: Mapping[str, Written] = MappingProxyType({
+    "BigBirdPegasusSelfAttention": _PLAIN,
     "BigBirdSelfAttention": _PLAIN,
     "BloomAttention": Written(slopes="build_alibi_tensor"),
     "CodeGenAttention": _PLAIN,
@@ -65,3 +67,14 @@ def makes_positions(module: nn.Module) -> bool:
     return {"past_key_values_length", "position_ids"} <= parameters_of(type(module)) and (
         "Position" in type(module).__name__
     )
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether it counts positions among the tokens it is given, padding left out."""
+    return hasattr(type(module), "create_position_ids_from_input_ids")
+
+
+def makes_bias(module: nn.Module) -> bool:
+    """Whether it makes a bias of relative positions, as T5 does, of as many queries as it sees."""
+    method = getattr(type(module), "compute_bias", None)
+    return method is not None and "past_seen_tokens" in inspect.signature(method).parameters
