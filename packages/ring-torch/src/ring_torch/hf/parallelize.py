@@ -19,6 +19,7 @@ from ring_torch.models.check import (
     has_written_attention,
     is_of_transformers,
     report_of,
+    towers,
     unwrapped,
     wrappers,
 )
@@ -191,12 +192,24 @@ def _called(model: nn.Module) -> nn.Module:
 
 
 def _attend(model: Any) -> Callable[[], object]:
-    """Give the model ring attention, unless it has it; what gives it back its own."""
-    own = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    """Give the model ring attention, unless it has it; what gives it back its own.
+
+    Towers that see images or sound see whole ones, and keep theirs.
+    """
+    own = _attention_of(model)
     if is_registered(own):
         return lambda: None
+    kept = [(module.config, _attention_of(module)) for module in towers(model)]
     change = model.set_attn_implementation
     if has_written_attention(model):  # of which transformers has no other to set
         change = partial(setattr, model.config, "_attn_implementation")
     change(register())
+    for config, name in kept:
+        if config is not model.config:
+            config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
     return lambda: change(own)
+
+
+def _attention_of(model: Any) -> str:
+    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    return name

@@ -13,9 +13,10 @@ from ring_core import UnsupportedError
 from ring_torch.hf.instances import replace_attribute
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
-from ring_torch.models.check import makes_chunks, text_parts
+from ring_torch.models.check import makes_chunks, takes_embeddings, text_parts
 from ring_torch.models.hooks import ModelHooks
 from ring_torch.models.masks import ShardedMask
+from ring_torch.models.merged import Merged, text_model
 from ring_torch.models.parts import Pair, Part
 from ring_torch.models.written import (
     counts_positions,
@@ -35,6 +36,10 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield from _chunks(module)
         yield from _bias(module)
     yield from _slopes(model)
+    text = text_model(model, takes_embeddings)
+    if text is not None:
+        hooks.is_merging = True
+        yield text.register_forward_pre_hook(Merged(hooks.part).split, with_kwargs=True).remove
     if hooks.is_pair:
         pair, decoder = Pair(hooks.source, hooks.part), model.get_decoder()
         yield decoder.register_forward_pre_hook(pair.cross, with_kwargs=True).remove

@@ -52,8 +52,12 @@ def shard_batch(
     report: ModelReport,
     dropout_seed: int | None,
     weight: float = 0.0,
+    others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike."""
+    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
+
+    So are ``others``, which are not split.
+    """
     checks.check_seed(dropout_seed)
     if not report.exact:
         raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
@@ -79,7 +83,7 @@ def shard_batch(
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
-    _check_same(sharding.ring, given, segments, dropout_seed, weight)
+    _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
     more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():

@@ -218,6 +218,18 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
+def takes_embeddings(model: nn.Module) -> bool:
+    """Whether it can be given embeddings in place of tokens."""
+    return "inputs_embeds" in parameters_of(type(model))
+
+
+def towers(model: nn.Module) -> Iterator[nn.Module]:
+    """Models of transformers within a model that see images or sound."""
+    for name, module in model.named_modules():
+        if is_of_transformers(module) and _TOWERS.search(name):
+            yield module
+
+
 def _takes_tokens(model: nn.Module) -> bool:
     return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
 

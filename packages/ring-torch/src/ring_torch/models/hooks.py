@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,9 @@ from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
-from ring_torch.models.code import names_in_forward, parameters_of
+from ring_torch.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.models.masks import ShardedMask
+from ring_torch.models.merged import Merged, is_merged
 from ring_torch.models.parts import Pair, Part
 from ring_torch.sharding import Sharding
 
@@ -78,6 +78,7 @@ class ModelHooks:
         self.call: _Call | None = None
         self.part = Part()
         self.source = Part()  # of an encoder, beside a decoder
+        self.is_merging = False  # images may come, and a text model is hooked
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -122,7 +123,7 @@ class ModelHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Before a forward: this rank's part of the batch, in place of the whole one."""
-        given = self._checked(module, _by_name(module, args, kwargs))
+        given = self._checked(module, by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
         if not self.divides_by_items(module):
@@ -156,6 +157,11 @@ class ModelHooks:
         if self.is_pair:
             pair = Pair(self.source, self.part)
             return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
+        if self.is_merging and is_merged(given):
+            whole = unwrapped(module)
+            merged = Merged(self.part)
+            return merged.split_labels(self.sharding, whole, given, self.report, seed, weight)
+        self.part.is_whole = False
         shard = shard_batch(self.sharding, given, self.report, seed, weight)
         tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         self.part.hold(shard, tokens.shape[1])
@@ -295,22 +301,6 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
             if isinstance(owner, ModelHooks):
                 return owner
     return None
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward, by the names it has for them.
-
-    Raises:
-        TypeError: They are too many, or one is given twice, as without hooks.
-    """
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
-    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
-        raise TypeError(
-            f"forward of {type(module).__name__} was given {len(args)} arguments by position, and "
-            f"{', '.join(kwargs)} by name: too many, or one twice"
-        )
-    return dict(zip(names, args, strict=True)) | kwargs
 
 
 def _reads_items(module: nn.Module) -> bool:

@@ -32,6 +32,7 @@ class Part:
     mask: ShardedMask | None = None
     length: int = 0
     position_ids: Tensor | None = None  # [B, T_local]
+    is_whole: bool = False  # it is split within the model, and was not yet
 
     def hold(self, shard: Mapping[str, Any], length: int) -> None:
         """Take a batch that was split, of ``length`` tokens a row."""
