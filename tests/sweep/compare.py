@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from sweep.images import image_batch
 from sweep.tiny import VOCAB, config_of
 
 ROWS, LENGTH = 2, 21
@@ -35,12 +36,16 @@ class Outcome:
         reason: Why, in words; empty where exact.
         loss: ``exact``, ``none`` or why it was refused.
         padding: ``exact``, ``none``, or why it was refused, of rows with padding on either side.
+        images: ``exact``, ``none``, or why it was refused, of a batch with an image in each row.
+        by: What splits batches: ``shard_batch``, or only ``hf.parallelize``.
     """
 
     result: str
     reason: str = ""
     loss: str = "none"
     padding: str = "none"
+    images: str = "none"
+    by: str = "shard_batch"
 
 
 class DifferentError(Exception):
@@ -66,6 +71,9 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
         if outcome.result == "exact" and "input_ids" in batch:
             outcome = replace(outcome, padding=_with_padding(cp, model, batch))
             outcome = replace(outcome, loss=_with_labels(cp, model, batch))
+            outcome = replace(outcome, images=_with_images(cp, model, batch))
+            if hf.check_model(model).hooks:
+                outcome = replace(outcome, by="hf.parallelize")
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
@@ -125,6 +133,38 @@ def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str
         outcome = _judged(cp, model, _padded(model, batch, real), real)
         if outcome.result != "exact":
             return f"{outcome.result}: {outcome.reason}"
+    return "exact"
+
+
+def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
+    """A batch with an image in each row, and labels."""
+    try:
+        with Wide():
+            more = image_batch(model, batch)
+        expected = None if more is None else run(model, more, torch.ones(ROWS, LENGTH))
+    except Exception as error:  # noqa: BLE001 - whatever a small tower may raise
+        return f"not run: {_words(error)}"
+    if more is None:
+        return "none"
+    labels = torch.where(more["input_ids"] < VOCAB - 16, more["input_ids"], -100)
+    expected_loss = _loss(model, more | {"labels": labels})
+    handle = hf.parallelize(model, cp)
+    try:
+        check(
+            cp,
+            run(model, dict(more), torch.ones(ROWS, LENGTH), cp),
+            expected,
+            torch.ones(ROWS, LENGTH),
+        )
+        loss, grads = _loss(model, more | {"labels": labels}, cp, is_summed=True)
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return f"refused: {_words(error)}"
+    finally:
+        handle.remove()
+    whole = ({"loss": expected_loss[0]}, expected_loss[1])
+    check(cp, ({"loss": loss}, grads), whole, torch.ones(ROWS, LENGTH))
     return "exact"
 
 
@@ -294,7 +334,8 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
         return "none"
     try:
         with ring(cp, model) as split:
-            loss, grads = _loss(model, split(batch | labels), cp)
+            is_summed = bool(hf.check_model(model).hooks)
+            loss, grads = _loss(model, split(batch | labels), cp, is_summed=is_summed)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -304,7 +345,13 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     return "exact"
 
 
-def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) -> Any:
+def _loss(
+    model: Any,
+    batch: dict[str, Any],
+    cp: ContextParallel | None = None,
+    *,
+    is_summed: bool = False,
+) -> Any:
     model.zero_grad()
     with Wide():
         loss = model(**batch).loss
@@ -314,7 +361,7 @@ def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) 
     total = loss.detach().clone()
     if cp is not None:
         cp.reduce_gradients(model)
-        if not hf.check_model(model).hooks:  # parallelize sums it
+        if not is_summed:  # by hf.parallelize
             dist.all_reduce(total)
     return total, {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 

@@ -24,6 +24,12 @@ def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | Non
     more = (_patches if "image_grid_thw" in takes else _squares)(vision, generator)
     if more is None:
         return None
+    kind = config.model_type
+    if kind.startswith(("mistral3", "lighton")):
+        more["image_sizes"] = torch.tensor([more["pixel_values"].shape[-2:]] * 2)
+    if kind.startswith(("idefics", "smolvlm")):
+        more["pixel_values"] = more["pixel_values"][:, None]
+    more = {name: x for name, x in more.items() if name in takes}
     count = _tokens_of_image(model, more, len(batch["input_ids"]))
     tokens = batch["input_ids"].clone()
     if not 0 < count <= tokens.shape[1] - max(_BEFORE):
@@ -65,7 +71,9 @@ def _tokens_of_image(model: Any, more: dict[str, Tensor], rows: int) -> int:
     """Tokens that an image takes."""
     with torch.no_grad():
         found = model.get_image_features(**more)
-    found = getattr(found, "pooler_output", found)
+    for name in ("pooler_output", "last_hidden_state"):
+        if not isinstance(found, Tensor | list | tuple):
+            found = getattr(found, name) if getattr(found, name) is not None else found
     if isinstance(found, list | tuple):
         found = torch.cat([x.flatten(0, -2) for x in found])
     assert isinstance(found, Tensor)

@@ -45,6 +45,8 @@ class Result:
     reason: str
     loss: str
     padding: str
+    images: str = "none"
+    by: str = "shard_batch"
 
     @property
     def is_bad(self) -> bool:

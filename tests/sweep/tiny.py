@@ -17,7 +17,8 @@ SIZES: dict[str, int] = {
             "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "embed_dim",
             "word_embed_proj_dim", "lru_width", "attention_hidden_size", "emb_dim", "hidden_dim",
             "width", "decoder_hidden_size", "encoder_hidden_size", "projection_dim", "d_kv_model",
-            "cross_attention_hidden_size",
+            "cross_attention_hidden_size", "out_hidden_size",
+            "vision_output_dim", "projector_output_dim",
         ),
         32,
     ),
@@ -139,7 +140,24 @@ CHANGES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "mask_token_id": 5, "pad_token_id": 1},
     "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "llama4": {"no_rope_layers": [1, 0], "floor_scale": 4},
+    **dict.fromkeys(
+        (
+            "qwen2_5_vl",
+            "qwen2_5_omni_thinker",
+            "exaone4_5",
+            "hyperclovax_vision_v2",
+            "qwen2_5_omni",
+        ),
+        {"window_size": 56},
+    ),
+    "gemma3": {"mm_tokens_per_image": 1},
+    "llama4": {
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+    },
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm", "aria"), {"patch_size": 14}),
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "mistral4": {"head_dim": 16},
@@ -187,7 +205,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     had = dict(vars(config))
     kinds = _layers(had)
     for name, value in had.items():
-        if name.endswith("_token_id"):
+        if name.endswith(("_token_id", "_token_index")):
             _set(config, name, _token(value, name))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             is_depth = name.lstrip("_") in (
@@ -198,6 +216,8 @@ def _shrink(config: PreTrainedConfig) -> None:
             )
             size = len(kinds) if is_depth and kinds else SIZES.get(name.lstrip("_"), value)
             _set(config, name, size if is_depth and kinds else min(value, size))
+    if isinstance(had.get("image_size"), list | tuple):
+        _set(config, "image_size", [SIZES["image_size"]] * 2)
     for name in ("head_dim", "num_key_value_heads"):
         if name in had and had[name] is None:
             _set(config, name, SIZES[name])
