@@ -115,7 +115,8 @@ def ring_mask(
             f"attention; generate with another attn_implementation"
         )
     types = {*(getattr(config, "layer_types", None) or ())}
-    if others := sorted(types.difference(SERVED_LAYERS)):
+    others = sorted(types.difference(SERVED_LAYERS))
+    if others and not batch.gathers:
         raise UnsupportedError(
             f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
             f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"

@@ -20,6 +20,7 @@ from ring_torch.models.merged import Merged, text_model
 from ring_torch.models.parts import Pair, Part
 from ring_torch.models.written import (
     counts_positions,
+    is_recurrent,
     makes_bias,
     makes_positions,
     written_form,
@@ -35,6 +36,10 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
         if "chunks" in hooks.report.hooks:
             yield from _chunks(module)
         yield from _bias(module)
+        if is_recurrent(module):
+            part = hooks.part
+            yield module.register_forward_pre_hook(part.gather, with_kwargs=True).remove
+            yield module.register_forward_hook(part.scatter).remove
     yield from _slopes(model)
     text = text_model(model, takes_embeddings)
     if text is not None:

@@ -23,6 +23,7 @@ from ring_torch.models.code import (
 from ring_torch.models.pooling import name_of, pooled_words, pooling_of
 from ring_torch.models.written import (
     counts_positions,
+    is_recurrent,
     makes_bias,
     makes_positions,
     written_form,
@@ -42,6 +43,9 @@ _MIXERS = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|RWKV|Hyena|Retention|LinearAttention|GatedDelta|Fourier|LSTM|GRU"
     r"|ShortConv|CausalConv"
 )
+
+#: The same, of models whose recurrent layers are given whole sequences.
+_WHOLE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
 _READS = ("sum", "unsqueeze", "masked_fill", "cumsum", "repeat_interleave", "masked_select")
 
@@ -188,6 +192,8 @@ def _hooks(model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]) 
     counts = is_pair(model) and any(map(counts_positions, modules))
     if (not takes and any(map(makes_positions, modules))) or counts:
         yield "positions"
+    if any(map(is_recurrent, modules)):
+        yield "recurrent"
     if "chunked_attention" in layers and any(map(makes_chunks, modules)):
         yield "chunks"
 
@@ -321,7 +327,9 @@ def _of_layers(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
     chunked = any(map(makes_chunks, parts.values()))
+    whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
     served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if chunked else ())}
+    served |= _WHOLE_LAYERS if whole else set()
     if others := sorted({*layers} - served):
         yield (
             f"layers of type {', '.join(others)} would see this rank's tokens only; "
@@ -337,19 +345,13 @@ def _of_layers(
     mixers = {
         type(x).__name__
         for x in parts.values()
-        if isinstance(x, nn.RNNBase)
-        or (isinstance(x, nn.Conv1d | nn.Conv2d) and max(x.kernel_size) > 1)
-        or (
-            _MIXERS.search(type(x).__name__)
-            and not _attends(x)
-            and not any(map(_attends, x.modules()))
-        )
+        if id(x) not in whole and _mixes(x, by_name=not whole)
     }
     if mixers:
         yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
-            has = [any(map(_attends, layer.modules())) for layer in module]
+            has = [any(_attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
     if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
@@ -366,6 +368,16 @@ def _of_layers(
         yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
+def _mixes(module: nn.Module, *, by_name: bool) -> bool:
+    """Whether it mixes tokens by other means than attention: by its class, or by the name of that."""
+    if isinstance(module, nn.RNNBase):
+        return True
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return max(module.kernel_size) > 1
+    named = by_name and _MIXERS.search(type(module).__name__) is not None
+    return named and not any(map(_attends, module.modules()))
+
+
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
     attending = [x for x in parts.values() if _attends(x)]
@@ -374,7 +386,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     makes = {n for x in parts.values() for n in names_in(type(x)) if _makes_mask(n)}
     if not makes:
         yield "it makes its masks itself, not through transformers.masking_utils"
-    if "create_recurrent_attention_mask" in makes:
+    if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
         yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
     if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
         yield "its attention computes masks of its own from the keys"

@@ -21,6 +21,7 @@ from ring_torch.comm.ranks import collective
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
 from ring_torch.models.code import by_name, names_in_forward, parameters_of
+from ring_torch.models.documents import STATED
 from ring_torch.models.masks import ShardedMask
 from ring_torch.models.merged import Merged, is_merged
 from ring_torch.models.parts import Pair, Part
@@ -154,6 +155,11 @@ class ModelHooks:
     def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of one sequence, or of two."""
         seed, weight = self._dropout_seed(module), _one_weight(module)
+        if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
+            raise UnsupportedError(
+                f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
+                f"told of documents on a ring; leave them out"
+            )
         if self.is_pair:
             pair = Pair(self.source, self.part)
             return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
@@ -163,8 +169,10 @@ class ModelHooks:
             return merged.split_labels(self.sharding, whole, given, self.report, seed, weight)
         self.part.is_whole = False
         shard = shard_batch(self.sharding, given, self.report, seed, weight)
+        if "recurrent" in self.report.hooks:
+            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
         tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
-        self.part.hold(shard, tokens.shape[1])
+        self.part.hold(shard, tokens.shape[1], given.get("attention_mask"))
         return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class ShardedMask(Sealed):
         dropout_seed: Of the batch; layers derive theirs.
         joins_router: Whether a router's loss is computed of the whole sequence.
         has_padding: Whether there is any, of the batch or of the layout.
+        gathers: Whether recurrent layers are given whole sequences, and the whole mask.
         first: The first token of each row that is no padding.
     """
 
@@ -40,6 +42,7 @@ class ShardedMask(Sealed):
     dropout_seed: int | None
     joins_router: bool = False
     has_padding: bool = False
+    gathers: bool = False
     first: tuple[int, ...] = ()
 
     _words = (
@@ -53,6 +56,14 @@ class ShardedMask(Sealed):
     def ndim(self) -> int:
         """Of a mask ``[B, T_local]``."""
         return 2
+
+    def __eq__(self, other: object) -> Any:
+        """Yes to whether all is 1, of recurrent layers that are given the mask elsewhere."""
+        if self.gathers and isinstance(other, int) and other == 1:
+            return torch.ones((), dtype=torch.bool)
+        return super().__eq__(other)
+
+    __hash__ = object.__hash__
 
     def chunked(self, size: int) -> ShardedMask:
         """With documents cut into chunks, which count from the first token that is no padding."""

@@ -8,7 +8,7 @@ the embeddings that it holds, so that their sum over ranks counts each once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ class Merged:
         tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
         others = {name: x for name, x in given.items() if name not in text}
         shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
-        self.part.hold(shard, tokens.shape[1])
+        if "recurrent" in report.hooks:
+            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
+        self.part.hold(shard, tokens.shape[1], mask)
         self.part.is_whole = True
         kept = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
         return kept | {name: shard[name] for name in _LABELS if name in shard}

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport
+from ring_torch.models.code import by_name, parameters_of
 from ring_torch.models.masks import CrossMask, ShardedMask
 from ring_torch.sharding import Sharding
 
@@ -33,11 +35,13 @@ class Part:
     length: int = 0
     position_ids: Tensor | None = None  # [B, T_local]
     is_whole: bool = False  # it is split within the model, and was not yet
+    whole_mask: Tensor | None = None  # [B, T] of 0 and 1; none where all are 1
 
-    def hold(self, shard: Mapping[str, Any], length: int) -> None:
-        """Take a batch that was split, of ``length`` tokens a row."""
+    def hold(self, shard: Mapping[str, Any], length: int, mask: Tensor | None = None) -> None:
+        """Take a batch that was split, of ``length`` tokens a row, and its whole mask."""
         self.mask, self.length = shard["attention_mask"], length
         self.position_ids = shard["position_ids"]
+        self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
 
     def positions(self) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
@@ -49,6 +53,36 @@ class Part:
         """In place of positions that are counted among tokens: ``[B, T_local]``."""
         assert self.position_ids is not None
         return self.position_ids
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Before a layer that mixes tokens one after another: the whole sequence."""
+        assert self.mask is not None
+        given = by_name(module, args, kwargs)
+        name = next(iter(given))
+        whole = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length)
+        given[name] = whole.contiguous()
+        if "attention_mask" in parameters_of(type(module)):
+            given["attention_mask"] = self.whole_mask
+        return (), given
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scatter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After it: this rank's part of what it made.
+
+        Raises:
+            UnsupportedError: It made something else than one row of each token.
+        """
+        del args
+        assert self.mask is not None
+        first = output[0] if isinstance(output, tuple) else output
+        if first.shape[:2] != (self.mask.shape[0], self.length):
+            raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
+        padded = pad(first, (*(0, 0) * (first.ndim - 2), 0, self.mask.seq_len - self.length))
+        own = self.mask.sharding.shard(padded)
+        return (own, *output[1:]) if isinstance(output, tuple) else own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def give_positions(

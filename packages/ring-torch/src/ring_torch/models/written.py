@@ -50,6 +50,21 @@ WRITTEN: Mapping[str, Written] = MappingProxyType({
 })  # fmt: skip
 
 
+#: Classes of layers that mix tokens one after another: they are given whole sequences.
+RECURRENT = frozenset({
+    "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
+    "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv",
+    "Lfm3ShortConv", "MiniMaxLightningAttention", "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
+    "RecurrentGemmaRecurrentBlock", "Zamba2MambaMixer",
+})  # fmt: skip
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether it mixes tokens one after another, and can be given whole sequences."""
+    return type(module).__name__ in RECURRENT
+
+
 def written_form(module: nn.Module) -> Written | None:
     """What is known of a module whose attention is written out."""
     return WRITTEN.get(type(module).__name__)
