@@ -66,6 +66,9 @@ class Part:
         given[name] = whole.contiguous()
         if "attention_mask" in parameters_of(type(module)):
             given["attention_mask"] = self.whole_mask
+        if isinstance(given.get("position_ids"), Tensor):
+            positions = self.mask.sharding.unshard(given["position_ids"])
+            given["position_ids"] = positions.narrow(1, 0, self.length)
         return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
