@@ -142,9 +142,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
     },
-    "zamba2": {"n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "hybrid_layer_ids": [1],
+    },
+    "bailing_hybrid": {"num_group": 2, "n_group": 2, "topk_group": 1},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -275,7 +275,7 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
         yield from _of_pair(model)
-    elif not {"position_ids", "**"} & given and not {"positions", "alibi", "bias"} & {*hooks}:
+    elif not _takes_positions(given, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_balancing_loss(model)
@@ -305,6 +305,10 @@ def _of_pair(model: Any) -> Iterator[str]:
             f"encoder alone"
         )
         return
+    given, parts = parameters_of(type(model)), (model.get_encoder(), model.get_decoder())
+    for part, wants in zip(parts, ("position_ids", "decoder_position_ids"), strict=True):
+        if "position_ids" in parameters_of(type(part)) and wants not in given:
+            yield f"{name} takes no {wants}: its {type(part).__name__} would count from 0"
     if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
         yield f"{name} has a decoder that takes no encoder_attention_mask"
     own = sorted({
@@ -316,6 +320,13 @@ def _of_pair(model: Any) -> Iterator[str]:
         yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
     if any("expert_capacity" in names_in(type(x)) for x in model.modules()):
         yield "its experts take as many tokens as fit, counted among a rank's own"
+
+
+def _takes_positions(given: frozenset[str], hooks: tuple[str, ...]) -> bool:
+    """Whether positions reach its layers; others' ``**`` may swallow them."""
+    if {"positions", "alibi", "bias"} & {*hooks}:
+        return True
+    return bool(({"position_ids"} if "attention" in hooks else {"position_ids", "**"}) & given)
 
 
 def has_balancing_loss(model: nn.Module) -> bool:
@@ -364,7 +375,7 @@ def _of_layers(
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
     if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
         yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
-    if "question_token_id" in names_in_forward(type(model)):
+    if {"question_token_id", "question_lengths"} & names_in_forward(type(model)):
         yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
