@@ -130,6 +130,11 @@ SIZES: dict[str, int] = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
+#: Types whose towers have windows, of more pixels than a patch.
+_WINDOWED = (
+    "qwen2_5_vl", "qwen2_5_omni_thinker", "exaone4_5", "hyperclovax_vision_v2", "qwen2_5_omni",
+)  # fmt: skip
+
 #: What no name tells, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 11},
@@ -155,16 +160,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    **dict.fromkeys(
-        (
-            "qwen2_5_vl",
-            "qwen2_5_omni_thinker",
-            "exaone4_5",
-            "hyperclovax_vision_v2",
-            "qwen2_5_omni",
-        ),
-        {"window_size": 56},
-    ),
+    **{kind: {"window_size": 56} for kind in _WINDOWED},
     "gemma3": {"mm_tokens_per_image": 1},
     "llama4": {
         "no_rope_layers": [1, 0],
@@ -172,7 +168,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "projector_input_dim": 32,
     },
-    **dict.fromkeys(("idefics2", "idefics3", "smolvlm", "aria"), {"patch_size": 14}),
+    **{kind: {"patch_size": 14} for kind in ("idefics2", "idefics3", "smolvlm", "aria")},
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "mistral4": {"head_dim": 16},
@@ -231,8 +227,6 @@ def _shrink(config: PreTrainedConfig) -> None:
             )
             size = len(kinds) if is_depth and kinds else SIZES.get(name.lstrip("_"), value)
             _set(config, name, size if is_depth and kinds else min(value, size))
-    if isinstance(had.get("image_size"), list | tuple):
-        _set(config, "image_size", [SIZES["image_size"]] * 2)
     for name in ("head_dim", "num_key_value_heads"):
         if name in had and had[name] is None:
             _set(config, name, SIZES[name])
@@ -248,10 +242,17 @@ def _shrink(config: PreTrainedConfig) -> None:
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         if had.get(name) is None:
             _set(config, name, 2)
-    if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
-        _set(config, "decoder_start_token_id", 2)
     _set(config, "use_cache", False)
     _shrink_rope(had.get("rope_parameters"))
+    _complete(config, had)
+
+
+def _complete(config: PreTrainedConfig, had: dict[str, Any]) -> None:
+    """What a model needs to run, and its config does not say or says of large images."""
+    if isinstance(had.get("image_size"), list | tuple):
+        _set(config, "image_size", [SIZES["image_size"]] * 2)
+    if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
+        _set(config, "decoder_start_token_id", 2)
 
 
 def _shrink_rope(rope: object) -> None:

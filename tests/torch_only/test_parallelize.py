@@ -311,8 +311,8 @@ def test_what_is_refused() -> None:
     for option in ("logits", "reduction"):
         with pytest.raises(ValueError, match=option):
             hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="chunked_attention"):
-        hf.parallelize(build("Llama4"), cp)
+    with pytest.raises(UnsupportedError, match="of type whole_attention"):
+        hf.parallelize(build("Llama", layer_types=["whole_attention"] * 2), cp)
     mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         hf.parallelize(transformers.MambaForCausalLM(mamba), cp)

@@ -16,7 +16,6 @@ from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, train
 from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
     has_balancing_loss,
-    has_written_attention,
     is_of_transformers,
     report_of,
     towers,
@@ -25,6 +24,7 @@ from ring_torch.models.check import (
 )
 from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.models.needs import has_written_attention
 
 __all__ = ["Handle", "parallelize"]
 

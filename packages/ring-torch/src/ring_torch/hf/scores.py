@@ -2,8 +2,8 @@
 
 Some models of transformers do not call an attention function: they multiply queries and keys, add a
 mask, take a softmax and multiply by values. Within such a module the product of queries and keys is
-a :class:`Scores`, which holds what is done to it instead of numbers. Its product with values is ring
-attention. Whatever else is done to it is refused by name.
+a :class:`Scores`, which holds what is done to it instead of numbers. Its product with values is
+ring attention. Whatever else is done to it is refused by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Term(Sealed):
         """Itself: it is added in the accumulators' dtype."""
         return self
 
-    def __getitem__(self, _: object) -> Term:
+    def __getitem__(self, _: object) -> Term:  # type: ignore[override]
         """Itself: what models cut off lies past the last key, and there is none."""
         return self
 
@@ -162,10 +162,6 @@ class Scores(Sealed):
         )
         return replace(self, dtype=dtype)
 
-    def float(self) -> Scores:
-        """In float32."""
-        return self.to(torch.float32)
-
     def type_as(self, other: Any) -> Scores:
         """In another's dtype."""
         return self.to(other.dtype)
@@ -250,6 +246,10 @@ class Scores(Sealed):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         raise SealedError(f"{cls._words} (asked for {getattr(func, '__name__', func)})")
 
+    def float(self) -> Scores:  # last: in a class body it would hide the type
+        """In float32."""
+        return self.to(torch.float32)
+
 
 class _Products(TorchFunctionMode):
     """While a module of written attention runs: its product of queries and keys are scores.
@@ -297,7 +297,8 @@ class _Products(TorchFunctionMode):
             self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
+        shaped: Tensor = out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
+        return shaped
 
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
@@ -306,9 +307,9 @@ class _Products(TorchFunctionMode):
         return Scores(self, q, keys.transpose(-1, -2), shape, q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return (
-            both
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
             and min(one.ndim, other.ndim) > _PAIR
             and (one.shape[-2], other.shape[-1]) in self.lengths
         )
@@ -342,7 +343,7 @@ class WrittenAttention:
         """Before its forward: masks as terms, and products watched."""
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         products = _Products(self, module, masks)
-        products.__enter__()
+        products.__enter__()  # type: ignore[no-untyped-call]
         self.running.append(products)
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
 
@@ -351,7 +352,7 @@ class WrittenAttention:
         """After it, also where it failed."""
         del args, kwargs
         products = self.running.pop()
-        products.__exit__(None, None, None)
+        products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and products.calls != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} attends {products.calls} times where one was expected: it "

@@ -13,10 +13,11 @@ from ring_core import UnsupportedError
 from ring_torch.hf.instances import replace_attribute
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
-from ring_torch.models.check import makes_chunks, takes_embeddings, text_parts
+from ring_torch.models.check import takes_embeddings, text_parts
 from ring_torch.models.hooks import ModelHooks
 from ring_torch.models.masks import ShardedMask
 from ring_torch.models.merged import Merged, text_model
+from ring_torch.models.needs import makes_chunks
 from ring_torch.models.parts import Pair, Part
 from ring_torch.models.written import (
     counts_positions,
@@ -66,7 +67,7 @@ def _positions(part: Part, model: nn.Module) -> Iterator[_Undo]:
 
 
 class _RelativeBias:
-    """The bias of relative positions of one module: rows of this rank's queries, columns of all keys.
+    """The bias of relative positions of a module: rows of this rank's queries, all columns.
 
     Args:
         module: As T5's attention, which makes it of as many queries and keys as it sees.
@@ -80,6 +81,7 @@ class _RelativeBias:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before its forward: whom its queries see."""
+        del module
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         self.mask = masks[0] if len(masks) == 1 else None
 
@@ -118,9 +120,9 @@ def _attention(module: Any, config: Any) -> Iterator[_Undo]:
 
 
 def _slopes(model: Any) -> Iterator[_Undo]:
-    """In place of ALiBi's tensor, of positions from 0 on: its slopes, from which attention makes it.
+    """In place of ALiBi's tensor, of positions from 0 on: its slopes; attention makes the rest.
 
-    A model adds ``slope * j``. Softmax does not see what is added to a whole row, so that is the same
+    A model adds ``slope * j``. Softmax does not see what is added to a whole row, so that is
     as ``-slope * (i - j)``.
     """
     names = {form.slopes for _, x in text_parts(model) if (form := written_form(x)) is not None}

@@ -53,10 +53,12 @@ def shard_batch(
     dropout_seed: int | None,
     weight: float = 0.0,
     others: Mapping[str, Any] | None = None,
+    *,
+    keeps_ids: bool = False,
 ) -> dict[str, Any]:
     """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
 
-    So are ``others``, which are not split.
+    So are ``others``, which are not split. ``keeps_ids``: there are ids where documents would do.
     """
     checks.check_seed(dropout_seed)
     if not report.exact:
@@ -103,7 +105,7 @@ def shard_batch(
     single, cu_seqlens, is_uneven = _documents(segments)
     real_tokens = segments >= 0
     first = real_tokens.argmax(axis=1)
-    needs_ids = is_uneven or not real_tokens.all()
+    needs_ids = is_uneven or keeps_ids or first.any()
     ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
     given["attention_mask"] = ShardedMask(
         sharding,

@@ -18,16 +18,19 @@ from ring_torch.models.code import (
     names_in_forward,
     parameters_of,
     reads_in_forward,
-    uses_global,
+)
+from ring_torch.models.needs import (
+    attends,
+    hooks_needed,
+    is_mask_maker,
+    is_pair,
+    makes_chunks,
+    makes_masks,
+    of_pair,
+    takes_positions,
 )
 from ring_torch.models.pooling import name_of, pooled_words, pooling_of
-from ring_torch.models.written import (
-    counts_positions,
-    is_recurrent,
-    makes_bias,
-    makes_positions,
-    written_form,
-)
+from ring_torch.models.written import is_recurrent
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -158,7 +161,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
-    hooks = tuple(_hooks(model, parts, layers))
+    hooks = tuple(hooks_needed(model, parts, layers))
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
@@ -175,37 +178,6 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
         shifts_labels=_shifts(model),
         hooks=hooks,
     )
-
-
-def _hooks(model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
-    """What has to be hooked, beside batch and loss."""
-    modules = parts.values()
-    if is_pair(model):
-        yield "encoder-decoder"
-    if any(map(written_form, modules)):
-        yield "attention"
-    if any(map(makes_bias, modules)):
-        yield "bias"
-    if any((form := written_form(x)) is not None and form.slopes for x in modules):
-        yield "alibi"
-    takes = any("position_ids" in parameters_of(type(x)) for x in modules if _masks(type(x)))
-    counts = is_pair(model) and any(map(counts_positions, modules))
-    if (not takes and any(map(makes_positions, modules))) or counts:
-        yield "positions"
-    if any(map(is_recurrent, modules)):
-        yield "recurrent"
-    if "chunked_attention" in layers and any(map(makes_chunks, modules)):
-        yield "chunks"
-
-
-def has_written_attention(model: nn.Module) -> bool:
-    """Whether it calls no attention function of transformers' registry."""
-    return any(map(written_form, model.modules()))
-
-
-def makes_chunks(module: nn.Module) -> bool:
-    """Whether it makes masks of chunks, unless it is given masks by kind of layer."""
-    return {"create_chunked_causal_mask", "causal_mask_mapping"} <= names_in_forward(type(module))
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -229,7 +201,7 @@ def takes_embeddings(model: nn.Module) -> bool:
     return "inputs_embeds" in parameters_of(type(model))
 
 
-def towers(model: nn.Module) -> Iterator[nn.Module]:
+def towers(model: nn.Module) -> Iterator[Any]:
     """Models of transformers within a model that see images or sound."""
     for name, module in model.named_modules():
         if is_of_transformers(module) and _TOWERS.search(name):
@@ -263,19 +235,14 @@ def _text_config(model: Any) -> Any:
         return model.config
 
 
-def _attends(module: nn.Module) -> bool:
-    written = written_form(module) is not None
-    return written or uses_global(type(module), "AttentionInterface")
-
-
 def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
     name = name_of(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
-        yield from _of_pair(model)
-    elif not _takes_positions(given, hooks):
+        yield from of_pair(model)
+    elif not takes_positions(given, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_balancing_loss(model)
@@ -284,49 +251,6 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
             "and add that loss yourself from logits of the whole sequence"
         )
-
-
-def is_pair(model: Any) -> bool:
-    """Whether it has an encoder and a decoder of tokens."""
-    return (
-        "decoder_input_ids" in parameters_of(type(model))
-        and not {"vision_config", "audio_config", "text_config"}
-        & {*(model.config.sub_configs or ())}
-        and model.main_input_name == "input_ids"
-    )
-
-
-def _of_pair(model: Any) -> Iterator[str]:
-    """Reasons that lie in there being two sequences."""
-    name = name_of(model)
-    if not is_pair(model):
-        yield (
-            f"{name} has an encoder and a decoder, and not of tokens alone: split a decoder or an "
-            f"encoder alone"
-        )
-        return
-    given, parts = parameters_of(type(model)), (model.get_encoder(), model.get_decoder())
-    for part, wants in zip(parts, ("position_ids", "decoder_position_ids"), strict=True):
-        if "position_ids" in parameters_of(type(part)) and wants not in given:
-            yield f"{name} takes no {wants}: its {type(part).__name__} would count from 0"
-    if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
-        yield f"{name} has a decoder that takes no encoder_attention_mask"
-    own = sorted({
-        type(x).__name__
-        for x in model.modules()
-        if "Attention" in type(x).__name__ and not any(map(_attends, x.modules()))
-    })  # fmt: skip
-    if own:
-        yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
-    if any("expert_capacity" in names_in(type(x)) for x in model.modules()):
-        yield "its experts take as many tokens as fit, counted among a rank's own"
-
-
-def _takes_positions(given: frozenset[str], hooks: tuple[str, ...]) -> bool:
-    """Whether positions reach its layers; others' ``**`` may swallow them."""
-    if {"positions", "alibi", "bias"} & {*hooks}:
-        return True
-    return bool(({"position_ids"} if "attention" in hooks else {"position_ids", "**"}) & given)
 
 
 def has_balancing_loss(model: nn.Module) -> bool:
@@ -347,7 +271,7 @@ def _of_layers(
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(_attends, parts.values())):
+    if not any(map(attends, parts.values())):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
@@ -362,7 +286,7 @@ def _of_layers(
         yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
-            has = [any(_attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
+            has = [any(attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
     if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
@@ -380,28 +304,28 @@ def _of_layers(
 
 
 def _mixes(module: nn.Module, *, by_name: bool) -> bool:
-    """Whether it mixes tokens by other means than attention: by its class, or by the name of that."""
+    """Whether it mixes tokens by other means than attention, told from its class or its name."""
     if isinstance(module, nn.RNNBase):
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
     named = by_name and _MIXERS.search(type(module).__name__) is not None
-    return named and not any(map(_attends, module.modules()))
+    return named and not any(map(attends, module.modules()))
 
 
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
-    attending = [x for x in parts.values() if _attends(x)]
+    attending = [x for x in parts.values() if attends(x)]
     if not attending:
         return
-    makes = {n for x in parts.values() for n in names_in(type(x)) if _makes_mask(n)}
+    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_maker(n)}
     if not makes:
         yield "it makes its masks itself, not through transformers.masking_utils"
     if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
         yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
     if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
         yield "its attention computes masks of its own from the keys"
-    masking = [parameters_of(type(x)) for x in parts.values() if _masks(type(x))]
+    masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
     hooked = {"positions", "alibi", "bias"} & {*hooks}
     counts = any("position_ids" in taken for taken in masking) or hooked
     if masking and not counts:
@@ -418,19 +342,11 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
             )
 
 
-def _masks(cls: type) -> bool:
-    return any(map(_makes_mask, names_in(cls)))
-
-
-def _makes_mask(name: str) -> bool:
-    return name.startswith("create_") and "mask" in name
-
-
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     types = getattr(_text_config(model), "layer_types", None)
     if types:
         return tuple(map(str, types))
-    return ("attention",) * sum(map(_attends, parts.values()))
+    return ("attention",) * sum(map(attends, parts.values()))
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:

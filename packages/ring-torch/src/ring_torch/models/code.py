@@ -51,7 +51,7 @@ def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
     return _reads_in_forward(cls, variable)
 
 
-def by_name(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a forward, by the names it has for them.
 
     Raises:

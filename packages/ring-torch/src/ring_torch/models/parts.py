@@ -44,7 +44,7 @@ class Part:
         self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
 
     def positions(self) -> Tensor:
-        """Global positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
+        """Positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
         assert self.mask is not None and self.position_ids is not None
         at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
         return at.where(at < self.length, 0)
@@ -143,7 +143,7 @@ class Pair:
         for names, part in ((_SOURCE, self.source), (_TARGET, self.target)):
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
-            shard = shard_batch(sharding, batch, report, dropout_seed, weight)
+            shard = shard_batch(sharding, batch, report, dropout_seed, weight, keeps_ids=True)
             part.hold(
                 shard, batch["inputs_embeds" if "inputs_embeds" in batch else "input_ids"].shape[1]
             )
@@ -183,9 +183,10 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
     finds = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if finds and "input_ids" in batch and "attention_mask" not in batch:
-        if padding is not None and bool((batch["input_ids"] == padding).any()):
-            raise ValueError(
-                f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
-                f"attention_mask and decoder_attention_mask"
-            )
+    if not finds or padding is None or "input_ids" not in batch or "attention_mask" in batch:
+        return
+    if bool((batch["input_ids"] == padding).any()):
+        raise ValueError(
+            f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
+            f"attention_mask and decoder_attention_mask"
+        )
