@@ -173,8 +173,8 @@ def _chunk_masks(
     if isinstance(mask, ShardedMask):
         size = module.config.attention_chunk_size
         chunks = LayerMask(mask, causal=True, chunk_size=size)
-        if any(mask.first):
-            chunks = LayerMask(mask.chunked(size), causal=True)
+        if not mask.single:
+            chunks = LayerMask(mask.chunked(size, kwargs["position_ids"]), causal=True)
         masks = {
             "full_attention": LayerMask(mask, causal=True),
             "chunked_attention": chunks,

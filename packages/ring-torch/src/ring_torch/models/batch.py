@@ -105,7 +105,7 @@ def shard_batch(
     single, cu_seqlens, is_uneven = _documents(segments)
     real_tokens = segments >= 0
     first = real_tokens.argmax(axis=1)
-    needs_ids = is_uneven or keeps_ids or first.any()
+    needs_ids = is_uneven or keeps_ids or "chunks" in report.hooks
     ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
     given["attention_mask"] = ShardedMask(
         sharding,

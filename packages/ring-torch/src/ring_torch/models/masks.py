@@ -65,12 +65,15 @@ class ShardedMask(Sealed):
 
     __hash__ = object.__hash__
 
-    def chunked(self, size: int) -> ShardedMask:
-        """With documents cut into chunks, which count from the first token that is no padding."""
+    def chunked(self, size: int, position_ids: Tensor) -> ShardedMask:
+        """With documents cut into chunks, which count from each document's first token.
+
+        A row with padding is one document, whose chunks count from the first token that is none.
+        """
         assert self.segment_ids is not None
         ids, device = self.segment_ids, self.segment_ids.device
         first = torch.tensor(self.first, device=device)[:, None]
-        chunks = (self.sharding.positions(self.seq_len, device=device)[None] - first) // size
+        chunks = (position_ids.to(device) - first).clamp(min=0) // size
         cut = (ids * -(-self.seq_len // size) + chunks).to(torch.int32).where(ids >= 0, -1)
         return replace(self, single=False, cu_seqlens=None, segment_ids=cut)
 
