@@ -242,7 +242,7 @@ def test_what_is_refused(name: str, kind: str, batch: dict[str, Any], words: str
     ("name", "kind", "changes", "words"),
     [
         ("FalconForCausalLM", "falcon", {"alibi": True}, "alibi"),
-        ("BigBirdForCausalLM", "big_bird", {"attention_type": "block_sparse"}, "sparse"),
+        ("BigBirdPegasusForCausalLM", "bigbird_pegasus", {"attention_type": "block_sparse"}, "sparse"),
         ("LongT5ForConditionalGeneration", "longt5", {}, "LongT5LocalAttention"),
         ("SwitchTransformersForConditionalGeneration", "switch_transformers", {}, "as many tokens as fit"),
         ("EncoderDecoderModel", "encoder-decoder", {}, "takes no position_ids"),
