@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -170,22 +171,56 @@ def test_images_among_tokens(two: LocalRanks, name: str, kind: str) -> None:
     two.run(_images, name, kind)
 
 
-def _dropout(rank: int, name: str, kind: str) -> None:
-    model = build(name, kind, attn_pdrop=0.3, embd_pdrop=0.0, resid_pdrop=0.0).train()
+def _dropout(rank: int, name: str, kind: str, rates: dict[str, float]) -> None:
+    model = build(name, kind, **rates)
+    for part in model.modules():  # attention alone drops
+        if isinstance(part, torch.nn.Dropout) and "attn_pdrop" not in rates:
+            part.p = 0.0
+    model.train()
+    batch = pair_batch("plain") if name in PAIRS else whole("plain")
     alone = [dist.new_group([r]) for r in range(2)][rank]
     found = []
     for group in (alone, None):
         handle = hf.parallelize(model, ContextParallel(group), reduction="mean")
         torch.manual_seed(3)
-        found.append(mean_over_ranks(result(model, whole("plain"))))
+        found.append(mean_over_ranks(result(model, batch)))
         handle.remove()
     for weight, x in found[0].items():
         torch.testing.assert_close(found[1][weight], x, rtol=1e-7, atol=1e-9)
-    assert float(found[0]["loss"]) != float(result(model.eval(), whole("plain"))["loss"])
+    assert float(found[0]["loss"]) != float(result(model.eval(), batch)["loss"])
 
 
-def test_dropout_of_written_attention(two: LocalRanks) -> None:
-    two.run(_dropout, "GPTJForCausalLM", "gptj")
+@pytest.mark.parametrize(
+    ("name", "kind", "rates"),
+    [
+        ("GPTJForCausalLM", "gptj", {"attn_pdrop": 0.3, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+        ("T5ForConditionalGeneration", "t5", {"dropout_rate": 0.3}),
+    ],
+)
+def test_dropout_of_attention(
+    two: LocalRanks, name: str, kind: str, rates: dict[str, float]
+) -> None:
+    two.run(_dropout, name, kind, rates)
+
+
+def _copied(_: int, name: str, kind: str) -> None:
+    model = build(name, kind)
+    batch = pair_batch("padded") if name in PAIRS else whole("right")
+    expected = result(model, batch)
+    hf.parallelize(model, ContextParallel(), reduction="mean")
+    result(model, pair_batch("plain") if name in PAIRS else whole("plain"))
+    got = mean_over_ranks(result(copy.deepcopy(model), batch))
+    for weight, x in expected.items():
+        atol = 1e-8 * float(x.abs().max()) + 1e-12
+        torch.testing.assert_close(got[weight], x, rtol=1e-7, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("T5ForConditionalGeneration", "t5"), ("BloomForCausalLM", "bloom"), ("Qwen3NextForCausalLM", "qwen3_next")],
+)  # fmt: skip
+def test_a_copy_of_a_model(two: LocalRanks, name: str, kind: str) -> None:
+    two.run(_copied, name, kind)
 
 
 def _compiled(_: int, name: str, kind: str) -> None:

@@ -183,7 +183,7 @@ class RingAttention:
             Options(
                 causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
                 cu_seqlens=cu_seqlens, softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
-                dropout_seed=_layer_seed(module, batch) if dropout else None,
+                dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
                 deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
                 transport=self.transport,
             ),
@@ -270,15 +270,16 @@ def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
             )
 
 
-def _layer_seed(module: nn.Module, batch: ShardedMask) -> int:
-    """A seed that is equal on all ranks and differs by batch and layer."""
+def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = None) -> int:
+    """A seed that is equal on all ranks and differs by batch and layer, and for cross attention."""
     layer = getattr(module, "layer_idx", None)
     if batch.dropout_seed is None or layer is None:
         raise UnsupportedError(
             "attention dropout needs a seed that all ranks share and a layer_idx in each layer: give "
             "shard_batch a new dropout_seed with every batch, or set attention_dropout to 0"
         )
-    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN) % (1 << 64)
+    is_cross = mask is not None and mask.keys is not None
+    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN + 2 * is_cross) % (1 << 64)
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
-_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)")
+_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
 @dataclass(frozen=True)
@@ -341,14 +341,12 @@ def _one_weight(module: nn.Module) -> float:
 
 
 def _dropout_rates(module: nn.Module) -> Iterator[float]:
-    """Those of attention, in the configs of a model's parts."""
-    seen = set()
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if config is None or id(config) in seen:
-            continue
-        seen.add(id(config))
-        for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+    """Those of attention, in the configs of a model's parts, and in what these hold."""
+    found = (getattr(part, "config", None) for part in module.modules())
+    configs = {id(x): x for x in found if hasattr(x, "__dict__")}
+    inner = [y for x in configs.values() for y in vars(x).values() if hasattr(y, "to_dict")]
+    for config in (*configs.values(), *inner):
+        for name, value in vars(config).items():
             if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
                 yield value
 

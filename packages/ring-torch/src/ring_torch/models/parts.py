@@ -37,6 +37,10 @@ class Part:
     is_whole: bool = False  # it is split within the model, and was not yet
     whole_mask: Tensor | None = None  # [B, T] of 0 and 1; none where all are 1
 
+    def __deepcopy__(self, _: object) -> Part:
+        """Itself, as the hooks that fill it: a copy of the model belongs to the same ranks."""
+        return self
+
     def hold(self, shard: Mapping[str, Any], length: int, mask: Tensor | None = None) -> None:
         """Take a batch that was split, of ``length`` tokens a row, and its whole mask."""
         self.mask, self.length = shard["attention_mask"], length
@@ -140,10 +144,13 @@ class Pair:
                 f"alone, and this one has {', '.join(unknown)}"
             )
         parts = []
-        for names, part in ((_SOURCE, self.source), (_TARGET, self.target)):
+        source_seed = None if dropout_seed is None else dropout_seed ^ 1
+        for names, part, seed in (
+            (_SOURCE, self.source, source_seed), (_TARGET, self.target, dropout_seed),
+        ):  # fmt: skip
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
-            shard = shard_batch(sharding, batch, report, dropout_seed, weight, keeps_ids=True)
+            shard = shard_batch(sharding, batch, report, seed, weight, keeps_ids=True)
             part.hold(
                 shard, batch["inputs_embeds" if "inputs_embeds" in batch else "input_ids"].shape[1]
             )
