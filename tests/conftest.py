@@ -113,7 +113,7 @@ SLOW_IN_TORCH = (
     "test_steps_are_those_of_one_device[more", "test_families",
     "test_steps_of_a_loop_are_those_of_one_device", "test_a_whole_session[2", "test_under_autocast",
     "test_trainers_of_trl[dpo", "test_trainers_of_trl[reward", "test_a_routers_loss[False",
-    "test_few_steps[stream", "test_few_steps[loss of whole logits-2",
+    "test_a_compiled_model", "test_few_steps[stream", "test_few_steps[loss of whole logits-2",
 )  # fmt: skip
 #: Combinations of masks, options and layouts that others hold too; an example's other options;
 #: witnesses that are in the table; backends broken on purpose, of which the simulator and torch
