@@ -43,6 +43,9 @@ PARTS = {
     "test_program.py::test_transfers_are_the_plans": 3,
     "test_hf.py::test_logits_loss_and_gradients_are_the_whole_models": 3,
     "test_parallelize.py::test_logits_loss_and_gradients_are_one_devices": 2,
+    "test_hf_hooks.py::test_a_decoder": 6,
+    "test_hf_hooks.py::test_an_encoder_and_a_decoder": 4,
+    "test_hf_hooks.py::test_images_among_tokens": 2,
     "test_compiled_numbers.py::test_one_graph_for_all": 4,
     "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
     "test_benchmark.py::test_ways_in_plain_jax": 2,
@@ -112,7 +115,7 @@ SLOW_IN_TORCH = (
     "test_steps_are_those_of_one_device[more", "test_families",
     "test_steps_of_a_loop_are_those_of_one_device", "test_a_whole_session[2", "test_under_autocast",
     "test_trainers_of_trl[dpo", "test_trainers_of_trl[reward", "test_a_routers_loss[False",
-    "test_few_steps[stream", "test_few_steps[loss of whole logits-2",
+    "test_a_compiled_model", "test_few_steps[stream", "test_few_steps[loss of whole logits-2",
     "test_a_run_restarted_by_torchrun", "test_right_calls_whose_heads_are_cut_into_groups_pass[groups1",
     *(f"test_suite_goes_red[{mutant}" for mutant in (
         "help-not-returned", "wrong-kv-head", "lse-gradient-dropped", "sink-per-step",

@@ -64,6 +64,8 @@ class Wide(TorchFunctionMode):
         if func is Tensor.float:
             return args[0].double()
         kwargs = {name: widened(x) for name, x in (kwargs or {}).items()}
+        if func is torch.full and any(isinstance(x, float) for x in (*args, *kwargs.values())):
+            kwargs.setdefault("dtype", torch.float64)
         return func(*map(widened, args), **kwargs)
 
 

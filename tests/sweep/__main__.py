@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def compared(answers: list[tuple[bool, object]]) -> Outcome:
         return Outcome("hanging", "; ".join(texts))
     first, second = outcomes
     assert first is not None and second is not None
-    if (first.result, first.loss, first.padding) == (second.result, second.loss, second.padding):
+    if replace(first, reason="") == replace(second, reason=""):
         return first
     return Outcome(
         "hanging" if "error" in (first.result, second.result) else "wrong",
@@ -59,7 +59,7 @@ def run(chosen: list[Entry], results: Path) -> None:
         outcome = compared(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
         result = Result(
             transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
-            outcome.loss, outcome.padding,
+            outcome.loss, outcome.padding, outcome.images, outcome.by,
         )  # fmt: skip
         with results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")

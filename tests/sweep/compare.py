@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from sweep.images import image_batch
 from sweep.tiny import VOCAB, config_of
 
 ROWS, LENGTH = 2, 21
+SOURCE = 14  # tokens of an encoder, beside a decoder's
 LIMIT = 1e-7  # of differences in float64, as a part of the largest number compared
 LARGEST = 80_000_000  # parameters of what counts as small
 FIRST_TOKEN = 4  # those below are special
@@ -33,12 +36,16 @@ class Outcome:
         reason: Why, in words; empty where exact.
         loss: ``exact``, ``none`` or why it was refused.
         padding: ``exact``, ``none``, or why it was refused, of rows with padding on either side.
+        images: ``exact``, ``none``, or why it was refused, of a batch with an image in each row.
+        by: What splits batches: ``shard_batch``, or only ``hf.parallelize``.
     """
 
     result: str
     reason: str = ""
     loss: str = "none"
     padding: str = "none"
+    images: str = "none"
+    by: str = "shard_batch"
 
 
 class DifferentError(Exception):
@@ -64,11 +71,32 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
         if outcome.result == "exact" and "input_ids" in batch:
             outcome = replace(outcome, padding=_with_padding(cp, model, batch))
             outcome = replace(outcome, loss=_with_labels(cp, model, batch))
+            outcome = replace(outcome, images=_with_images(cp, model, batch))
+            if hf.check_model(model).hooks:
+                outcome = replace(outcome, by="hf.parallelize")
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
         return Outcome("error", _words(error))
     return outcome
+
+
+@contextmanager
+def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """A model on a ring; gives what makes of a batch what the model is called with."""
+    report = hf.check_model(model)
+    if report.exact and report.hooks:
+        handle = hf.parallelize(model, cp)
+        try:
+            yield dict
+        finally:
+            handle.remove()
+    else:
+        model.set_attn_implementation(hf.register())
+        try:
+            yield lambda batch: cp.shard_batch(batch, model=model)
+        finally:
+            model.set_attn_implementation("eager")
 
 
 def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor) -> Outcome:
@@ -77,16 +105,15 @@ def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor
     Raises:
         DifferentError: They differ.
     """
-    model.set_attn_implementation("eager")
     expected, failure = None, ""
     try:
         expected = run(model, batch, real)
     except Exception as error:  # noqa: BLE001 - the whole model's own
         failure = _words(error)
-    model.set_attn_implementation(hf.register())
     try:
-        shard = cp.shard_batch(batch, model=model)
-        got = None if expected is None else run(model, shard, real, cp)
+        with ring(cp, model) as split:
+            shard = split(batch)
+            got = None if expected is None else run(model, shard, real, cp)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -103,12 +130,57 @@ def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str
         return "none"
     right = (torch.arange(LENGTH) < torch.tensor([[13], [LENGTH]])).long()
     for real in (right, right.flip(1)):
-        padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
-        tokens = batch["input_ids"].where(real == 1, padding)
-        outcome = _judged(cp, model, {"input_ids": tokens, "attention_mask": real}, real)
+        outcome = _judged(cp, model, _padded(model, batch, real), real)
         if outcome.result != "exact":
             return f"{outcome.result}: {outcome.reason}"
     return "exact"
+
+
+def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
+    """A batch with an image in each row, and labels."""
+    try:
+        with Wide():
+            more = image_batch(model, batch)
+        expected = None if more is None else run(model, more, torch.ones(ROWS, LENGTH))
+    except Exception as error:  # noqa: BLE001 - whatever a small tower may raise
+        return f"not run: {_words(error)}"
+    if more is None:
+        return "none"
+    labels = torch.where(more["input_ids"] < VOCAB - 16, more["input_ids"], -100)
+    expected_loss = _loss(model, more | {"labels": labels})
+    handle = hf.parallelize(model, cp)
+    try:
+        check(
+            cp,
+            run(model, dict(more), torch.ones(ROWS, LENGTH), cp),
+            expected,
+            torch.ones(ROWS, LENGTH),
+        )
+        loss, grads = _loss(model, more | {"labels": labels}, cp, is_summed=True)
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return f"refused: {_words(error)}"
+    finally:
+        handle.remove()
+    whole = ({"loss": expected_loss[0]}, expected_loss[1])
+    check(cp, ({"loss": loss}, grads), whole, torch.ones(ROWS, LENGTH))
+    return "exact"
+
+
+def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
+    """A batch with padding; of an encoder-decoder in both sequences."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    if "decoder_input_ids" not in batch:
+        tokens = batch["input_ids"].where(real == 1, padding)
+        return {"input_ids": tokens, "attention_mask": real}
+    source = real[:, :SOURCE] if real[0, 0] else real[:, -SOURCE:]
+    return {
+        "input_ids": batch["input_ids"].where(source == 1, padding),
+        "attention_mask": source,
+        "decoder_input_ids": batch["decoder_input_ids"].where(real == 1, padding),
+        "decoder_attention_mask": real,
+    }
 
 
 def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
@@ -136,6 +208,9 @@ def batch_of(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     takes = inspect.signature(model.forward).parameters
     tokens = torch.randint(FIRST_TOKEN, VOCAB - 16, (ROWS, LENGTH), generator=generator)
+    if "decoder_input_ids" in takes and "input_ids" in takes:
+        source = torch.randint(FIRST_TOKEN, VOCAB - 16, (ROWS, SOURCE), generator=generator)
+        return {"input_ids": source, "decoder_input_ids": tokens}
     if "input_ids" in takes:
         return {"input_ids": tokens}
     if "inputs_embeds" in takes:
@@ -156,7 +231,7 @@ def run(
     with Wide():
         out = model(**batch, **_whole(model))
     outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    outs.pop("loss", None)
+    outs = {n: x for n, x in outs.items() if n != "loss" and not n.startswith("encoder_")}
     parts = [
         (x * _weights(x, real, cp)).sum()
         for x in outs.values()
@@ -244,17 +319,23 @@ def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """The model's own loss, of the whole batch and of its parts."""
-    if not (labels := labels_of(model, batch["input_ids"])):
+    batch = dict(batch)
+    tokens = batch.pop("decoder_input_ids", batch["input_ids"])
+    if (
+        tokens is not batch["input_ids"]
+    ):  # made of labels; some would take those ignored for padding
+        batch["decoder_attention_mask"] = torch.ones_like(tokens)
+    if not (labels := labels_of(model, tokens)):
         return "none"
-    model.set_attn_implementation("eager")
     expected = None
     with suppress(Exception):  # the model has no loss of such labels
         expected = _loss(model, batch | labels | _whole(model))
-    model.set_attn_implementation(hf.register())
     if expected is None:
         return "none"
     try:
-        loss, grads = _loss(model, cp.shard_batch(batch | labels, model=model), cp)
+        with ring(cp, model) as split:
+            is_summed = bool(hf.check_model(model).hooks)
+            loss, grads = _loss(model, split(batch | labels), cp, is_summed=is_summed)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -264,7 +345,13 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     return "exact"
 
 
-def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) -> Any:
+def _loss(
+    model: Any,
+    batch: dict[str, Any],
+    cp: ContextParallel | None = None,
+    *,
+    is_summed: bool = False,
+) -> Any:
     model.zero_grad()
     with Wide():
         loss = model(**batch).loss
@@ -274,7 +361,8 @@ def _loss(model: Any, batch: dict[str, Any], cp: ContextParallel | None = None) 
     total = loss.detach().clone()
     if cp is not None:
         cp.reduce_gradients(model)
-        dist.all_reduce(total)
+        if not is_summed:  # by hf.parallelize
+            dist.all_reduce(total)
     return total, {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
 

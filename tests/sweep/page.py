@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sweep.entries import entries
+
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 REFUSED = "the model cannot be split: "  # what shard_batch says first
@@ -23,11 +25,15 @@ runs: none
 none hangs: `nox -s sweep` builds every class that an `AutoModelFor*` makes ({all}) from a small config with random
 weights, and compares two ranks with one in float64: outputs, the gradient of every weight, and the loss with its
 gradients, without padding and with padding on the right and on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
-are run on text alone. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
+are run on text, and where `images` says so on an image in each row, too. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
+
+{counts}
 """
 
 
 _LOSS = (
+    "By: *shard_batch* is of models whose batches can be split by hand, and by `hf.parallelize` as well; "
+    "*hf.parallelize* of those that need its hooks.\n"
     "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
     "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together.\n"
     "Padding: *none* is of models that take no mask."
@@ -45,6 +51,8 @@ class Result:
     reason: str
     loss: str
     padding: str
+    images: str = "none"
+    by: str = "shard_batch"
 
     @property
     def is_bad(self) -> bool:
@@ -71,7 +79,7 @@ def rendered(results: list[Result]) -> str:
         by[each.result].append(each)
     top = _TOP.format(
         version=results[0].version, all=len(results), exact=len(by["exact"]),
-        refused=len(by["refused"]),
+        refused=len(by["refused"]), counts=_counts(by["exact"]),
     )  # fmt: skip
     without = [x for x in by["refused"] if "has no sequence of tokens" in x.reason]
     refused = [x for x in by["refused"] if x not in without]
@@ -84,7 +92,8 @@ def rendered(results: list[Result]) -> str:
             _LOSS,
             "",
             *_table(
-                ("type", "class", "loss"), ((x.model_type, x.name, _loss(x)) for x in by["exact"])
+                ("type", "class", "by", "loss", "images"),
+                ((x.model_type, x.name, x.by, _loss(x), _images(x)) for x in by["exact"]),
             ),
             "",
             "## Refused",
@@ -106,6 +115,30 @@ def rendered(results: list[Result]) -> str:
             "",
         ]
     )
+
+
+def _counts(exact: list[Result]) -> str:
+    """How many types of each kind are exact."""
+    kinds = {
+        "causal language models": "AutoModelForCausalLM",
+        "encoder-decoders": "AutoModelForSeq2SeqLM",
+        "models of text and images": "AutoModelForImageTextToText",
+    }
+    autos = {entry.name: entry.autos for entry in entries()}
+    rows = []
+    for kind, auto in kinds.items():
+        every = {x.model_type for x in exact if auto in autos.get(x.name, ())}
+        if auto == "AutoModelForSeq2SeqLM":
+            every = {x.model_type for x in exact if auto in autos[x.name] and x.by != "shard_batch"}
+        rows.append(f"{len(every)} types of {kind}")
+    images = sum(x.images == "exact" for x in exact)
+    return f"Exact are {', '.join(rows)}; {images} classes with images among their tokens."
+
+
+def _images(result: Result) -> str:
+    if result.images in ("exact", "none"):
+        return result.images
+    return "refused" if result.images.startswith("refused") else "not run"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:

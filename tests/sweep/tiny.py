@@ -17,6 +17,8 @@ SIZES: dict[str, int] = {
             "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "embed_dim",
             "word_embed_proj_dim", "lru_width", "attention_hidden_size", "emb_dim", "hidden_dim",
             "width", "decoder_hidden_size", "encoder_hidden_size", "projection_dim", "d_kv_model",
+            "cross_attention_hidden_size", "out_hidden_size",
+            "vision_output_dim", "projector_output_dim",
         ),
         32,
     ),
@@ -36,6 +38,7 @@ SIZES: dict[str, int] = {
             "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
             "encoder_attention_heads", "decoder_attention_heads", "num_decoder_heads",
             "num_encoder_heads", "decoder_num_attention_heads", "encoder_num_attention_heads",
+            "linear_num_heads",
         ),
         4,
     ),
@@ -64,7 +67,7 @@ SIZES: dict[str, int] = {
             "qk_rope_head_dim", "swa_head_dim", "o_lora_rank", "linear_key_head_dim",
             "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
             "ssm_state_size", "state_size", "mamba_headdim", "mamba_chunk_size", "chunk_size",
-            "block_size", "rotary_dim", "sparse_chunk",
+            "block_size", "rotary_dim", "sparse_chunk", "linear_head_dim",
         ),
         8,
     ),
@@ -127,6 +130,11 @@ SIZES: dict[str, int] = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
+#: Types whose towers have windows, of more pixels than a patch.
+_WINDOWED = (
+    "qwen2_5_vl", "qwen2_5_omni_thinker", "exaone4_5", "hyperclovax_vision_v2", "qwen2_5_omni",
+)  # fmt: skip
+
 #: What no name tells, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 11},
@@ -137,7 +145,32 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "num_experts_per_tok": 2},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 5, "pad_token_id": 1},
     "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "hybrid_layer_ids": [1],
+    },
+    "bailing_hybrid": {"num_group": 2, "n_group": 2, "topk_group": 1},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{kind: {"window_size": 56} for kind in _WINDOWED},
+    "gemma3": {"mm_tokens_per_image": 1},
+    "llama4": {
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+    },
+    **{kind: {"patch_size": 14} for kind in ("idefics2", "idefics3", "smolvlm", "aria")},
+    "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "mistral4": {"head_dim": 16},
     "step3p7": {"sliding_window": WINDOW},
     "xmod": {"default_language": "en_XX"},
@@ -183,7 +216,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     had = dict(vars(config))
     kinds = _layers(had)
     for name, value in had.items():
-        if name.endswith("_token_id"):
+        if name.endswith(("_token_id", "_token_index")):
             _set(config, name, _token(value, name))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             is_depth = name.lstrip("_") in (
@@ -211,6 +244,15 @@ def _shrink(config: PreTrainedConfig) -> None:
             _set(config, name, 2)
     _set(config, "use_cache", False)
     _shrink_rope(had.get("rope_parameters"))
+    _complete(config, had)
+
+
+def _complete(config: PreTrainedConfig, had: dict[str, Any]) -> None:
+    """What a model needs to run, and its config does not say or says of large images."""
+    if isinstance(had.get("image_size"), list | tuple):
+        _set(config, "image_size", [SIZES["image_size"]] * 2)
+    if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
+        _set(config, "decoder_start_token_id", 2)
 
 
 def _shrink_rope(rope: object) -> None:

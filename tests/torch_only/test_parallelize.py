@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import LENGTH, WHOLE, Wide, build, run, whole
+from sweep.compare import build as build_any
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -311,8 +312,8 @@ def test_what_is_refused() -> None:
     for option in ("logits", "reduction"):
         with pytest.raises(ValueError, match=option):
             hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="chunked_attention"):
-        hf.parallelize(build("Llama4"), cp)
+    with pytest.raises(UnsupportedError, match="of type indexed_attention"):
+        hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
     mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         hf.parallelize(transformers.MambaForCausalLM(mamba), cp)

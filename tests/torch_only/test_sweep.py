@@ -23,6 +23,8 @@ CHOSEN = (
     "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM",
     "DeepseekV3ForCausalLM", "BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM",
     "XLMRobertaForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "OPTForCausalLM", "Qwen2VLForConditionalGeneration",
+    "GPTJForCausalLM", "XGLMForCausalLM", "Llama4ForCausalLM", "T5ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
 )  # fmt: skip
 REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMaskedLM")
 
@@ -72,7 +74,8 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
-        assert outcome.padding == listed.padding
+        found = (outcome.padding, outcome.images, outcome.by)
+        assert found == (listed.padding, listed.images, listed.by)
 
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ring_core import Layout, LayoutSpec, viz
+from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import with_options_of
 from ring_torch.attention import ring_attention
 from ring_torch.call import AttentionOptions, Operands, Options
@@ -145,6 +145,11 @@ class ContextParallel:
         report = self._reports.get(model) if isinstance(model, nn.Module) else None
         if report is None:
             report = self._reports[model] = check_model(model)
+        if report.exact and report.hooks:
+            raise UnsupportedError(
+                f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
+                f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
+            )
         return shard_batch(self._sharding, batch, report, dropout_seed)
 
     def reduce_gradients(self, model: nn.Module) -> None:

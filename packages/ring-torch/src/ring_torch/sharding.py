@@ -75,6 +75,16 @@ class Sharding:
         whole: Tensor = _Unshard.apply(x, dim, layout, self.ring)
         return whole
 
+    def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """The whole tensor, on every rank, for ranks that use it each for their own results.
+
+        Its gradient is the sum of all ranks' gradients; that of :meth:`unshard` is this rank's own.
+        """
+        dim %= x.ndim
+        layout = self.layout(x.shape[dim] * self.ring.size)
+        whole: Tensor = _Gather.apply(x, dim, layout, self.ring)
+        return whole
+
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``."""
         positions = self.layout(seq_len).positions(self.ring.rank)
@@ -118,6 +128,27 @@ class _Unshard(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _Gather(_Unshard):
+    """Gather every rank's slice; gradients of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
+        """As without."""
+        ctx.ring = ring
+        return _Unshard.forward(ctx, x, dim, layout, ring)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """This rank's slice of the sum."""
+        total = grad.contiguous().clone()
+        if ctx.ring.size > 1:
+            with collective(ctx.ring, "gather"):
+                dist.all_reduce(total, group=ctx.ring.group)
+        own = total.index_select(ctx.dim, _index(ctx.layout, ctx.rank, total.device))
+        return own, None, None, None
 
 
 def _check_dim(x: object, dim: object) -> None:

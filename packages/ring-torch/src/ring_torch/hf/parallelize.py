@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,15 +13,18 @@ from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_registered, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
+from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
     has_balancing_loss,
     is_of_transformers,
     report_of,
+    towers,
     unwrapped,
     wrappers,
 )
 from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.models.needs import has_written_attention
 
 __all__ = ["Handle", "parallelize"]
 
@@ -136,7 +140,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     hooks.is_pooling = is_pooling
     hooks.joins_router = not is_pooling and has_balancing_loss(inner)
-    handle = hooks.owner = Handle([_attend(inner), *_register(hooks, split, inner)])
+    undo = [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+    handle = hooks.owner = Handle(undo)
     return handle
 
 
@@ -187,9 +192,24 @@ def _called(model: nn.Module) -> nn.Module:
 
 
 def _attend(model: Any) -> Callable[[], object]:
-    """Give the model ring attention, unless it has it; what gives it back its own."""
-    own = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    """Give the model ring attention, unless it has it; what gives it back its own.
+
+    Towers that see images or sound see whole ones, and keep theirs.
+    """
+    own = _attention_of(model)
     if is_registered(own):
         return lambda: None
-    model.set_attn_implementation(register())
-    return lambda: model.set_attn_implementation(own)
+    kept = [(module.config, _attention_of(module)) for module in towers(model)]
+    change = model.set_attn_implementation
+    if has_written_attention(model):  # of which transformers has no other to set
+        change = partial(setattr, model.config, "_attn_implementation")
+    change(register())
+    for config, name in kept:
+        if config is not model.config:
+            config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
+    return lambda: change(own)
+
+
+def _attention_of(model: Any) -> str:
+    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    return name

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.strategy import strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
+from ring_torch.hf.masks import LayerMask, ring_mask, sharded
 from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.models.batch import ShardedMask
-from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.labels import Sealed
+from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import check_group
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 
@@ -42,8 +39,6 @@ _REASONS = {
     "cu_seq_lens_q": "documents are those that shard_batch is given",
     "cu_seq_lens_k": "documents are those that shard_batch is given",
 }
-
-MaskFunction = Callable[..., Any]
 
 
 def register(
@@ -84,7 +79,7 @@ def register(
             f"name must not be eager nor hold any of {', '.join(_READ_BY_TRANSFORMERS)}, which mean "
             f"something to transformers, got {name!r}"
         )
-    function = _RingAttention(config, strategy, transport, deterministic)
+    function = RingAttention(config, strategy, transport, deterministic)
     if AttentionInterface().get(name, function) != function:
         raise ValueError(
             f"attention of the name {name!r} is registered already, as something else or with other "
@@ -97,126 +92,18 @@ def register(
 
 def is_registered(name: str) -> bool:
     """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
-    return isinstance(AttentionInterface().get(name, None), _RingAttention)
+    return isinstance(AttentionInterface().get(name, None), RingAttention)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerMask(Sealed):
-    """What a layer's attention needs: the batch's documents and the layer's pattern."""
-
-    batch: ShardedMask
-    causal: bool
-    window: tuple[int, int] | None  # other keys to the left and right
-
-    _words = (
-        "ring attention has no mask that could be read or changed: a layer of this model does more "
-        "with its attention_mask than hand it to the attention function, which is not supported"
-    )
-
-
-def ring_mask(
-    batch_size: int,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: MaskFunction = masking_utils.causal_mask_function,
-    attention_mask: object = None,
-    *,
-    cache_position: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    config: object = None,
-    device: object = None,
-    dtype: object = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-) -> LayerMask:
-    """Name the pattern that transformers asks for, in place of building a mask.
-
-    The arguments are those of the mask functions of ``transformers.masking_utils`` (before 5.2
-    with ``cache_position`` for lengths and offset of the queries).
-
-    Raises:
-        ValueError: The batch is not one of ``shard_batch``.
-        UnsupportedError: The pattern is not known, or keys are others than the batch's.
-    """
-    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
-    batch = _sharded(attention_mask)
-    if cache_position is not None:
-        q_length = cache_position.shape[0]
-    offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
-    if (batch_size, q_length, kv_length, offset, kv_offset) != (*batch.shape, batch.shape[1], 0, 0):
-        raise UnsupportedError(
-            f"{q_length} queries from {q_offset} on and {kv_length} keys, where the batch holds "
-            f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
-            f"attention; generate with another attn_implementation"
-        )
-    types = {*(getattr(config, "layer_types", None) or ())}
-    if others := sorted(types.difference(SERVED_LAYERS)):
-        raise UnsupportedError(
-            f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
-            f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
-        )
-    if use_vmap:
-        raise UnsupportedError(
-            "the model lays another mask over its pattern (tokens of images that see each other, "
-            "prefixes, blocks); only causal, bidirectional and sliding ones are supported"
-        )
-    causal, window = _pattern(mask_function, local_size)
-    return LayerMask(batch, causal, window)
-
-
-def _sharded(attention_mask: object) -> ShardedMask:
-    if isinstance(attention_mask, ShardedMask):
-        return attention_mask
-    kind = "no attention_mask" if attention_mask is None else type(attention_mask).__name__
-    raise ValueError(
-        f"ring attention was given {kind}: the batch must come from ContextParallel.shard_batch, "
-        f"and its attention_mask reach every attention layer. To generate, to run an unsplit batch, "
-        f"or for parts of the model that see no split sequence (images, sound), use another "
-        f"attn_implementation"
-    )
-
-
-def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
-    """``causal`` and ``window`` of a mask function of transformers.
-
-    It is told by building the known ones again and comparing: their closures hold all they do.
-    """
-    if _is_same(mask_function, masking_utils.causal_mask_function):
-        return True, None
-    if _is_same(mask_function, masking_utils.bidirectional_mask_function):
-        return False, None
-    if size is not None:
-        if _is_same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
-            return True, (size - 1, 0)
-        both = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
-        if both is not None and _is_same(mask_function, both(size)):
-            return False, (size, size)
-    raise UnsupportedError(
-        "the model asks for a mask other than causal, bidirectional or sliding attention (chunks, or "
-        "blocks of tokens that see each other, as those of images); it is not supported"
-    )
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Whether functions are of one definition and enclose the same."""
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ is other.__code__ and _is_same(_enclosed(one), _enclosed(other))
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return type(one) is type(other) and one == other
-
-
-def _enclosed(function: FunctionType) -> tuple[object, ...]:
-    return tuple(cell.cell_contents for cell in function.__closure__ or ())
+def attention_of(name: str) -> RingAttention:
+    """The attention that :func:`register` has put under a name."""
+    function = AttentionInterface()[name]
+    assert isinstance(function, RingAttention)
+    return function
 
 
 @dataclass(frozen=True)
-class _RingAttention:
+class RingAttention:
     """An attention function of transformers."""
 
     kernel: KernelConfig
@@ -237,6 +124,7 @@ class _RingAttention:
         softcap: float | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention ``[B, T_local, H, D]`` of ``query [B, H, T_local, D]`` to all ranks' keys.
@@ -251,8 +139,35 @@ class _RingAttention:
         _check_arguments(kwargs)
         _check_pattern(mask, sliding_window, is_causal)
         _check_positions(module, mask.batch)
-        batch, length = mask.batch, query.shape[2]
-        if (query.shape[0], length, key.shape[2]) != (*batch.shape, batch.shape[1]):
+        return self.attend(
+            module, query, key, value, mask,
+            dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux,
+            bias=_whole_bias(position_bias, mask),
+        ), None  # fmt: skip
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: LayerMask,
+        *,
+        scaling: float | None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        """The same of a mask that is known; ``bias [1 or B, 1 or H, T_local, T_kv]`` of all keys.
+
+        Raises:
+            UnsupportedError: Queries or keys are others than the batch's.
+        """
+        batch, keys = mask.batch, mask.keys or mask.batch
+        lengths = (query.shape[0], query.shape[2], key.shape[2])
+        if lengths != (*batch.shape, keys.shape[1]):
             raise UnsupportedError(
                 f"queries {tuple(query.shape)} and keys {tuple(key.shape)}, where the batch holds "
                 f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "
@@ -260,24 +175,21 @@ class _RingAttention:
             )
         q, k, v = (_narrowed(x).transpose(1, 2) for x in (query, key, value))
         is_told = mask.causal and batch.single
-        ids = batch.segment_ids
+        cu_seqlens, ids = (None, None) if is_told else mask.documents(query.device)
         check_group(batch.sharding)
         out = attend(
             batch.sharding.group, batch.sharding.layout_name,
-            Operands(
-                q, k, v, None if is_told or ids is None else ids.to(query.device), sinks=s_aux
-            ),
+            Operands(q, k, v, ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes),
             Options(
-                causal=mask.causal, window=mask.window,
-                cu_seqlens=None if is_told else batch.cu_seqlens,
-                softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
-                dropout_seed=_layer_seed(module, batch) if dropout else None,
+                causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
+                cu_seqlens=cu_seqlens, softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
+                dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
                 deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
                 transport=self.transport,
             ),
         )  # fmt: skip
         assert isinstance(out, Tensor)
-        return out, None
+        return out
 
 
 def _layer_mask(attention_mask: object) -> LayerMask:
@@ -293,8 +205,20 @@ def _layer_mask(attention_mask: object) -> LayerMask:
             "the model makes its masks itself, not through transformers.masking_utils, so that its "
             "pattern is not known; it is not supported"
         )
-    _sharded(attention_mask)
+    sharded(attention_mask)
     raise AssertionError
+
+
+def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
+    """A bias of a rank's queries and all keys; none where it is a single zero."""
+    if bias is None or bias.ndim == 0:
+        return None
+    if bias.shape[-1] != (mask.keys or mask.batch).seq_len:
+        raise UnsupportedError(
+            f"position_bias {tuple(bias.shape)} is of a rank's own keys, and there are "
+            f"{(mask.keys or mask.batch).seq_len}: hf.parallelize makes it of all, for T5 and its kin"
+        )
+    return bias
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -346,15 +270,16 @@ def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
             )
 
 
-def _layer_seed(module: nn.Module, batch: ShardedMask) -> int:
-    """A seed that is equal on all ranks and differs by batch and layer."""
+def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = None) -> int:
+    """A seed that is equal on all ranks and differs by batch and layer, and for cross attention."""
     layer = getattr(module, "layer_idx", None)
     if batch.dropout_seed is None or layer is None:
         raise UnsupportedError(
             "attention dropout needs a seed that all ranks share and a layer_idx in each layer: give "
             "shard_batch a new dropout_seed with every batch, or set attention_dropout to 0"
         )
-    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN) % (1 << 64)
+    is_cross = mask is not None and mask.keys is not None
+    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN + 2 * is_cross) % (1 << 64)
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
+from ring_torch.hf.instances import replace_attribute
 from ring_torch.models.hooks import ModelHooks
-
-_MISSING = object()
 
 
 def is_trainer(x: object) -> bool:
@@ -93,19 +92,19 @@ class TrainerHooks:
     def install(self) -> Iterator[Callable[[], object]]:
         """Put the methods on the instances; yields what takes each off."""
         for name in ("prepare_data_loader", "prepare_model", "gather_for_metrics"):
-            yield _replace(self.accelerator, name, getattr(self, name))
+            yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (
             "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
             "_track_num_input_tokens",
         ):  # fmt: skip
-            yield _replace(self.trainer, name, getattr(self, name))
+            yield replace_attribute(self.trainer, name, getattr(self, name))
         gather = partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
         )
-        yield _replace(self.trainer, "gather_function", gather)
+        yield replace_attribute(self.trainer, "gather_function", gather)
         if self.trainer.label_smoother is not None:
             smoother = _LabelSmoother(self.trainer.label_smoother, self.hooks)
-            yield _replace(self.trainer, "label_smoother", smoother)
+            yield replace_attribute(self.trainer, "label_smoother", smoother)
 
     def prepare_data_loader(
         self,
@@ -167,7 +166,7 @@ class TrainerHooks:
         if use_gather_object:
             is_first = self.hooks.sharding.ring.rank == 0
             return own(input_data if is_first else [], use_gather_object=True)
-        undo = _replace(self.accelerator, "gather", self._gather)
+        undo = replace_attribute(self.accelerator, "gather", self._gather)
         try:
             return own(input_data)
         finally:
@@ -255,15 +254,6 @@ def _rings(hooks: ModelHooks) -> tuple[list[int], int]:
             f"dimension of a mesh over all ranks"
         )
     return rings, rings.index(first)
-
-
-def _replace(owner: Any, name: str, value: object) -> Callable[[], object]:
-    """Set an attribute of an instance; returns what sets it back."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    if before is _MISSING:
-        return lambda: delattr(owner, name)
-    return lambda: setattr(owner, name, before)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
 from ring_torch.models.documents import STATED, check_positions, stated_documents
-from ring_torch.models.labels import IGNORED, Sealed, SealedError, ShiftedLabels, UnshiftedLabels
+from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
+from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
@@ -46,73 +46,20 @@ _INSTEAD = {
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedMask(Sealed):
-    """In place of ``attention_mask``: who sees whom in a batch whose sequences are split.
-
-    Attributes:
-        sharding: Which rank holds which of their tokens.
-        shape: ``(B, T_local)``.
-        seq_len: ``T``, padding included.
-        single: Each row is one document from its first token on, and padding after it, which
-            causal attention need not be told.
-        cu_seqlens: Documents, and runs of padding, where they are the same in all rows.
-        segment_ids: int32 ``[B, T_local]``, where they are not; negative for padding.
-        last_positions: Smallest and largest, over ranks, of the largest position id of a rank.
-        dropout_seed: Of the batch; layers derive theirs.
-        joins_router: Whether a router's loss is computed of the whole sequence.
-    """
-
-    sharding: Sharding
-    shape: tuple[int, int]
-    seq_len: int
-    single: bool
-    cu_seqlens: tuple[int, ...] | None
-    segment_ids: Tensor | None
-    last_positions: tuple[int, int]
-    dropout_seed: int | None
-    joins_router: bool = False
-
-    _words = (
-        "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
-        "can only be read by ring attention: give the model attn_implementation="
-        "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
-        "attention, recurrent or convolutional layers, router losses), and needs whole sequences"
-    )
-
-    @property
-    def ndim(self) -> int:
-        """Of a mask ``[B, T_local]``."""
-        return 2
-
-    def view(self, *shape: int) -> ShardedMask:
-        """Itself, for models that make sure of its shape: ``view(B, -1)``."""
-        if shape not in ((self.shape[0], -1), self.shape):
-            raise SealedError(f"{self._words} (asked for view{shape})")
-        return self
-
-    def to(
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        non_blocking: bool = False,
-    ) -> ShardedMask:
-        """The same with its ids on a device; ids keep their dtype."""
-        del dtype  # who moves an attention mask asks for bool, and ids would not survive that
-        if self.segment_ids is None or device is None:
-            return self
-        return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))
-
-
 def shard_batch(
     sharding: Sharding,
     batch: Mapping[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
     weight: float = 0.0,
+    others: Mapping[str, Any] | None = None,
+    *,
+    keeps_ids: bool = False,
 ) -> dict[str, Any]:
-    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike."""
+    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
+
+    So are ``others``, which are not split. ``keeps_ids``: there are ids where documents would do.
+    """
     checks.check_seed(dropout_seed)
     if not report.exact:
         raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
@@ -138,7 +85,7 @@ def shard_batch(
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
-    _check_same(sharding.ring, given, segments, dropout_seed, weight)
+    _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
     more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
@@ -156,7 +103,10 @@ def shard_batch(
         )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
-    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if is_uneven else None
+    real_tokens = segments >= 0
+    first = real_tokens.argmax(axis=1)
+    needs_ids = is_uneven or keeps_ids or "chunks" in report.hooks
+    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
     given["attention_mask"] = ShardedMask(
         sharding,
         (size, (length + more) // sharding.ring.size),
@@ -166,6 +116,8 @@ def shard_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
+        has_padding=not real_tokens.all(),
+        first=tuple(first.tolist()),
     )
     return given
 

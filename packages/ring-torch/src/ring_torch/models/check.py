@@ -18,9 +18,19 @@ from ring_torch.models.code import (
     names_in_forward,
     parameters_of,
     reads_in_forward,
-    uses_global,
+)
+from ring_torch.models.needs import (
+    attends,
+    hooks_needed,
+    is_mask_maker,
+    is_pair,
+    makes_chunks,
+    makes_masks,
+    of_pair,
+    takes_positions,
 )
 from ring_torch.models.pooling import name_of, pooled_words, pooling_of
+from ring_torch.models.written import is_recurrent
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -36,6 +46,9 @@ _MIXERS = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|RWKV|Hyena|Retention|LinearAttention|GatedDelta|Fourier|LSTM|GRU"
     r"|ShortConv|CausalConv"
 )
+
+#: The same, of models whose recurrent layers are given whole sequences.
+_WHOLE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
 _READS = ("sum", "unsqueeze", "masked_fill", "cumsum", "repeat_interleave", "masked_select")
 
@@ -58,6 +71,8 @@ class ModelReport:
             where nothing is known.
         shifts_labels: Whether the loss of token ``i`` is of label ``i + 1``, as of causal language
             models, or of label ``i``.
+        hooks: What ``hf.parallelize`` puts hooks on for it, beside batch and loss. Batches of such
+            a model cannot be split by hand.
     """
 
     exact: bool = True
@@ -67,6 +82,7 @@ class ModelReport:
     pooling: str | None = None
     layers: tuple[str, ...] = ()
     shifts_labels: bool = True
+    hooks: tuple[str, ...] = ()
 
 
 def check_model(model: nn.Module) -> ModelReport:
@@ -142,14 +158,15 @@ def _adds_tokens(model: nn.Module) -> bool:
 
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
-    parts = dict(_text_parts(model))
+    parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
+    hooks = tuple(hooks_needed(model, parts, layers))
     reasons = [
-        *_of_inputs(model, joins_router=joins_router),
+        *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
-        *_of_masks(parts),
+        *_of_masks(parts, hooks),
     ]
     return ModelReport(
         exact=not reasons,
@@ -159,6 +176,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
         pooling=pooling,
         layers=layers,
         shifts_labels=_shifts(model),
+        hooks=hooks,
     )
 
 
@@ -178,13 +196,28 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
+def takes_embeddings(model: nn.Module) -> bool:
+    """Whether it can be given embeddings in place of tokens."""
+    return "inputs_embeds" in parameters_of(type(model))
+
+
+def towers(model: nn.Module) -> Iterator[Any]:
+    """Models of transformers within a model that see images or sound."""
+    for name, module in model.named_modules():
+        if is_of_transformers(module) and _TOWERS.search(name):
+            yield module
+
+
 def _takes_tokens(model: nn.Module) -> bool:
     return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
 
 
-def _text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Modules that see the sequence of tokens, by name."""
     decoder = model
+    if is_pair(model):
+        yield from model.named_modules()
+        return
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
         for each in (model, model.base_model):
@@ -202,21 +235,14 @@ def _text_config(model: Any) -> Any:
         return model.config
 
 
-def _attends(module: nn.Module) -> bool:
-    return uses_global(type(module), "AttentionInterface")
-
-
-def _of_inputs(model: Any, *, joins_router: bool) -> Iterator[str]:
+def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
     given = parameters_of(type(model))
     name = name_of(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
     elif "decoder_input_ids" in given:
-        yield (
-            f"{name} has an encoder and a decoder: attention from one sequence to another is not "
-            f"supported; split a decoder or an encoder alone"
-        )
-    elif not {"position_ids", "**"} & given:
+        yield from of_pair(model)
+    elif not takes_positions(given, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_balancing_loss(model)
@@ -235,13 +261,17 @@ def has_balancing_loss(model: nn.Module) -> bool:
 def _of_layers(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
-    if others := sorted({*layers}.difference(SERVED_LAYERS, {"attention"})):
+    chunked = any(map(makes_chunks, parts.values()))
+    whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
+    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if chunked else ())}
+    served |= _WHOLE_LAYERS if whole else set()
+    if others := sorted({*layers} - served):
         yield (
             f"layers of type {', '.join(others)} would see this rank's tokens only; "
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(_attends, parts.values())):
+    if not any(map(attends, parts.values())):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
@@ -250,45 +280,59 @@ def _of_layers(
     mixers = {
         type(x).__name__
         for x in parts.values()
-        if isinstance(x, nn.RNNBase)
-        or (isinstance(x, nn.Conv1d | nn.Conv2d) and max(x.kernel_size) > 1)
-        or (
-            _MIXERS.search(type(x).__name__)
-            and not _attends(x)
-            and not any(map(_attends, x.modules()))
-        )
+        if id(x) not in whole and _mixes(x, by_name=not whole)
     }
     if mixers:
         yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
     for name, module in parts.items():
-        if isinstance(module, nn.ModuleList):
-            has = [any(map(_attends, layer.modules())) for layer in module]
+        if isinstance(module, nn.ModuleList) and not is_pair(model):
+            has = [any(attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
+    if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
+        type(x).__name__ for x in parts.values()
+    }:
+        yield "config.alibi: its slopes are made of a mask, which cannot be split"
+    if getattr(model.config, "attention_type", None) == "block_sparse":
+        yield "config.attention_type: sparse blocks are not supported; set it to original_full"
     if getattr(model.config, "trigram_input", False):
         yield "config.trigram_input: a token's embedding is made of its neighbours' too"
     if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
         yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
-    if "question_token_id" in names_in_forward(type(model)):
+    if {"question_token_id", "question_lengths"} & names_in_forward(type(model)):
         yield f"{name_of(model)} looks for one token of the whole sequence"
 
 
-def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
+def _mixes(module: nn.Module, *, by_name: bool) -> bool:
+    """Whether it mixes tokens by other means than attention, told from its class or its name."""
+    if isinstance(module, nn.RNNBase):
+        return True
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return max(module.kernel_size) > 1
+    named = by_name and _MIXERS.search(type(module).__name__) is not None
+    return named and not any(map(attends, module.modules()))
+
+
+def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
-    attending = [x for x in parts.values() if _attends(x)]
+    attending = [x for x in parts.values() if attends(x)]
     if not attending:
         return
-    makes = {n for x in parts.values() for n in names_in(type(x)) if _makes_mask(n)}
+    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_maker(n)}
     if not makes:
         yield "it makes its masks itself, not through transformers.masking_utils"
-    if "create_recurrent_attention_mask" in makes:
+    if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
         yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
     if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
         yield "its attention computes masks of its own from the keys"
-    masking = [parameters_of(type(x)) for x in parts.values() if _masks(type(x))]
-    if masking and not any("position_ids" in taken for taken in masking):
+    masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
+    hooked = {"positions", "alibi", "bias"} & {*hooks}
+    counts = any("position_ids" in taken for taken in masking) or hooked
+    if masking and not counts:
         yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
-    if any("position_bias" in names_in_forward(type(x)) for x in attending):
+    if not {"alibi", "bias"} & {*hooks} and any(
+        "position_bias" in names_in_forward(type(x)) for x in attending
+    ):
         yield "its attention adds a position bias of its own, which cannot be split"
     for module in parts.values():
         if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
@@ -298,19 +342,11 @@ def _of_masks(parts: Mapping[str, nn.Module]) -> Iterator[str]:
             )
 
 
-def _masks(cls: type) -> bool:
-    return any(map(_makes_mask, names_in(cls)))
-
-
-def _makes_mask(name: str) -> bool:
-    return name.startswith("create_") and "mask" in name
-
-
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     types = getattr(_text_config(model), "layer_types", None)
     if types:
         return tuple(map(str, types))
-    return ("attention",) * sum(map(_attends, parts.values()))
+    return ("attention",) * sum(map(attends, parts.values()))
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
+from typing import Any
 
 _SKIPPED = frozenset({"__init__", "_init_weights", "generate", "prepare_inputs_for_generation"})
 
@@ -48,6 +49,22 @@ def names_in_forward(cls: type) -> frozenset[str]:
 def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
     """Attributes of a local variable that ``forward`` reads."""
     return _reads_in_forward(cls, variable)
+
+
+def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward, by the names it has for them.
+
+    Raises:
+        TypeError: They are too many, or one is given twice, as without hooks.
+    """
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
+    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
+        raise TypeError(
+            f"forward of {type(module).__name__} was given {len(args)} arguments by position, and "
+            f"{', '.join(kwargs)} by name: too many, or one twice"
+        )
+    return dict(zip(names, args, strict=True)) | kwargs
 
 
 @lru_cache(maxsize=4096)

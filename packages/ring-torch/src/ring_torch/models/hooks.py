@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
-from ring_torch.models.batch import ShardedMask, shard_batch
+from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
-from ring_torch.models.code import names_in_forward, parameters_of
+from ring_torch.models.code import by_name, names_in_forward, parameters_of
+from ring_torch.models.documents import STATED
+from ring_torch.models.masks import ShardedMask
+from ring_torch.models.merged import Merged, is_merged
+from ring_torch.models.parts import Pair, Part
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -36,7 +39,7 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
-_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)")
+_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class ModelHooks:
         self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
         self.is_evaluating_logits = False
         self.call: _Call | None = None
+        self.part = Part()
+        self.source = Part()  # of an encoder, beside a decoder
+        self.is_merging = False  # images may come, and a text model is hooked
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -89,9 +95,19 @@ class ModelHooks:
         """What gradients are multiplied by, so that a mean over the ranks is their sum."""
         return self.sharding.ring.size if self.reduction == "mean" else 1
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two sequences: an encoder's and a decoder's."""
+        return "encoder-decoder" in self.report.hooks
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether labels are of the next token."""
+        return self.report.shifts_labels and not self.is_pair
+
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        return not self.is_pooling and (self.report.shifts_labels or _reads_items(model))
+        return not self.is_pooling and (self.shifts_labels or _reads_items(model))
 
     @contextmanager
     def joining_logits(self, joins: bool) -> Iterator[None]:
@@ -108,29 +124,56 @@ class ModelHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Before a forward: this rank's part of the batch, in place of the whole one."""
-        given = self._checked(module, _by_name(module, args, kwargs))
+        given = self._checked(module, by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
-        shard = shard_batch(
-            self.sharding, given, self.report, self._dropout_seed(module), _one_weight(module)
-        )
-        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        shard = self._shard(module, given)
         mask = given.get("attention_mask")
+        assert self.part.mask is not None
         self.call = _Call(
-            shape=(tokens.shape[0], tokens.shape[1]),
-            mask=shard["attention_mask"],
+            shape=(self.part.mask.shape[0], self.part.length),
+            mask=self.part.mask,
             whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
-            is_shifted_here=self.report.shifts_labels and given.get("shift_labels") is None,
+            is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
         )
         if has_router_loss:
             shard["attention_mask"] = self.call.whole_mask
-        if "use_cache" in parameters_of(type(unwrapped(module))):
+        takes = parameters_of(type(unwrapped(module)))
+        if "use_cache" in takes:
             shard.setdefault("use_cache", False)
+        for name in ("position_ids", "decoder_position_ids"):
+            if name not in takes and self.report.hooks:
+                if given.get(name) is not None:
+                    raise UnsupportedError(f"{name}: {type(module).__name__} takes none")
+                shard.pop(name, None)
         return (), {**switches, **shard}
+
+    def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of one sequence, or of two."""
+        seed, weight = self._dropout_seed(module), _one_weight(module)
+        if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
+            raise UnsupportedError(
+                f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
+                f"told of documents on a ring; leave them out"
+            )
+        if self.is_pair:
+            pair = Pair(self.source, self.part)
+            return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
+        if self.is_merging and is_merged(given):
+            whole = unwrapped(module)
+            merged = Merged(self.part)
+            return merged.split_labels(self.sharding, whole, given, self.report, seed, weight)
+        self.part.is_whole = False
+        shard = shard_batch(self.sharding, given, self.report, seed, weight)
+        if "recurrent" in self.report.hooks:
+            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
+        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        self.part.hold(shard, tokens.shape[1], given.get("attention_mask"))
+        return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
@@ -268,22 +311,6 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
     return None
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward, by the names it has for them.
-
-    Raises:
-        TypeError: They are too many, or one is given twice, as without hooks.
-    """
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
-    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
-        raise TypeError(
-            f"forward of {type(module).__name__} was given {len(args)} arguments by position, and "
-            f"{', '.join(kwargs)} by name: too many, or one twice"
-        )
-    return dict(zip(names, args, strict=True)) | kwargs
-
-
 def _reads_items(module: nn.Module) -> bool:
     """Whether the loss divides by ``num_items_in_batch``; others take the mean, whatever it is."""
     return "loss_function" in names_in_forward(type(unwrapped(module)))
@@ -314,14 +341,12 @@ def _one_weight(module: nn.Module) -> float:
 
 
 def _dropout_rates(module: nn.Module) -> Iterator[float]:
-    """Those of attention, in the configs of a model's parts."""
-    seen = set()
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if config is None or id(config) in seen:
-            continue
-        seen.add(id(config))
-        for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+    """Those of attention, in the configs of a model's parts, and in what these hold."""
+    found = (getattr(part, "config", None) for part in module.modules())
+    configs = {id(x): x for x in found if hasattr(x, "__dict__")}
+    inner = [y for x in configs.values() for y in vars(x).values() if hasattr(y, "to_dict")]
+    for config in (*configs.values(), *inner):
+        for name, value in vars(config).items():
             if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
                 yield value
 

@@ -1,0 +1,367 @@
+"""Attention that a model writes out itself: its products and sums are named, and a ring does them.
+
+Some models of transformers do not call an attention function: they multiply queries and keys, add a
+mask, take a softmax and multiply by values. Within such a module the product of queries and keys is
+a :class:`Scores`, which holds what is done to it instead of numbers. Its product with values is
+ring attention. Whatever else is done to it is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ring_core import UnsupportedError
+from ring_torch.hf.masks import LayerMask
+from ring_torch.hf.register import attention_of
+from ring_torch.models.labels import Sealed, SealedError
+from ring_torch.models.written import Written, layer_window
+
+_PAIR = 2
+_HIDING = -1e4  # what is added or filled in to hide is below
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+_SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
+
+
+@dataclass(frozen=True, eq=False)
+class Term(Sealed):
+    """What a model adds to its scores: a mask, a bias, or slopes of ALiBi.
+
+    Attributes:
+        shape: As the model sees it.
+        mask: Who sees whom.
+        bias: ``[1 or B, 1 or H, T_local, T_kv]``.
+        slopes: ``[H]``.
+    """
+
+    shape: tuple[int, ...]
+    mask: LayerMask | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+
+    _words = (
+        "a layer of this model does more with its mask or position bias than add it to its scores, "
+        "which is not supported on split sequences"
+    )
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def to(self, *_: object, **__: object) -> Term:
+        """Itself: it is added in the accumulators' dtype."""
+        return self
+
+    def __getitem__(self, _: object) -> Term:  # type: ignore[override]
+        """Itself: what models cut off lies past the last key, and there is none."""
+        return self
+
+    def __add__(self, other: object) -> Term:
+        """Both."""
+        if isinstance(other, Tensor):
+            other = Term(tuple(other.shape), bias=other)
+        if isinstance(other, LayerMask):
+            other = Term(self.shape, mask=other)
+        if not isinstance(other, Term):
+            raise SealedError(self._words)
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _TERMS}
+        if any(None not in pair for pair in pairs.values()):
+            raise SealedError(self._words)
+        return Term(
+            max(self.shape, other.shape, key=len),
+            **{name: one if two is None else two for name, (one, two) in pairs.items()},
+        )
+
+    __radd__ = __add__
+
+    def baddbmm(self, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        """The product of queries and keys, times ``alpha``, and this added."""
+        if beta != 1:
+            raise SealedError(self._words)
+        scores: Any = torch.bmm(batch1, batch2)
+        return scores * alpha + self
+
+
+_TERMS = ("mask", "bias", "slopes")
+
+
+class Layer(Protocol):
+    """What scores belong to."""
+
+    hides_by_itself: bool
+
+    def attend(self, scores: Scores, v: Tensor) -> Tensor:
+        """Ring attention."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scores(Sealed):
+    """The product of queries and keys, and what was done to it since.
+
+    Attributes:
+        layer: Whose they are.
+        q: ``[..., T_local, D]``.
+        k: The same, of keys.
+        shape: As the model sees it, ``[..., T_local, T_kv_local]``.
+        dtype: As the model sees it.
+        scale: What they were multiplied by.
+        term: What was added, in all.
+        is_softmax: Whether they are weights already.
+        dropout: Of the weights.
+    """
+
+    layer: Layer
+    q: Tensor
+    k: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scale: float = 1.0
+    term: Term | None = None
+    is_softmax: bool = False
+    dropout: float = 0.0
+
+    _words = (
+        "attention that this model writes out does more with its scores than scale them, add a mask "
+        "and a bias, and take a softmax: that cannot be done on split sequences"
+    )
+    _functions: ClassVar[dict[Any, str]] = {
+        torch.nn.functional.softmax: "softmax", torch.softmax: "softmax",
+        functional.dropout: "dropped", torch.max: "maximum", torch.where: "where",
+        torch.matmul: "__matmul__", torch.bmm: "__matmul__", torch.masked_fill: "masked_fill",
+    }  # fmt: skip
+
+    @property
+    def device(self) -> torch.device:
+        """Of the queries."""
+        return self.q.device
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def view(self, *shape: int) -> Scores:
+        """The same, with batch and heads apart or in one."""
+        known = torch.empty(self.shape, device="meta").view(*shape).shape
+        if known[-2:] != self.shape[-2:]:
+            raise SealedError(self._words)
+        return replace(self, shape=tuple(known))
+
+    reshape = view
+
+    def to(self, *args: Any, **kwargs: Any) -> Scores:
+        """In another dtype."""
+        dtype = next(
+            (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)), self.dtype
+        )
+        return replace(self, dtype=dtype)
+
+    def type_as(self, other: Any) -> Scores:
+        """In another's dtype."""
+        return self.to(other.dtype)
+
+    def __mul__(self, factor: object) -> Scores:
+        """Scaled; what was added to them is, too, but for a mask, which hides either way."""
+        if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
+            factor = factor.item()
+        if self.is_softmax or not isinstance(factor, Real) or not float(factor) > 0:
+            raise SealedError(self._words)
+        if self.term is not None and (self.term.bias is not None or self.term.slopes is not None):
+            raise SealedError(self._words)
+        return replace(self, scale=self.scale * float(factor))
+
+    __imul__ = __mul__
+
+    def __truediv__(self, divisor: object) -> Scores:
+        """Scaled."""
+        if isinstance(divisor, Tensor) and divisor.numel() == 1:
+            divisor = divisor.item()
+        if not isinstance(divisor, Real) or not float(divisor) > 0:
+            raise SealedError(self._words)
+        return self * (1 / float(divisor))
+
+    __itruediv__ = __truediv__
+
+    def __add__(self, term: object) -> Scores:
+        """With a mask or a bias."""
+        if isinstance(term, LayerMask):
+            term = Term(self.shape, mask=term)
+        if isinstance(term, Tensor):
+            term = Term(tuple(term.shape), bias=term)
+        if self.is_softmax or not isinstance(term, Term):
+            raise SealedError(self._words)
+        return replace(self, term=term if self.term is None else self.term + term)
+
+    __radd__ = __iadd__ = __add__
+
+    def masked_fill(self, mask: object, value: float) -> Scores:
+        """Hidden where a mask hides."""
+        if not isinstance(mask, Term | LayerMask) or value > _HIDING:
+            raise SealedError(self._words)
+        return self + mask
+
+    def maximum(self, least: Tensor) -> Scores:
+        """Bounded below, by what is as good as no bound."""
+        if least.numel() != 1 or least.item() > _HIDING:
+            raise SealedError(self._words)
+        return self
+
+    def softmax(
+        self, dim: int = -1, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Scores:
+        """As weights."""
+        if dim not in (-1, len(self.shape) - 1) or self.is_softmax:
+            raise SealedError(self._words)
+        return replace(self, is_softmax=True, dtype=dtype or self.dtype)
+
+    def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Scores:
+        """With dropout."""
+        del inplace
+        if not self.is_softmax or self.dropout:
+            raise SealedError(self._words)
+        return replace(self, dropout=p if training else 0.0)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """Attention, ``[..., T_local, Dv]`` as the values are."""
+        if not self.is_softmax or not isinstance(v, Tensor):
+            raise SealedError(self._words)
+        return self.layer.attend(self, v)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what is not known."""
+        del types
+        name = cls._functions.get(func)
+        if name == "where":
+            _, scores, value = args
+            if isinstance(scores, Scores) and scores.layer.hides_by_itself:
+                return scores.masked_fill(Term(scores.shape), float(value))
+        elif name is not None and isinstance(args[0], Scores):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        raise SealedError(f"{cls._words} (asked for {getattr(func, '__name__', func)})")
+
+    def float(self) -> Scores:  # last: in a class body it would hide the type
+        """In float32."""
+        return self.to(torch.float32)
+
+
+class _Products(TorchFunctionMode):
+    """While a module of written attention runs: its product of queries and keys are scores.
+
+    Args:
+        layer: That of the module.
+        masks: What it was given to add.
+    """
+
+    def __init__(self, layer: WrittenAttention, module: nn.Module, masks: list[LayerMask]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hides_by_itself = layer.form.hides_by_itself
+        self.module = module
+        self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As without, but for that product."""
+        del types
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
+            return self._scores(*args)
+        if func in _SUMS_OF_PRODUCTS and self._are_scores(*args[1:]):
+            if kwargs.get("beta", 1) and args[0].any():
+                raise SealedError(Scores._words)  # noqa: SLF001 - of the same module
+            return self._scores(*args[1:]) * kwargs.get("alpha", 1)
+        return func(*args, **kwargs)
+
+    def attend(self, scores: Scores, v: Tensor) -> Tensor:
+        """Ring attention of the scores' queries and keys to ``v [..., T_kv_local, Dv]``."""
+        term = scores.term
+        if term is None or term.mask is None:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} adds no mask to its scores: the batch must come from "
+                f"ContextParallel.shard_batch, and its attention_mask reach every attention layer"
+            )
+        self.calls += 1
+        rows = term.mask.batch.shape[0]
+        q, k, values = (
+            x.reshape(rows, -1, *x.shape[-2:]).to(v.dtype) for x in (scores.q, scores.k, v)
+        )
+        mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
+        out = self.layer.attention().attend(
+            self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
+            bias=term.bias, alibi_slopes=term.slopes,
+        )  # fmt: skip
+        shaped: Tensor = out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
+        return shaped
+
+    def _scores(self, q: Tensor, keys: Tensor) -> Scores:
+        """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
+        batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
+        shape = (*batch, q.shape[-2], keys.shape[-1])
+        return Scores(self, q, keys.transpose(-1, -2), shape, q.dtype)
+
+    def _are_scores(self, one: object, other: object) -> bool:
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and min(one.ndim, other.ndim) > _PAIR
+            and (one.shape[-2], other.shape[-1]) in self.lengths
+        )
+
+
+class WrittenAttention:
+    """The hooks of one module whose attention is written out.
+
+    Args:
+        form: What is known of its class.
+        config: Of its model, which names the attention.
+    """
+
+    def __init__(self, form: Written, config: Any) -> None:
+        self.form = form
+        self.config = config
+        self.running: list[_Products] = []
+
+    def __deepcopy__(self, _: object) -> WrittenAttention:
+        """Another, which does not run."""
+        return WrittenAttention(self.form, self.config)
+
+    def attention(self) -> Any:
+        """The ring attention that the model is told to use."""
+        return attention_of(self.config._attn_implementation)  # noqa: SLF001 - no other name
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before its forward: masks as terms, and products watched."""
+        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
+        products = _Products(self, module, masks)
+        products.__enter__()  # type: ignore[no-untyped-call]
+        self.running.append(products)
+        return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """After it, also where it failed."""
+        del args, kwargs
+        products = self.running.pop()
+        products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None and products.calls != 1:
+            raise UnsupportedError(
+                f"{type(module).__name__} attends {products.calls} times where one was expected: it "
+                f"would see this rank's tokens only"
+            )
+
+
+def _as_term(x: object) -> object:
+    if not isinstance(x, LayerMask):
+        return x
+    rows, length = x.batch.shape
+    return Term((rows, 1, length, (x.keys or x.batch).shape[1]), mask=x)

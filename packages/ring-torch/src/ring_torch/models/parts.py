@@ -1,0 +1,199 @@
+"""The sequences of a model that are split: one, or an encoder's and a decoder's."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ring_core import UnsupportedError
+from ring_torch.models.batch import shard_batch
+from ring_torch.models.check import ModelReport
+from ring_torch.models.code import by_name, parameters_of
+from ring_torch.models.masks import CrossMask, ShardedMask
+from ring_torch.sharding import Sharding
+
+#: Of an encoder-decoder: names in the batch, and those of the sequence that they are of.
+_SOURCE = {name: name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")}
+_TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
+    name: name for name in ("labels", "num_items_in_batch")
+}
+_KEPT = ("return_dict", "output_hidden_states", "use_cache")
+
+
+@dataclass
+class Part:
+    """One sequence of a model, of the batch that it has now."""
+
+    mask: ShardedMask | None = None
+    length: int = 0
+    position_ids: Tensor | None = None  # [B, T_local]
+    is_whole: bool = False  # it is split within the model, and was not yet
+    whole_mask: Tensor | None = None  # [B, T] of 0 and 1; none where all are 1
+
+    def __deepcopy__(self, _: object) -> Part:
+        """Itself, as the hooks that fill it: a copy of the model belongs to the same ranks."""
+        return self
+
+    def hold(self, shard: Mapping[str, Any], length: int, mask: Tensor | None = None) -> None:
+        """Take a batch that was split, of ``length`` tokens a row, and its whole mask."""
+        self.mask, self.length = shard["attention_mask"], length
+        self.position_ids = shard["position_ids"]
+        self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
+
+    def positions(self) -> Tensor:
+        """Positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
+        assert self.mask is not None and self.position_ids is not None
+        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
+        return at.where(at < self.length, 0)
+
+    def counted_positions(self, *_: object, **__: object) -> Tensor:
+        """In place of positions that are counted among tokens: ``[B, T_local]``."""
+        assert self.position_ids is not None
+        return self.position_ids
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Before a layer that mixes tokens one after another: the whole sequence."""
+        assert self.mask is not None
+        given = by_name(module, args, kwargs)
+        name = next(iter(given))
+        whole = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length)
+        given[name] = whole.contiguous()
+        if "attention_mask" in parameters_of(type(module)):
+            given["attention_mask"] = self.whole_mask
+        if isinstance(given.get("position_ids"), Tensor):
+            positions = self.mask.sharding.unshard(given["position_ids"])
+            given["position_ids"] = positions.narrow(1, 0, self.length)
+        return (), given
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scatter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After it: this rank's part of what it made.
+
+        Raises:
+            UnsupportedError: It made something else than one row of each token.
+        """
+        del args
+        assert self.mask is not None
+        first = output[0] if isinstance(output, tuple) else output
+        if first.shape[:2] != (self.mask.shape[0], self.length):
+            raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
+        padded = pad(first, (*(0, 0) * (first.ndim - 2), 0, self.mask.seq_len - self.length))
+        own = self.mask.sharding.shard(padded)
+        return (own, *output[1:]) if isinstance(output, tuple) else own
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def give_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module that is told a sequence's length: where the tokens stand.
+
+        What is round it makes positions from 0 on, or none.
+        """
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        at, positions = given.arguments.get("position_ids"), self.positions()
+        if at is not None and at.shape != positions.shape:
+            raise UnsupportedError(
+                f"{type(module).__name__} is given positions {tuple(at.shape)}, other than from 0 on"
+            )
+        given.arguments["position_ids"] = positions
+        return given.args[1:], given.kwargs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two sequences of an encoder-decoder."""
+
+    source: Part
+    target: Part
+
+    def split(
+        self,
+        sharding: Sharding,
+        model: Any,
+        given: dict[str, Any],
+        report: ModelReport,
+        dropout_seed: int | None,
+        weight: float,
+    ) -> dict[str, Any]:
+        """This rank's part of a batch: of both sequences, each split by its own length.
+
+        Raises:
+            ValueError: There is nothing that the decoder could be given.
+            UnsupportedError: The batch holds what cannot be split.
+        """
+        given = {name: x for name, x in given.items() if x is not None}
+        if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
+            if "labels" not in given:
+                raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
+            given["decoder_input_ids"] = _shifted(model, given["labels"])
+        report = replace(report, shifts_labels=False)
+        known = {*_SOURCE, *_TARGET, *_KEPT}
+        if unknown := sorted(given.keys() - known):
+            raise UnsupportedError(
+                f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
+                f"alone, and this one has {', '.join(unknown)}"
+            )
+        parts = []
+        source_seed = None if dropout_seed is None else dropout_seed ^ 1
+        for names, part, seed in (
+            (_SOURCE, self.source, source_seed), (_TARGET, self.target, dropout_seed),
+        ):  # fmt: skip
+            batch = {inner: given[name] for name, inner in names.items() if name in given}
+            _check_padding(model, batch)
+            shard = shard_batch(sharding, batch, report, seed, weight, keeps_ids=True)
+            part.hold(
+                shard, batch["inputs_embeds" if "inputs_embeds" in batch else "input_ids"].shape[1]
+            )
+            parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
+        kept = {name: given[name] for name in _KEPT if name in given}
+        return {**kept, **parts[0], **parts[1]}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def cross(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the decoder: whose keys its cross attention sees."""
+        del module
+        assert self.source.mask is not None and self.target.mask is not None
+        mask = CrossMask(self.target.mask, self.source.mask)
+        return args, {**kwargs, "encoder_attention_mask": mask}
+
+
+def _shifted(model: Any, labels: Tensor) -> Tensor:
+    """What the model would give its decoder where it is given labels alone.
+
+    Raises:
+        ValueError: That is not known.
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        return shifted
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    if shift is None:
+        raise ValueError(f"give decoder_input_ids [B, T] to {type(model).__name__}, beside labels")
+    config = model.config
+    moved: Tensor = shift(labels, config.pad_token_id, config.decoder_start_token_id)
+    return moved
+
+
+def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
+    finds = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if not finds or padding is None or "input_ids" not in batch or "attention_mask" in batch:
+        return
+    if bool((batch["input_ids"] == padding).any()):
+        raise ValueError(
+            f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
+            f"attention_mask and decoder_attention_mask"
+        )

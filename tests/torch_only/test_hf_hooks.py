@@ -1,0 +1,307 @@
+"""Models that need hooks inside: attention written out, two sequences, images, recurrent layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import LENGTH, Wide, whole
+from sweep.compare import batch_of, build
+from sweep.images import image_batch
+from torch import Tensor
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+#: One of each kind of hooks, and whether it tells documents by positions.
+DECODERS = {
+    "GPTJForCausalLM": ("gptj", True),  # written out
+    "GPTNeoForCausalLM": ("gpt_neo", True),  # written out, with windows and masks of its own
+    "BloomForCausalLM": ("bloom", False),  # written out, with slopes
+    "XGLMForCausalLM": ("xglm", False),
+    "BartForCausalLM": ("bart", False),  # positions of length
+    "Llama4ForCausalLM": ("llama4", True),  # chunks
+    "Qwen3NextForCausalLM": ("qwen3_next", True),  # recurrent layers
+}
+PAIRS = {
+    "BartForConditionalGeneration": "bart",
+    "T5ForConditionalGeneration": "t5",
+    "M2M100ForConditionalGeneration": "m2m_100",
+}
+IMAGES = {
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",  # positions in three directions
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",  # deepstack, too
+    "LlavaForConditionalGeneration": "llava",
+}
+LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """Two ranks."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """The loss and all gradients."""
+    model.zero_grad()
+    with Wide() if model.dtype == torch.float64 else nullcontext():
+        loss = model(**batch).loss
+    loss.backward()
+    grads = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def mean_over_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As DDP reduces gradients; the loss is whole already."""
+    for name in found.keys() - {"loss"}:
+        dist.all_reduce(found[name])
+        found[name] /= dist.get_world_size()
+    return found
+
+
+def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> None:
+    """Two calls on the ring, and one after that is taken off, are one device's."""
+    more = {"use_cache": False}
+    expected = result(model, batch | more)
+    keys = list(model.state_dict())
+    handle = hf.parallelize(model, ContextParallel(**options), reduction="mean")
+    assert list(model.state_dict()) == keys
+    calls = [mean_over_ranks(result(model, batch)) for _ in range(2)]
+    handle.remove()
+    for got in (*calls, result(model, batch | more)):
+        for name, x in expected.items():
+            mine, limit = got.get(name, torch.zeros_like(x)), LIMITS[x.dtype]
+            words = f"{name} {what}: off by {float((mine - x).abs().max())}"
+            atol = limit * float(x.abs().max()) + limit**2
+            torch.testing.assert_close(mine, x, rtol=limit, atol=atol, msg=words)
+
+
+def checkpoint(model: Any) -> None:
+    """Train with checkpoints, and no dropout; in float32, as what is run again is not widened."""
+    model.float().train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    model.gradient_checkpointing_enable()
+
+
+def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
+    model = build(name, DECODERS[name][0])
+    if is_checkpointed:
+        checkpoint(model)
+    layout = "striped" if kind == "right" else "zigzag"
+    compare(model, whole(kind), f"of {name}, {kind}", layout=layout)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name, (_, tells_documents) in DECODERS.items()
+        for kind in ("plain", "right", "left", *(("packed",) if tells_documents else ()))
+    ],
+)
+def test_a_decoder(two: LocalRanks, name: str, kind: str, is_checkpointed: bool) -> None:
+    two.run(_decoder, name, kind, is_checkpointed)
+
+
+def pair_batch(kind: str) -> dict[str, Tensor]:
+    """Two sequences of unlike lengths."""
+    batch = whole("plain")
+    tokens = batch["input_ids"].clamp(min=4)
+    source = tokens[:, : LENGTH - 12]
+    out = {"input_ids": source, "labels": batch["labels"].where(batch["labels"] < 0, tokens)}
+    if kind == "padded":
+        real = (torch.arange(source.shape[1]) < torch.tensor([[9], [source.shape[1]]])).long()
+        out["attention_mask"] = real
+    return out
+
+
+def _pair(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
+    model = build(name, PAIRS[name])
+    if is_checkpointed:
+        checkpoint(model)
+    compare(model, pair_batch(kind), f"of {name}, {kind}")
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("kind", ["plain", "padded"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_encoder_and_a_decoder(
+    two: LocalRanks, name: str, kind: str, is_checkpointed: bool
+) -> None:
+    two.run(_pair, name, kind, is_checkpointed)
+
+
+def _images(_: int, name: str, kind: str) -> None:
+    model = build(name, IMAGES[name])
+    with Wide():
+        batch = image_batch(model, batch_of(model))
+    assert batch is not None
+    tokens = batch["input_ids"]
+    batch["labels"] = tokens.where(tokens < 48, -100)
+    if kind == "left":
+        batch["attention_mask"] = torch.ones_like(tokens)
+        batch["attention_mask"][0, :2] = 0
+        batch["labels"][0, :3] = -100
+    if kind == "packed":  # text's own, of two documents, and three directions
+        at = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
+        directions = torch.stack([at, at // 2, at % 3])
+        batch["position_ids"] = torch.cat([at[None], directions])
+    compare(model, batch, f"of {name}, {kind}")
+    moved = [
+        n for n, x in model.named_parameters() if "vis" in n and x.grad is not None and x.grad.any()
+    ]
+    assert moved, "images reach no weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in IMAGES for kind in ("plain", "left")),
+        ("Qwen2_5_VLForConditionalGeneration", "packed"),
+        ("Qwen3VLForConditionalGeneration", "packed"),
+    ],
+)
+def test_images_among_tokens(two: LocalRanks, name: str, kind: str) -> None:
+    two.run(_images, name, kind)
+
+
+def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
+    model = build(name, kind, **rates)
+    for part in model.modules():  # attention alone drops
+        if isinstance(part, torch.nn.Dropout) and "attn_pdrop" not in rates:
+            part.p = 0.0
+    model.train()
+    batch = pair_batch("plain") if name in PAIRS else whole("plain")
+    alone: Any = [dist.new_group([r]) for r in range(2)][rank]
+    found = []
+    for group in (alone, None):
+        handle = hf.parallelize(model, ContextParallel(group), reduction="mean")
+        torch.manual_seed(3)
+        found.append(mean_over_ranks(result(model, batch)))
+        handle.remove()
+    for weight, x in found[0].items():
+        torch.testing.assert_close(found[1][weight], x, rtol=1e-7, atol=1e-9)
+    assert float(found[0]["loss"]) != float(result(model.eval(), batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rates"),
+    [
+        ("GPTJForCausalLM", "gptj", {"attn_pdrop": 0.3, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+        ("T5ForConditionalGeneration", "t5", {"dropout_rate": 0.3}),
+    ],
+)
+def test_dropout_of_attention(two: LocalRanks, name: str, kind: str, rates: dict[str, Any]) -> None:
+    two.run(_dropout, name, kind, rates)
+
+
+def _copied(_: int, name: str, kind: str) -> None:
+    model = build(name, kind)
+    batch = pair_batch("padded") if name in PAIRS else whole("right")
+    expected = result(model, batch)
+    hf.parallelize(model, ContextParallel(), reduction="mean")
+    result(model, pair_batch("plain") if name in PAIRS else whole("plain"))
+    got = mean_over_ranks(result(copy.deepcopy(model), batch))
+    for weight, x in expected.items():
+        atol = 1e-8 * float(x.abs().max()) + 1e-12
+        torch.testing.assert_close(got[weight], x, rtol=1e-7, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("T5ForConditionalGeneration", "t5"), ("BloomForCausalLM", "bloom"), ("Qwen3NextForCausalLM", "qwen3_next")],
+)  # fmt: skip
+def test_a_copy_of_a_model(two: LocalRanks, name: str, kind: str) -> None:
+    two.run(_copied, name, kind)
+
+
+def _compiled(_: int, name: str, kind: str) -> None:
+    model = build(name, kind)
+    expected = result(model, whole("right"))
+    hf.parallelize(model, ContextParallel(), reduction="mean")
+    compiled = torch.compile(model, backend="eager")
+    for _time in range(2):
+        got = mean_over_ranks(result(compiled, whole("right")))
+        for key, x in expected.items():
+            mine = got["loss"] if key == "loss" else got[f"_orig_mod.{key}"]
+            torch.testing.assert_close(mine, x, rtol=1e-7, atol=1e-8 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("LlamaForCausalLM", "llama"), ("GPTJForCausalLM", "gptj")]
+)
+def test_a_compiled_model(two: LocalRanks, name: str, kind: str) -> None:
+    two.run(_compiled, name, kind)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+def test_batches_cannot_be_split_by_hand(name: str) -> None:
+    kind = PAIRS[name] if name in PAIRS else DECODERS[name][0]
+    model = build(name, kind)
+    assert hf.check_model(model).exact
+    assert hf.check_model(model).hooks
+    with pytest.raises(UnsupportedError, match=r"needs hooks .*hf\.parallelize"):
+        ContextParallel().shard_batch(whole("plain"), model=model)
+
+
+TOKENS = torch.full((1, 8), 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "batch", "words"),
+    [
+        ("T5ForConditionalGeneration", "t5", {}, "decoder_input_ids .* or labels"),
+        ("T5ForConditionalGeneration", "t5", {"labels": TOKENS, "encoder_outputs": (TOKENS,)}, "encoder_outputs"),
+        ("T5GemmaForConditionalGeneration", "t5gemma", {"labels": TOKENS - 105}, "give attention_mask"),
+        ("BloomForCausalLM", "bloom", {"position_ids": TOKENS.cumsum(1)}, "takes none"),
+        ("Qwen3NextForCausalLM", "qwen3_next", {"seq_idx": TOKENS}, "recurrent layers"),
+        ("LlavaForConditionalGeneration", "llava", {"sound": TOKENS}, "takes no sound"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(name: str, kind: str, batch: dict[str, Any], words: str) -> None:
+    model = build(name, kind)
+    hf.parallelize(model, ContextParallel())
+    with pytest.raises(ValueError, match=words):
+        model(input_ids=TOKENS, **batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "words"),
+    [
+        ("FalconForCausalLM", "falcon", {"alibi": True}, "alibi"),
+        ("BigBirdPegasusForCausalLM", "bigbird_pegasus", {"attention_type": "block_sparse"}, "sparse"),
+        ("LongT5ForConditionalGeneration", "longt5", {}, "LongT5LocalAttention"),
+        ("SwitchTransformersForConditionalGeneration", "switch_transformers", {}, "as many tokens as fit"),
+        ("EncoderDecoderModel", "encoder-decoder", {}, "takes no position_ids"),
+    ],
+)  # fmt: skip
+def test_which_models_are_refused(
+    name: str, kind: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        hf.parallelize(build(name, kind, **changes), ContextParallel())
+
+
+def test_scores_that_are_read_are_refused() -> None:
+    model = build("GPTJForCausalLM", "gptj")
+    hf.parallelize(model, ContextParallel())
+    attention = model.transformer.h[0].attn
+    attention.attn_dropout = torch.nn.GELU()  # another thing that is done to the weights
+    with pytest.raises(UnsupportedError, match="does more with its scores"):
+        model(input_ids=TOKENS)
+    attention.attn_dropout = torch.nn.Identity()
+    assert model(input_ids=TOKENS).logits.shape[:2] == TOKENS.shape
