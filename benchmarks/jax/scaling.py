@@ -55,6 +55,7 @@ from benchmarks.jax.columns import (
 from benchmarks.jax.methods import AXIS, METHODS, OURS, mesh_of
 from benchmarks.jax.profile import profiled
 from ring_core import Layout, Mask
+from ring_core.tools.bench import watched
 
 GATE = 1.1  # times cuDNN's error
 SLOW = 0.2  # seconds per call, from which on a round is one call
@@ -370,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
         ring_jax_gpu.set_xla_flags()
     report = Report(options.json)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    for name in options.masks:
+    for name in watched(options.masks, len(options.masks), "mask"):
         lengths = options.window_lengths if name == "window" else options.lengths
         one_gpu(options.columns, MASKS[name], lengths, report)
     for size in options.ranks:

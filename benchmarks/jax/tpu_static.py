@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.report import parser_of, write
 from benchmarks.jax.bundles import DIRECTIONS, Blocks, Pass, StepRunner, kernels_in
+from ring_core.tools.bench import watched
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -59,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"bundles per thousand visible pairs and heads, {shape}\n")
     print(f"{'':12} {'':20} {'forward':>25} {'backward':>25}")
     print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
-    rows = [row for topology in options.topology for row in measure(topology)]
+    topologies = watched(options.topology, len(options.topology), "topology")
+    rows = [row for topology in topologies for row in measure(topology)]
     computed, showing = blocks_of_documents()
     print(f"\nblocks of packed documents: {computed} computed, {showing} show something, "
           f"ratio {computed / showing:.2f}")  # fmt: skip

@@ -25,6 +25,7 @@ import ring_core
 from benchmarks.common.report import parser_of, write
 from ring_core import Mask, make_plan, ring_program
 from ring_core.base.strategy import pairs_of
+from ring_core.tools.bench import watched
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -114,11 +115,8 @@ def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
     rows: list[dict[str, Any]] = []
     for kernel in ("sdpa", "eager"):
         single = run_ranks(Shape(seq_len, 1, "zigzag", "ring", kernel), repeats)
-        for layout, strategy in (
-            ("zigzag", "ring"),
-            ("striped", "ring"),
-            ("contiguous", "balanced"),
-        ):
+        rings = (("zigzag", "ring"), ("striped", "ring"), ("contiguous", "balanced"))
+        for layout, strategy in watched(rings, len(rings), "ring"):
             ring = run_ranks(Shape(seq_len, 4, layout, strategy, kernel), repeats)
             error = max(abs(a - b) for a, b in zip(ring["sums"], single["sums"], strict=True))
             if error > 1e-4 * max(map(abs, single["sums"])):

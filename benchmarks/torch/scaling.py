@@ -35,6 +35,7 @@ from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import OVER_GPUS, Method, dense, method
 from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
+from ring_core.tools.bench import watched
 from ring_torch import head_groups, prepare, strategies
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.transports import one_kernel, peer_copies
@@ -200,7 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [s for s in SETTINGS if s.name in options.settings]
 
     def add(world: int, make: Callable[[Setting, str, float], dict[str, Any]]) -> None:
-        for setting, name in product(chosen, options.methods):
+        rows = list(product(chosen, options.methods))
+        for setting, name in watched(rows, len(rows), "row"):
             key = {"gpus": world, "setting": setting.name, "method": name}
             if not any(key.items() <= row.items() for row in report.rows):
                 report.add(key | make(setting, name, options.seconds))

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -204,6 +204,14 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
         total=total, desc=f"{unit}s", unit=unit, file=sys.stderr
     )
     return bar
+
+
+def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
+    """Items one by one, and on stderr how many of at most ``total`` are done."""
+    with progress(total, unit) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import doctor
+from ring_core.tools.bench import watched
 from ring_core.tools.doctor import Check
 from ring_jax.attention import RingAttention, ring_attention
 from ring_jax.records import Kernel
@@ -70,13 +71,14 @@ def diagnose() -> Diagnosis:
     reports = [_report(package, kernel.capabilities) for package, kernel in found]
     able = [kernel for (_, kernel), one in zip(found, reports, strict=True) if one.available]
     libraries = versions()
+    checks = (check for kernel in able for check in self_test(kernel))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
         backend=jax.default_backend(),
         devices=tuple(f"{device} ({device.device_kind})" for device in devices),
         kernels=(*reports, *missing),
-        checks=tuple(check for kernel in able for check in self_test(kernel)),
+        checks=tuple(watched(checks, len(doctor.RESULTS) * len(able), "check")),
     )
 
 

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ring_core import Mask
 from ring_core.tools import doctor
-from ring_core.tools.bench import BenchCase
+from ring_core.tools.bench import BenchCase, watched
 from ring_core.tools.doctor import Check
 from ring_torch.attention import ring_attention
 from ring_torch.context import ContextParallel
@@ -74,6 +74,12 @@ def diagnose() -> Diagnosis:
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
     ways = tuple(_way_report(*way, _no_transport(way[1], device, found)) for way in WAYS)
     libraries = versions()
+    working = [way for way, one in zip(WAYS, ways, strict=True) if one.available]
+    checks = chain(
+        (check for kernel in able for check in self_test(kernel, device)),
+        ring_test(working, cuda=len(found) >= RANKS),
+    )
+    most = len(doctor.RESULTS) * (len(able) + len(working))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
@@ -81,13 +87,7 @@ def diagnose() -> Diagnosis:
         gpus=found,
         kernels=tuple(reports),
         strategies=ways,
-        checks=(
-            *(check for kernel in able for check in self_test(kernel, device)),
-            *ring_test(
-                [way for way, one in zip(WAYS, ways, strict=True) if one.available],
-                cuda=len(found) >= RANKS,
-            ),
-        ),
+        checks=tuple(watched(checks, most, "check")),
     )
 
 
