@@ -10,12 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from internals.core import band as _band
-from internals.core import gather as _gather
-from internals.core import geometry as _geometry
-from internals.core import item_kernel, simulator
-from internals.core import plan as _plan
-from internals.core import ring as _ring
+from internals.core import (
+    band as _band,
+    gather as _gather,
+    geometry as _geometry,
+    item_kernel,
+    plan as _plan,
+    ring as _ring,
+    simulator,
+)
 
 from ring_core import finalize
 

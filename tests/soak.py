@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from cases import RINGS
 from internals.core import plan as _plan
-from internals.torch import handshake, prepare
-from internals.torch import ranks as _ranks
+from internals.torch import handshake, prepare, ranks as _ranks
 from torch import Tensor
 from tqdm import tqdm
 

@@ -26,6 +26,7 @@ from benchmarks.common import report, turns
 from benchmarks.common.cases import (
     CAUSAL,
     JAX_ROWS,
+    OPTIONS_GATE as GATE_LENGTH,
     OPTIONS_LENGTH,
     OURS,
     PASSES,
@@ -33,7 +34,6 @@ from benchmarks.common.cases import (
     Row,
     windowed,
 )
-from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH
 from benchmarks.common.report import reason_of
 from benchmarks.common.turns import Errors, Run, Times, passing
 from benchmarks.jax.columns import Attend, both, cudnn, exact, ours, random_arrays, seconds

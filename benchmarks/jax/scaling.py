@@ -37,8 +37,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ring_jax_gpu
 from benchmarks.common import report as _report
-from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, KV_HEADS, PASSES, pairs_of, windowed
-from benchmarks.common.cases import SCALING_GATE as GATE_LENGTH
+from benchmarks.common.cases import (
+    CAUSAL,
+    DIM,
+    FULL,
+    HEADS,
+    KV_HEADS,
+    PASSES,
+    SCALING_GATE as GATE_LENGTH,
+    pairs_of,
+    windowed,
+)
 from benchmarks.common.report import parser_of, reason_of, show
 from benchmarks.common.turns import Run, take_turns
 from benchmarks.jax.alone import as_rank, share

@@ -274,8 +274,10 @@ def _ours(mask: str) -> Any:
 
 def _splash(sizes: list[int]) -> Any:
     import jax
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+        splash_attention_mask as masks,
+    )
 
     q, k = sizes
     blocks = kernels.BlockSizes(

@@ -26,8 +26,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import report, turns
-from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH
-from benchmarks.common.cases import OPTIONS_LENGTH, OURS, ROUNDS, ROWS, Row
+from benchmarks.common.cases import (
+    OPTIONS_GATE as GATE_LENGTH,
+    OPTIONS_LENGTH,
+    OURS,
+    ROUNDS,
+    ROWS,
+    Row,
+)
 from benchmarks.common.report import reason_of
 from benchmarks.common.turns import Errors, Run, Times, passing
 from benchmarks.torch.cases import OPTIONS, Case

@@ -27,8 +27,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.cases import DIM, PASSES, SETTINGS, K, Setting, mask_of, pairs_of
-from benchmarks.common.cases import SCALING_GATE as GATE_LENGTH
+from benchmarks.common.cases import (
+    DIM,
+    PASSES,
+    SCALING_GATE as GATE_LENGTH,
+    SETTINGS,
+    K,
+    Setting,
+    mask_of,
+    pairs_of,
+)
 from benchmarks.common.report import Report, environment, parser_of, rows_of, show
 from benchmarks.common.tables import ALONE
 from benchmarks.torch.alone import as_rank

@@ -14,8 +14,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from internals.torch import Selection, TritonKernel, prepare
-from internals.torch import triton_launch as _launch
+from internals.torch import Selection, TritonKernel, prepare, triton_launch as _launch
 
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ring_jax_tpu import ring_attention
 

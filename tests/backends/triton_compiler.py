@@ -166,8 +166,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave."""
-    from internals.jax_gpu import hopper_ffi as ffi
-    from internals.jax_gpu import hopper_run as run
+    from internals.jax_gpu import hopper_ffi as ffi, hopper_run as run
 
     modules: list[Any] = []
 

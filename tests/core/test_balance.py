@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import diagonals
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from internals.core import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 from ring_core import (

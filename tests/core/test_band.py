@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from internals.core import UNBOUNDED, Rectangles, clip, count, local_band, trim
 
 SIZE = 5

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from plans import programs, shown
 
 from ring_core import Mask, Plan, WorkItem, gather_program, gather_refusals, make_plan, ring_program

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import RINGS, prefix
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from plans import plans, programs, shown
 
 from ring_core import (

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from internals.core import Blocks, Row, choose_blocks
-from internals.core import tile_configs as table
+from internals.core import Blocks, Row, choose_blocks, tile_configs as table
 
 from ring_core import KernelConfig
 

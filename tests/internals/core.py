@@ -1,56 +1,60 @@
 """Of ring_core."""
 
-from ring_core.base.strategy import RingStrategy as RingStrategy
-from ring_core.base.strategy import pairs_of as pairs_of
-from ring_core.base.strategy import strategy_config as strategy_config
-from ring_core.base.strategy import takes_layout as takes_layout
+from ring_core.base.strategy import (
+    RingStrategy as RingStrategy,
+    pairs_of as pairs_of,
+    strategy_config as strategy_config,
+    takes_layout as takes_layout,
+)
 from ring_core.choose import rates as rates
-from ring_core.choose.balance import EVEN as EVEN
-from ring_core.choose.balance import _assign as _assign
-from ring_core.choose.balance import _balance as _balance
-from ring_core.choose.balance import _swap_until_even as _swap_until_even
-from ring_core.choose.balance import layout_for as layout_for
-from ring_core.choose.rates import UNKNOWN as UNKNOWN
-from ring_core.choose.rates import Case as Case
-from ring_core.choose.rates import Expected as Expected
-from ring_core.choose.rates import Option as Option
-from ring_core.choose.rates import Rates as Rates
-from ring_core.choose.rates import Times as Times
-from ring_core.choose.rates import expected as expected
-from ring_core.choose.rates import written as written
+from ring_core.choose.balance import (
+    EVEN as EVEN,
+    _assign as _assign,
+    _balance as _balance,
+    _swap_until_even as _swap_until_even,
+    layout_for as layout_for,
+)
+from ring_core.choose.rates import (
+    UNKNOWN as UNKNOWN,
+    Case as Case,
+    Expected as Expected,
+    Option as Option,
+    Rates as Rates,
+    Times as Times,
+    expected as expected,
+    written as written,
+)
 from ring_core.choose.refusals import require_heads as require_heads
 from ring_core.masks import band as band
-from ring_core.masks.band import UNBOUNDED as UNBOUNDED
-from ring_core.masks.band import Rectangles as Rectangles
-from ring_core.masks.band import clip as clip
-from ring_core.masks.band import count as count
-from ring_core.masks.band import local_band as local_band
-from ring_core.masks.band import trim as trim
-from ring_core.masks.expression import evaluated as evaluated
-from ring_core.masks.expression import expression_of as expression_of
-from ring_core.plan import geometry as geometry
-from ring_core.plan import plan as plan
-from ring_core.plan import tile_mask as tile_mask
+from ring_core.masks.band import (
+    UNBOUNDED as UNBOUNDED,
+    Rectangles as Rectangles,
+    clip as clip,
+    count as count,
+    local_band as local_band,
+    trim as trim,
+)
+from ring_core.masks.expression import evaluated as evaluated, expression_of as expression_of
+from ring_core.plan import geometry as geometry, plan as plan, tile_mask as tile_mask
 from ring_core.plan.geometry import RectangleTable as RectangleTable
-from ring_core.programs import gather as gather
-from ring_core.programs import own_key_rows as own_key_rows
-from ring_core.programs import ring as ring
+from ring_core.programs import gather as gather, own_key_rows as own_key_rows, ring as ring
 from ring_core.programs.gather import _subtract as _subtract
 from ring_core.programs.intervals import Interval as Interval
-from ring_core.reference import item_kernel as item_kernel
-from ring_core.reference import simulator as simulator
-from ring_core.reference.item_kernel import Precision as Precision
-from ring_core.reference.item_kernel import masked_matmul as masked_matmul
+from ring_core.reference import item_kernel as item_kernel, simulator as simulator
+from ring_core.reference.item_kernel import Precision as Precision, masked_matmul as masked_matmul
 from ring_core.tools.cli import main as main
-from ring_core.tripwire import Kind as Kind
-from ring_core.tripwire import SampledRows as SampledRows
-from ring_core.tripwire import every_of as every_of
-from ring_core.tripwire import peak_tflops as peak_tflops
-from ring_core.tripwire import sampled as sampled
+from ring_core.tripwire import (
+    Kind as Kind,
+    SampledRows as SampledRows,
+    every_of as every_of,
+    peak_tflops as peak_tflops,
+    sampled as sampled,
+)
 from ring_core.triton import tile_configs as tile_configs
-from ring_core.triton.tile_configs import Blocks as Blocks
-from ring_core.triton.tile_configs import Row as Row
-from ring_core.triton.tile_sizes import FLAGS_TOGETHER as FLAGS_TOGETHER
-from ring_core.triton.tile_sizes import choose_blocks as choose_blocks
-from ring_core.triton.tile_sizes import parts_of_tiles as parts_of_tiles
-from ring_core.triton.tile_sizes import positions_aligned8 as positions_aligned8
+from ring_core.triton.tile_configs import Blocks as Blocks, Row as Row
+from ring_core.triton.tile_sizes import (
+    FLAGS_TOGETHER as FLAGS_TOGETHER,
+    choose_blocks as choose_blocks,
+    parts_of_tiles as parts_of_tiles,
+    positions_aligned8 as positions_aligned8,
+)

@@ -1,48 +1,49 @@
 """Of ring_jax."""
 
-from ring_jax import attention as attention
-from ring_jax import autodiff as autodiff
-from ring_jax import collectives as collectives
-from ring_jax import kernels as kernels
-from ring_jax import rank_view as rank_view
-from ring_jax import tripwire as tripwire
+from ring_jax import (
+    attention as attention,
+    autodiff as autodiff,
+    collectives as collectives,
+    kernels as kernels,
+    rank_view as rank_view,
+    tripwire as tripwire,
+)
 from ring_jax.attention import RingAttention as RingAttention
 from ring_jax.autodiff import _compiled as _compiled
 from ring_jax.collectives import Ranks as Ranks
 from ring_jax.dense_mask import shown_in_blocks as shown_in_blocks
-from ring_jax.kernels import compute_capability as compute_capability
-from ring_jax.kernels import xla as xla
-from ring_jax.kernels.xla import ScoreBlocks as ScoreBlocks
-from ring_jax.kernels.xla import XlaKernel as XlaKernel
-from ring_jax.prepare import choose_strategy as choose_strategy
-from ring_jax.prepare import seed_words as seed_words
-from ring_jax.rank_view import RankView as RankView
-from ring_jax.rank_view import remote_table as remote_table
-from ring_jax.rank_view import step_table as step_table
-from ring_jax.records import AttentionOptions as AttentionOptions
-from ring_jax.records import AttentionState as AttentionState
-from ring_jax.records import BackwardInputs as BackwardInputs
-from ring_jax.records import Grads as Grads
-from ring_jax.records import Inputs as Inputs
-from ring_jax.records import ItemTable as ItemTable
-from ring_jax.records import KeyBlock as KeyBlock
-from ring_jax.records import KVPayload as KVPayload
-from ring_jax.records import Options as Options
-from ring_jax.records import Pass as Pass
-from ring_jax.records import Queries as Queries
-from ring_jax.records import QueryBlock as QueryBlock
-from ring_jax.records import Rectangle as Rectangle
-from ring_jax.records import Static as Static
-from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES
-from ring_jax.strategies import ring as ring_strategy
-from ring_jax.strategies import steps as steps
-from ring_jax.strategies.steps import StepRunner as StepRunner
-from ring_jax.strategies.steps import merge as merge
-from ring_jax.strategies.steps import own_message as own_message
-from ring_jax.tools import cli as cli
-from ring_jax.tools import doctor as doctor
+from ring_jax.kernels import compute_capability as compute_capability, xla as xla
+from ring_jax.kernels.xla import ScoreBlocks as ScoreBlocks, XlaKernel as XlaKernel
+from ring_jax.prepare import choose_strategy as choose_strategy, seed_words as seed_words
+from ring_jax.rank_view import (
+    RankView as RankView,
+    remote_table as remote_table,
+    step_table as step_table,
+)
+from ring_jax.records import (
+    AttentionOptions as AttentionOptions,
+    AttentionState as AttentionState,
+    BackwardInputs as BackwardInputs,
+    Grads as Grads,
+    Inputs as Inputs,
+    ItemTable as ItemTable,
+    KeyBlock as KeyBlock,
+    KVPayload as KVPayload,
+    Options as Options,
+    Pass as Pass,
+    Queries as Queries,
+    QueryBlock as QueryBlock,
+    Rectangle as Rectangle,
+    Static as Static,
+)
+from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy, steps as steps
+from ring_jax.strategies.steps import (
+    StepRunner as StepRunner,
+    merge as merge,
+    own_message as own_message,
+)
+from ring_jax.tools import cli as cli, doctor as doctor
 from ring_jax.tools.cli import main as main
 from ring_jax.tools.doctor import self_test as self_test
 from ring_jax.tripwire import rate as tripwire_rate
-from ring_jax.varying import match_varying as match_varying
-from ring_jax.varying import varying_axes as varying_axes
+from ring_jax.varying import match_varying as match_varying, varying_axes as varying_axes

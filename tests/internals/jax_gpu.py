@@ -1,24 +1,24 @@
 """Of ring_jax_gpu."""
 
-from ring_jax_gpu import cudnn as cudnn
-from ring_jax_gpu import fmha as fmha
-from ring_jax_gpu import kernel as kernel
-from ring_jax_gpu import operands as operands
+from ring_jax_gpu import cudnn as cudnn, fmha as fmha, kernel as kernel, operands as operands
 from ring_jax_gpu.fmha import Pattern as Pattern
-from ring_jax_gpu.hopper import ffi as hopper_ffi
-from ring_jax_gpu.hopper import run as hopper_run
+from ring_jax_gpu.hopper import ffi as hopper_ffi, run as hopper_run
 from ring_jax_gpu.hopper.ffi import InArray as InArray
-from ring_jax_gpu.hopper.stream_k import of_keys as of_keys
-from ring_jax_gpu.hopper.stream_k import of_queries as of_queries
-from ring_jax_gpu.hopper.stream_k import split_tiles as split_tiles
-from ring_jax_gpu.hopper.stream_k import split_tiles_backward as split_tiles_backward
-from ring_jax_gpu.launch import Kernel as Kernel
-from ring_jax_gpu.launch import Launch as Launch
-from ring_jax_gpu.launch import arguments_of as arguments_of
-from ring_jax_gpu.launch import arrays_of as arrays_of
-from ring_jax_gpu.launch import kernel_of as kernel_of
-from ring_jax_gpu.launch import launches_of as launches_of
-from ring_jax_gpu.launch import stages_of as stages_of
+from ring_jax_gpu.hopper.stream_k import (
+    of_keys as of_keys,
+    of_queries as of_queries,
+    split_tiles as split_tiles,
+    split_tiles_backward as split_tiles_backward,
+)
+from ring_jax_gpu.launch import (
+    Kernel as Kernel,
+    Launch as Launch,
+    arguments_of as arguments_of,
+    arrays_of as arrays_of,
+    kernel_of as kernel_of,
+    launches_of as launches_of,
+    stages_of as stages_of,
+)
 from ring_jax_gpu.primitive import triton_launch_p as triton_launch_p
 from ring_jax_gpu.tools import tune as tune
 from ring_jax_gpu.tools.cli import main as main

@@ -1,107 +1,121 @@
 """Of ring_torch."""
 
-from ring_torch import attention as attention
-from ring_torch import autograd as autograd
-from ring_torch import capture as capture
-from ring_torch import compiled as compiled
-from ring_torch import context as context
-from ring_torch import gradients as gradients
-from ring_torch import kernels as kernels
-from ring_torch import prepare as prepare
-from ring_torch import strategies as strategies
+from ring_torch import (
+    attention as attention,
+    autograd as autograd,
+    capture as capture,
+    compiled as compiled,
+    context as context,
+    gradients as gradients,
+    kernels as kernels,
+    prepare as prepare,
+    strategies as strategies,
+)
 from ring_torch.autograd import _sink_grads as _sink_grads
-from ring_torch.buffers import BufferSpec as BufferSpec
-from ring_torch.buffers import flat as flat
-from ring_torch.call import AttentionOptions as AttentionOptions
-from ring_torch.call import Call as Call
-from ring_torch.call import Operands as Operands
-from ring_torch.call import Options as CallOptions
+from ring_torch.buffers import BufferSpec as BufferSpec, flat as flat
+from ring_torch.call import (
+    AttentionOptions as AttentionOptions,
+    Call as Call,
+    Operands as Operands,
+    Options as CallOptions,
+)
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
-from ring_torch.comm import handshake as handshake
-from ring_torch.comm import ranks as ranks
-from ring_torch.comm import store as store
-from ring_torch.comm.handshake import _COMPARED as _COMPARED
-from ring_torch.comm.handshake import Header as Header
-from ring_torch.comm.handshake import _compare_on_stream as _compare_on_stream
-from ring_torch.comm.handshake import agree as agree
-from ring_torch.comm.ranks import QueuedPass as QueuedPass
-from ring_torch.comm.ranks import Ranks as Ranks
-from ring_torch.comm.ranks import Transfer as Transfer
-from ring_torch.comm.ranks import ranks_of as ranks_of
-from ring_torch.comm.ranks import state_of as state_of
+from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
+from ring_torch.comm.handshake import (
+    _COMPARED as _COMPARED,
+    Header as Header,
+    _compare_on_stream as _compare_on_stream,
+    agree as agree,
+)
+from ring_torch.comm.ranks import (
+    QueuedPass as QueuedPass,
+    Ranks as Ranks,
+    Transfer as Transfer,
+    ranks_of as ranks_of,
+    state_of as state_of,
+)
 from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.signature import CallSignature as CallSignature
 from ring_torch.comm.symmetric_memory import SymmetricMemory as SymmetricMemory
 from ring_torch.comm.watch import watch as watch
-from ring_torch.compat import documents as documents
-from ring_torch.compat import hf as compat_hf
+from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
-from ring_torch.head_groups import ONE_GROUP as ONE_GROUP
-from ring_torch.head_groups import HeadGroups as HeadGroups
-from ring_torch.head_groups import head_groups_of as head_groups_of
-from ring_torch.kernels import KERNELS as KERNELS
-from ring_torch.kernels import choose as choose
-from ring_torch.kernels import cudnn as cudnn
-from ring_torch.kernels import eager as eager
-from ring_torch.kernels import fa2 as fa2
-from ring_torch.kernels import fa3 as fa3
-from ring_torch.kernels import fa4 as fa4
-from ring_torch.kernels import sdpa as sdpa
-from ring_torch.kernels import triton as triton_kernel
-from ring_torch.kernels.api import Kernel as Kernel
-from ring_torch.kernels.api import Selection as Selection
-from ring_torch.kernels.api import SplitBackward as SplitBackward
-from ring_torch.kernels.block_index import Grid as Grid
-from ring_torch.kernels.block_index import block_index as block_index
-from ring_torch.kernels.block_index import in_blocks as in_blocks
-from ring_torch.kernels.block_index import kinds_on as kinds_on
-from ring_torch.kernels.eager import EagerKernel as EagerKernel
-from ring_torch.kernels.eager import ScoreBlocks as ScoreBlocks
-from ring_torch.kernels.fa4 import FA4 as FA4
-from ring_torch.kernels.fa4 import Flash4 as Flash4
-from ring_torch.kernels.fa4 import hopper as fa4_hopper
-from ring_torch.kernels.flash import FlashKernel as FlashKernel
-from ring_torch.kernels.flash import aligned as aligned
-from ring_torch.kernels.flash_library import HeadDims as HeadDims
-from ring_torch.kernels.flash_library import Options as FlashOptions
-from ring_torch.kernels.flash_library import Pass as Pass
-from ring_torch.kernels.triton import TritonKernel as TritonKernel
-from ring_torch.kernels.triton import launch as triton_launch
-from ring_torch.payload import KeyGradBuffer as KeyGradBuffer
-from ring_torch.payload import KVPayload as KVPayload
-from ring_torch.prepare import _prepare as _prepare
-from ring_torch.prepare import check_call as check_call
-from ring_torch.records import AttentionState as AttentionState
-from ring_torch.records import BackwardInputs as BackwardInputs
-from ring_torch.records import KernelParams as KernelParams
-from ring_torch.records import KeyBlock as KeyBlock
-from ring_torch.records import KeyGrads as KeyGrads
-from ring_torch.records import QueryBlock as QueryBlock
-from ring_torch.records import QueryGrads as QueryGrads
-from ring_torch.records import empty_state as empty_state
-from ring_torch.records import runs_of as runs_of
-from ring_torch.strategies import finalize as finalize
-from ring_torch.strategies import gather as gather_strategy
-from ring_torch.strategies import ring as ring_strategy
-from ring_torch.strategies import sessions as sessions
-from ring_torch.strategies.choose import choose_strategy as choose_strategy
-from ring_torch.strategies.choose import describe_strategy as describe_strategy
+from ring_torch.head_groups import (
+    ONE_GROUP as ONE_GROUP,
+    HeadGroups as HeadGroups,
+    head_groups_of as head_groups_of,
+)
+from ring_torch.kernels import (
+    KERNELS as KERNELS,
+    choose as choose,
+    cudnn as cudnn,
+    eager as eager,
+    fa2 as fa2,
+    fa3 as fa3,
+    fa4 as fa4,
+    sdpa as sdpa,
+    triton as triton_kernel,
+)
+from ring_torch.kernels.api import (
+    Kernel as Kernel,
+    Selection as Selection,
+    SplitBackward as SplitBackward,
+)
+from ring_torch.kernels.block_index import (
+    Grid as Grid,
+    block_index as block_index,
+    in_blocks as in_blocks,
+    kinds_on as kinds_on,
+)
+from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as ScoreBlocks
+from ring_torch.kernels.fa4 import FA4 as FA4, Flash4 as Flash4, hopper as fa4_hopper
+from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
+from ring_torch.kernels.flash_library import (
+    HeadDims as HeadDims,
+    Options as FlashOptions,
+    Pass as Pass,
+)
+from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
+from ring_torch.payload import KeyGradBuffer as KeyGradBuffer, KVPayload as KVPayload
+from ring_torch.prepare import _prepare as _prepare, check_call as check_call
+from ring_torch.records import (
+    AttentionState as AttentionState,
+    BackwardInputs as BackwardInputs,
+    KernelParams as KernelParams,
+    KeyBlock as KeyBlock,
+    KeyGrads as KeyGrads,
+    QueryBlock as QueryBlock,
+    QueryGrads as QueryGrads,
+    empty_state as empty_state,
+    runs_of as runs_of,
+)
+from ring_torch.strategies import (
+    finalize as finalize,
+    gather as gather_strategy,
+    ring as ring_strategy,
+    sessions as sessions,
+)
+from ring_torch.strategies.choose import (
+    choose_strategy as choose_strategy,
+    describe_strategy as describe_strategy,
+)
 from ring_torch.strategies.finalize import add_sinks as add_sinks
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
 from ring_torch.strategies.ulysses import Ulysses as Ulysses
-from ring_torch.tools import doctor as doctor
-from ring_torch.tools import rates as rates
+from ring_torch.tools import doctor as doctor, rates as rates
 from ring_torch.tools.cli import main as main
-from ring_torch.transports import one_kernel as one_kernel
-from ring_torch.transports import p2p as p2p
-from ring_torch.transports import peer_copies as peer_copies
-from ring_torch.transports import symm_buffer as symm_buffer
-from ring_torch.transports.api import GatherSession as GatherSession
-from ring_torch.transports.api import SessionSpec as SessionSpec
-from ring_torch.transports.api import add_staged as add_staged
+from ring_torch.transports import (
+    one_kernel as one_kernel,
+    p2p as p2p,
+    peer_copies as peer_copies,
+    symm_buffer as symm_buffer,
+)
+from ring_torch.transports.api import (
+    GatherSession as GatherSession,
+    SessionSpec as SessionSpec,
+    add_staged as add_staged,
+)
 from ring_torch.transports.peer_copies import _room as _room
-from ring_torch.transports.symm_buffer import Place as Place
-from ring_torch.transports.symm_buffer import refusals as refusals
-from ring_torch.tripwire import settings as tripwire_settings
-from ring_torch.tripwire import traffic as tripwire_traffic
+from ring_torch.transports.symm_buffer import Place as Place, refusals as refusals
+from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic

@@ -15,8 +15,7 @@ from jax.profiler import ProfileData
 from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, pairs_of, windowed
 from benchmarks.jax import scaling
 from benchmarks.jax.columns import COLUMNS, Column, cudnn, exact, layered, ours
-from benchmarks.jax.methods import RIVALS, mesh_of
-from benchmarks.jax.methods import ours as over_gpus
+from benchmarks.jax.methods import RIVALS, mesh_of, ours as over_gpus
 from benchmarks.jax.profile import (
     Operation,
     operations_of,

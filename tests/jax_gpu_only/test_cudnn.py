@@ -13,8 +13,7 @@ import pytest
 from backends import cudnn
 from cases import Case
 from internals.jax import kernels
-from internals.jax_gpu import cudnn as _cudnn
-from internals.jax_gpu import fmha
+from internals.jax_gpu import cudnn as _cudnn, fmha
 from jax._src.cudnn import fused_attention_stablehlo
 from tolerances import assert_close
 

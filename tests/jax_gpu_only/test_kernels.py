@@ -17,8 +17,7 @@ from backends.triton_compiler import STEPS, pretend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
 from internals.core import FLAGS_TOGETHER
-from internals.jax_gpu import InArray, Kernel, Launch, arguments_of, stages_of
-from internals.jax_gpu import hopper_run as run
+from internals.jax_gpu import InArray, Kernel, Launch, arguments_of, hopper_run as run, stages_of
 from tolerances import assert_close
 
 import ring_jax

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from internals.jax import Rectangle
 from internals.jax_gpu import of_keys, of_queries, split_tiles, split_tiles_backward
-from internals.jax_gpu_triton import hopper_backward as backward
-from internals.jax_gpu_triton import hopper_forward as forward
+from internals.jax_gpu_triton import hopper_backward as backward, hopper_forward as forward
 from triton.experimental.gluon import language as gl
 
 PROGRAMS = 132

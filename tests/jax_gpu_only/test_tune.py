@@ -10,8 +10,7 @@ from typing import Any
 
 import backends.triton_interpreter  # noqa: F401  # runs the kernels
 import pytest
-from internals.core import Row
-from internals.core import tile_configs as table
+from internals.core import Row, tile_configs as table
 from internals.jax_gpu import main, tune
 
 ROW = Row("fwd", 2, 64, per_score_inputs=False, q=128, k=128, warps=8, stages=3)

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from cases import RINGS
 from internals.jax import AttentionOptions, Options
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, ring_program, viz
 from ring_jax import RESIDUALS, ContextParallel, ring_attention

@@ -23,8 +23,7 @@ from internals.jax import (
     tripwire,
     tripwire_rate,
 )
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
 from ring_jax import UnsupportedError, WrongResultError, ring_attention

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from internals.torch import KERNELS
-from internals.torch import FlashOptions as Options
+from internals.torch import KERNELS, FlashOptions as Options
 from tolerances import assert_close
 
 from ring_core import Mask

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import CallOptions as Options
 from internals.torch import (
+    CallOptions as Options,
     KeyGradBuffer,
     Operands,
     Ulysses,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from internals.core import rates
-from internals.torch import main
-from internals.torch import rates as _rates
+from internals.torch import main, rates as _rates
 
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks

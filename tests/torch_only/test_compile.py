@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import CallOptions as Options
-from internals.torch import compiled as _compiled
+from internals.torch import CallOptions as Options, compiled as _compiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

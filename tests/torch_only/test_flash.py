@@ -11,15 +11,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from backends.torch_ranks import Arrays, run_rank
-from backends.torch_ranks import gather as put_together
+from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from internals.torch import (
     AttentionState,
     BackwardInputs,
     FlashKernel,
+    FlashOptions as Options,
     HeadDims,
     KernelParams,
     KeyBlock,
@@ -32,7 +31,6 @@ from internals.torch import (
     empty_state,
     prepare,
 )
-from internals.torch import FlashOptions as Options
 from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor

@@ -20,10 +20,10 @@ from internals.torch import (
     QueryBlock,
     Selection,
     SplitBackward,
+    fa4_hopper as hopper,
     prepare,
     strategies,
 )
-from internals.torch import fa4_hopper as hopper
 from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem

@@ -27,9 +27,9 @@ from internals.torch import (
     agree,
     one_kernel,
     prepare,
+    ranks as _comm,
     sessions,
 )
-from internals.torch import ranks as _comm
 from internals.torch_triton import exchange_kernel as kernels
 from tolerances import assert_close
 from torch import Tensor

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonals
-from internals.torch import choose
-from internals.torch import triton_kernel as adapter
+from internals.torch import choose, triton_kernel as adapter
 
 from ring_core import (
     BlockGeometry,

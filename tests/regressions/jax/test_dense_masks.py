@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from internals.jax import ScoreBlocks, shown_in_blocks
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from ring_core import KernelConfig
 from ring_jax import ContextParallel, ring_attention

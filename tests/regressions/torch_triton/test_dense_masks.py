@@ -8,8 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import Selection, TritonKernel, block_index, in_blocks, prepare
-from internals.torch import triton_launch as launch
+from internals.torch import (
+    Selection,
+    TritonKernel,
+    block_index,
+    in_blocks,
+    prepare,
+    triton_launch as launch,
+)
 from torch import Tensor
 
 from ring_core import KernelConfig

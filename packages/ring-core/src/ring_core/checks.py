@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ring_core.base.arguments import check_choice as check_choice
-from ring_core.base.arguments import check_flag as check_flag
-from ring_core.base.arguments import is_finite
+from ring_core.base.arguments import (
+    check_choice as check_choice,
+    check_flag as check_flag,
+    is_finite,
+)
 from ring_core.masks.mask import Mask, Window
 from ring_core.masks.options import mask_of
 

@@ -12,9 +12,11 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import ring_jax
-from ring_jax import KernelConfig as KernelConfig
-from ring_jax import Mask as Mask
-from ring_jax import UnsupportedError as UnsupportedError
+from ring_jax import (
+    KernelConfig as KernelConfig,
+    Mask as Mask,
+    UnsupportedError as UnsupportedError,
+)
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.records import Kernel

@@ -7,9 +7,11 @@ and for what the kernels refuse, ``kernel="auto"`` takes ``xla``.
 from typing import ClassVar
 
 import ring_jax
-from ring_jax import KernelConfig as KernelConfig
-from ring_jax import Mask as Mask
-from ring_jax import UnsupportedError as UnsupportedError
+from ring_jax import (
+    KernelConfig as KernelConfig,
+    Mask as Mask,
+    UnsupportedError as UnsupportedError,
+)
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.records import Kernel

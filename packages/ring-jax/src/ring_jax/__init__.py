@@ -6,10 +6,12 @@ global arrays. :mod:`ring_jax.compat` takes calls written for other libraries; :
 their models.
 """
 
-from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask as Mask
-from ring_core import UnsupportedError as UnsupportedError
-from ring_core import WrongResultError as WrongResultError
+from ring_core import (
+    KernelConfig as KernelConfig,
+    Mask as Mask,
+    UnsupportedError as UnsupportedError,
+    WrongResultError as WrongResultError,
+)
 from ring_jax import compat as compat
 from ring_jax.adapt import Segments as Segments
 from ring_jax.attention import ring_attention as ring_attention

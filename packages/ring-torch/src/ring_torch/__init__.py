@@ -3,11 +3,13 @@
 ``ContextParallel`` owns the layout and the data; ``ring_attention`` takes local shards.
 """
 
-from ring_core import KernelConfig as KernelConfig
-from ring_core import Mask as Mask
-from ring_core import RankMismatchError as RankMismatchError
-from ring_core import UnsupportedError as UnsupportedError
-from ring_core import WrongResultError as WrongResultError
+from ring_core import (
+    KernelConfig as KernelConfig,
+    Mask as Mask,
+    RankMismatchError as RankMismatchError,
+    UnsupportedError as UnsupportedError,
+    WrongResultError as WrongResultError,
+)
 from ring_torch.attention import ring_attention as ring_attention
 from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix

@@ -3,11 +3,11 @@
 May import all of the package but ``viz`` and ``tools``. Another oracle is another file here.
 """
 
-from ring_core.reference.dense import Floats as Floats
-from ring_core.reference.dense import Grads as Grads
-from ring_core.reference.dense import attention as attention
-from ring_core.reference.dense import attention_grads as attention_grads
+from ring_core.reference.dense import (
+    Floats as Floats,
+    Grads as Grads,
+    attention as attention,
+    attention_grads as attention_grads,
+)
 from ring_core.reference.inputs import SegmentIds as SegmentIds
-from ring_core.reference.simulator import Simulation as Simulation
-from ring_core.reference.simulator import run as run
-from ring_core.reference.simulator import simulate as simulate
+from ring_core.reference.simulator import Simulation as Simulation, run as run, simulate as simulate

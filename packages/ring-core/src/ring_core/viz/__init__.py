@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from ring_core.base.arguments import check_record, check_text
 from ring_core.cost import Cost
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY as NOBODY
-from ring_core.viz.cells import WRONG as WRONG
-from ring_core.viz.cells import computing_ranks as computing_ranks
-from ring_core.viz.cells import kv_messages as kv_messages
+from ring_core.viz.cells import (
+    NOBODY as NOBODY,
+    WRONG as WRONG,
+    computing_ranks as computing_ranks,
+    kv_messages as kv_messages,
+)
 from ring_core.viz.text import describe as describe
 
 if TYPE_CHECKING:

@@ -16,8 +16,12 @@ exist is a ``TypeError``. What changes for whoever comes from there:
 * Dropout drops the same elements on every device count and kernel, other ones than there.
 """
 
-from ring_jax.compat.functions import flash_attention as flash_attention
-from ring_jax.compat.functions import ring_attention as ring_attention
-from ring_jax.compat.operation import AttentionOutput as AttentionOutput
-from ring_jax.compat.operation import OperationMetadata as OperationMetadata
-from ring_jax.compat.operation import RingAttn as RingAttn
+from ring_jax.compat.functions import (
+    flash_attention as flash_attention,
+    ring_attention as ring_attention,
+)
+from ring_jax.compat.operation import (
+    AttentionOutput as AttentionOutput,
+    OperationMetadata as OperationMetadata,
+    RingAttn as RingAttn,
+)

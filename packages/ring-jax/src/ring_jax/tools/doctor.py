@@ -18,8 +18,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import doctor

@@ -6,11 +6,11 @@ and raises; ``traffic`` counts the bytes of a traced pass. It may import what st
 no strategy.
 """
 
-from ring_jax.tripwire.rate import check_rate as check_rate
-from ring_jax.tripwire.rate import start as start
-from ring_jax.tripwire.samples import check_backward as check_backward
-from ring_jax.tripwire.samples import check_forward as check_forward
-from ring_jax.tripwire.settings import check as check
-from ring_jax.tripwire.settings import checked_every as checked_every
+from ring_jax.tripwire.rate import check_rate as check_rate, start as start
+from ring_jax.tripwire.samples import (
+    check_backward as check_backward,
+    check_forward as check_forward,
+)
+from ring_jax.tripwire.settings import check as check, checked_every as checked_every
 from ring_jax.tripwire.traffic import check_traffic as check_traffic
 from ring_jax.tripwire.turn import Turn as Turn

@@ -12,48 +12,32 @@ defaults and return values are those there. Each argument is honoured, or it rai
 * ``lse`` has no gradient: :func:`ring_torch.ring_attention` returns one that has.
 """
 
-from ring_torch.compat.batch import ring_flash_attn_func as ring_flash_attn_func
-from ring_torch.compat.batch import ring_flash_attn_kvpacked_func as ring_flash_attn_kvpacked_func
-from ring_torch.compat.batch import ring_flash_attn_qkvpacked_func as ring_flash_attn_qkvpacked_func
-from ring_torch.compat.batch import stripe_flash_attn_func as stripe_flash_attn_func
 from ring_torch.compat.batch import (
+    ring_flash_attn_func as ring_flash_attn_func,
+    ring_flash_attn_kvpacked_func as ring_flash_attn_kvpacked_func,
+    ring_flash_attn_qkvpacked_func as ring_flash_attn_qkvpacked_func,
+    stripe_flash_attn_func as stripe_flash_attn_func,
     stripe_flash_attn_kvpacked_func as stripe_flash_attn_kvpacked_func,
-)
-from ring_torch.compat.batch import (
     stripe_flash_attn_qkvpacked_func as stripe_flash_attn_qkvpacked_func,
-)
-from ring_torch.compat.batch import zigzag_ring_flash_attn_func as zigzag_ring_flash_attn_func
-from ring_torch.compat.batch import (
+    zigzag_ring_flash_attn_func as zigzag_ring_flash_attn_func,
     zigzag_ring_flash_attn_kvpacked_func as zigzag_ring_flash_attn_kvpacked_func,
-)
-from ring_torch.compat.batch import (
     zigzag_ring_flash_attn_qkvpacked_func as zigzag_ring_flash_attn_qkvpacked_func,
 )
-from ring_torch.compat.hf import substitute_hf_flash_attn as substitute_hf_flash_attn
-from ring_torch.compat.hf import update_ring_flash_attn_params as update_ring_flash_attn_params
+from ring_torch.compat.hf import (
+    substitute_hf_flash_attn as substitute_hf_flash_attn,
+    update_ring_flash_attn_params as update_ring_flash_attn_params,
+)
 from ring_torch.compat.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
-)
-from ring_torch.compat.llama3 import llama3_flash_attn_varlen_func as llama3_flash_attn_varlen_func
-from ring_torch.compat.llama3 import (
+    llama3_flash_attn_varlen_func as llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func as llama3_flash_attn_varlen_kvpacked_func,
-)
-from ring_torch.compat.llama3 import (
     llama3_flash_attn_varlen_qkvpacked_func as llama3_flash_attn_varlen_qkvpacked_func,
 )
-from ring_torch.compat.varlen import ring_flash_attn_varlen_func as ring_flash_attn_varlen_func
 from ring_torch.compat.varlen import (
+    ring_flash_attn_varlen_func as ring_flash_attn_varlen_func,
     ring_flash_attn_varlen_kvpacked_func as ring_flash_attn_varlen_kvpacked_func,
-)
-from ring_torch.compat.varlen import (
     ring_flash_attn_varlen_qkvpacked_func as ring_flash_attn_varlen_qkvpacked_func,
-)
-from ring_torch.compat.varlen import (
     zigzag_ring_flash_attn_varlen_func as zigzag_ring_flash_attn_varlen_func,
-)
-from ring_torch.compat.varlen import (
     zigzag_ring_flash_attn_varlen_kvpacked_func as zigzag_ring_flash_attn_varlen_kvpacked_func,
-)
-from ring_torch.compat.varlen import (
     zigzag_ring_flash_attn_varlen_qkvpacked_func as zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ring_core import LayoutName, checks
 from ring_torch.autograd import RingAttention
-from ring_torch.call import Call, Operands, Window
-from ring_torch.call import Options as CallOptions
+from ring_torch.call import Call, Operands, Options as CallOptions, Window
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs

@@ -23,8 +23,7 @@ from ring_core.tools import bench, doctor
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
-from ring_torch.tools import bench as _bench_torch
-from ring_torch.tools import rates
+from ring_torch.tools import bench as _bench_torch, rates
 from ring_torch.tools.doctor import diagnose, shown, versions
 
 

@@ -5,9 +5,13 @@ rule alone; ``samples`` asks all ranks for it and compares; ``traffic`` counts t
 sent. It may import what strategies import, and no strategy.
 """
 
-from ring_torch.tripwire.samples import backward_faults as backward_faults
-from ring_torch.tripwire.samples import forward_faults as forward_faults
-from ring_torch.tripwire.settings import check as check
-from ring_torch.tripwire.settings import checked_every as checked_every
-from ring_torch.tripwire.settings import number_checked as number_checked
+from ring_torch.tripwire.samples import (
+    backward_faults as backward_faults,
+    forward_faults as forward_faults,
+)
+from ring_torch.tripwire.settings import (
+    check as check,
+    checked_every as checked_every,
+    number_checked as number_checked,
+)
 from ring_torch.tripwire.traffic import Watch as Watch

@@ -23,9 +23,9 @@ from cutlass import (  # type: ignore[import-not-found]
     Int64,
     const_expr,
     cute,
+    max as maximum,
     range_constexpr,
 )
-from cutlass import max as maximum
 from cutlass._mlir.dialects import llvm  # type: ignore[import-not-found]
 from cutlass.cutlass_dsl import dsl_user_op  # type: ignore[import-not-found]
 from flash_attn.cute.utils import scalar_to_ssa
