@@ -47,6 +47,7 @@ PARTS = {
     "test_hf_hooks.py::test_an_encoder_and_a_decoder": 4,
     "test_hf_hooks.py::test_images_among_tokens": 2,
     "test_compiled_numbers.py::test_one_graph_for_all": 4,
+    "test_peer_copies.py::test_case": 4,
     "test_failed_pass.py::test_a_failed_pass_is_named_on_all_ranks": 2,
     "test_benchmark.py::test_ways_in_plain_jax": 2,
     "test_compiled.py::test_roles_on_hopper": 2,

@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
+from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from internals.torch import (
     BufferSpec,
     GatherSession,
     KVPayload,
-    Ranks,
     SessionSpec,
     _room,
     agree,
@@ -32,7 +31,6 @@ from internals.torch import (
 )
 from internals.torch_triton import exchange_kernel as kernels
 from tolerances import assert_close
-from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
@@ -53,35 +51,6 @@ def _is_short(case: Case) -> bool:
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
-
-
-class OnFiles:
-    """In the place of :class:`SymmetricMemory`: a file for each rank."""
-
-    folder: Path
-    made = 0
-
-    def __init__(self, ring: Ranks, header: int) -> None:
-        self.ring, self.header, self.files = ring, header, list[Any]()
-
-    def reserve(self, size: int) -> bool:
-        if self.files and self.files[0].size >= self.header + size:
-            return False
-        OnFiles.made += 1
-        ranks = range(self.ring.size)
-        paths = [self.folder / f"{OnFiles.made}-{rank}" for rank in ranks]
-        np.memmap(paths[self.ring.rank], np.uint8, "w+", shape=(self.header + size,)).flush()
-        dist.barrier()
-        self.files = [np.memmap(path, np.uint8, "r+") for path in paths]
-        return True
-
-    def headers(self) -> list[Tensor]:
-        return [torch.from_numpy(x[: self.header].view(np.int64)) for x in self.files]
-
-    def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
-        at = self.header + start
-        # Of its own: the interpreter copies the whole storage of what it is given.
-        return packing.views(torch.from_numpy(self.files[rank][at : at + packing.size]))
 
 
 def _now() -> int:

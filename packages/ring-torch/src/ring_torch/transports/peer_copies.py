@@ -109,7 +109,7 @@ class PeerCopies:
             else:
                 stream = window.copying(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
-                note_reads(places)
+                note_reads(places if one.rank != self.spec.ranks.rank else ())
                 for place, source in zip(places, theirs, strict=True):
                     copy(place, source[:, one.source])
             done.append((stream, stream.record_event()))

@@ -1,0 +1,107 @@
+"""Keys and gradients copied out of peers' memory: the table, between processes on CPUs, checked."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+import torch
+from backends.peer_memory import BufferOnFiles, Now, OnFiles
+from backends.torch_ranks import gather, run_rank
+from cases import CASES, Case
+from internals.torch import (
+    ONE_GROUP,
+    GatherSession,
+    HeadGroups,
+    SessionSpec,
+    _room,
+    agree,
+    peer_copies,
+    prepare,
+    sessions,
+    strategies,
+)
+from tolerances import assert_close
+
+import ring_torch
+from ring_torch.local import LocalRankError
+
+Arrays = dict[str, npt.NDArray[Any]]
+GROUPS = {
+    "one": ONE_GROUP,
+    "early": HeadGroups(1, 1, early=True),
+    "two": HeadGroups(2, 2, early=False),
+    "two early": HeadGroups(2, 2, early=True),
+}
+NAMES = (
+    "causal-zigzag-cp3",
+    "window-both-contiguous-cp2",
+    "documents-contiguous-cp2",
+    "segments-pair-zigzag",
+)
+
+
+def on_a_rank(
+    rank: int, folder: Path, case: Case, groups: HeadGroups, kernel: str, triton: bool, lost: bool
+) -> Arrays:
+    """A rank's part of a case; ``lost``: what is read of the gradients is not counted."""
+    OnFiles.folder = folder
+    buffers: list[BufferOnFiles] = []
+
+    def opened(spec: SessionSpec) -> GatherSession:
+        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+        if not buffers:
+            buffers.append(BufferOnFiles(spec.ranks))
+        room = _room(spec.plan, spec.keys, spec.acc_dtype) if spec.needs_grad else 0
+        buffers[0].reserve(spec.groups * (spec.keys.message.size + room))
+        window: Any = buffers[0]
+        return peer_copies.PeerCopies(spec, window, room, 0)
+
+    prepare._prepare.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
+        patched.setattr(torch.cuda, "set_stream", lambda _: None)
+        patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
+        patched.setattr(peer_copies, "_runtime", lambda: None)
+        patched.setattr(peer_copies, "has_triton", lambda: triton)
+        patched.setattr(sessions, "TRANSPORTS", {"symm_mem": opened})
+        patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
+        patched.setattr(strategies, "head_groups_of", lambda *_: groups)
+        if lost:
+            patched.setattr(peer_copies, "note_reads", lambda _: None)
+        with ring_torch.check():
+            found = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
+    prepare._prepare.cache_clear()
+    return found
+
+
+def cut(case: Case, groups: HeadGroups) -> Case:
+    """With key heads that can be cut into groups."""
+    return replace(case, heads=(4, 2)) if groups.forward > 1 else replace(case)
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_case(name: str, groups: str, triton: bool, backend: Any, tmp_path: Path) -> None:
+    case = cut(CASES[name], GROUPS[groups])
+    given = (tmp_path, case, GROUPS[groups], "eager", triton, False)
+    assert_close(case, gather(case, case.plan, backend.pool(case.cp_size).run(on_a_rank, *given)))
+
+
+def test_in_two_stages(backend: Any, tmp_path: Path) -> None:
+    """A kernel that knows no band."""
+    case = CASES["causal-zigzag-cp2"]
+    given = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
+    assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *given)))
+
+
+def test_reads_that_are_missing_are_seen(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(LocalRankError, match="0 bytes were read from peers, and the program reads"):
+        backend.pool(2).run(
+            on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], ONE_GROUP, "eager", True, True
+        )
