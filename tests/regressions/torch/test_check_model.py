@@ -36,10 +36,14 @@ POOLED = (
 MIXING = (
     ("RwkvForCausalLM", "rwkv"), ("MambaForCausalLM", "mamba"), ("FNetForMaskedLM", "fnet"),
     ("CpmAntForCausalLM", "cpmant"), ("MobileBertForMaskedLM", "mobilebert"),
+    ("T5EncoderModel", "t5"), ("EsmForMaskedLM", "esm"), ("ViTForImageClassification", "vit"),
+    ("BltForCausalLM", "blt"),
+)  # fmt: skip
+#: Exact with the hooks of ``hf.parallelize``, and with no batch that is split by hand.
+HOOKED = (
     ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
-    ("BloomForCausalLM", "bloom"), ("T5EncoderModel", "t5"), ("BartForCausalLM", "bart"),
-    ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"), ("EsmForMaskedLM", "esm"),
-    ("ViTForImageClassification", "vit"), ("BltForCausalLM", "blt"),
+    ("BloomForCausalLM", "bloom"), ("BartForCausalLM", "bart"),
+    ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"),
 )  # fmt: skip
 EXACT = (
     ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"),
@@ -92,6 +96,15 @@ def test_what_pools_nothing_is_exact() -> None:
 def test_models_that_mix_tokens_by_other_means_are_refused(name: str, model_type: str) -> None:
     report = hf.check_model(on_meta(name, model_type))
     assert not report.exact and report.reasons
+
+
+@pytest.mark.parametrize(("name", "model_type"), HOOKED)
+def test_models_that_need_hooks_are_refused_without(name: str, model_type: str) -> None:
+    model = on_meta(name, model_type)
+    report = hf.check_model(model)
+    assert report.exact and report.hooks
+    with pytest.raises(UnsupportedError, match="hf.parallelize"):
+        ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
 
 
 @pytest.mark.parametrize(("name", "model_type"), EXACT)
