@@ -103,7 +103,7 @@ def test_models_that_need_hooks_are_refused_without(name: str, model_type: str) 
     model = on_meta(name, model_type)
     report = hf.check_model(model)
     assert report.exact and report.hooks
-    with pytest.raises(UnsupportedError, match="hf.parallelize"):
+    with pytest.raises(UnsupportedError, match=r"hf\.parallelize"):
         ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
 
 
