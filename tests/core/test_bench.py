@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -65,3 +66,12 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
     assert both.check_cost == 0.25
     assert "a check adds 25.0% to forward and backward: every:100 is 0.25%" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_watched_is_counted_for_people_alone(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert list(bench.watched(iter("abc"), 3, "letter")) == ["a", "b", "c"]
+    assert ("letter" in capsys.readouterr().err) is terminal

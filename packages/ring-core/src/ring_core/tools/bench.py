@@ -207,7 +207,10 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
 
 
 def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
-    """Items one by one, and on stderr how many of at most ``total`` are done."""
+    """Items one by one, and where stderr is a terminal how many of at most ``total`` are done."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
     with progress(total, unit) as bar:
         for item in items:
             yield item
