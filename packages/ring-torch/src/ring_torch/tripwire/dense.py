@@ -199,7 +199,7 @@ def _scores(
         x = x + _by_group(queries.bias.to(acc_dtype), by_group)
     if rule.slopes is not None:
         distance = (queries.position[:, None] - keys.position).abs()
-        x = x - rule.slopes.to(acc_dtype).view(*by_group, 1, 1) * distance.to(acc_dtype)
+        x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
         which, heads = range(rule.batch, rule.batch + 1), math.prod(by_group)
         kept = dropout_keep(
