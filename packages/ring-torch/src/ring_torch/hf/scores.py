@@ -179,8 +179,8 @@ class Scores(Sealed):
     __imul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
-        """Scaled."""
-        if isinstance(divisor, Tensor) and divisor.numel() == 1:
+        """Scaled; by what is learned not, whose gradient would be lost."""
+        if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.requires_grad:
             divisor = divisor.item()
         if not isinstance(divisor, Real) or not float(divisor) > 0:
             raise SealedError(self._words)
