@@ -305,3 +305,12 @@ def test_scores_that_are_read_are_refused() -> None:
         model(input_ids=TOKENS)
     attention.attn_dropout = torch.nn.Identity()
     assert model(input_ids=TOKENS).logits.shape[:2] == TOKENS.shape
+
+
+def test_scores_that_are_scaled_by_what_is_learned_are_refused() -> None:
+    """A number is all that a ring takes: the gradient of another would be lost."""
+    model = build("GPTJForCausalLM", "gptj")
+    hf.parallelize(model, ContextParallel())
+    model.transformer.h[0].attn.scale_attn = torch.tensor(4.0, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="does more with its scores"):
+        model(input_ids=TOKENS)
