@@ -91,7 +91,7 @@ SLOW_ON_GPU = (
     "test_a_dense_mask_is_exact[shape2", "test_benchmark.py::test_the_whole_run",
 )  # fmt: skip
 #: In ring_torch: ring_jax_gpu compiles the same kernels. In the ring, cases whose options and masks
-#: others of it have. Three interpreted kernels that wait for each other, which takes minutes where
+#: others of it have. Three interpreted kernels that wait for each other, which takes a minute where
 #: other work has the cores.
 SLOW_WITH_TRITON = (
     "test_nobody_overtakes",

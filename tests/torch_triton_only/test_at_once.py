@@ -144,7 +144,10 @@ def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
 
 
 def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
-    """Exchanges one after the other, of ranks that are late in turns; whether each was right."""
+    """Exchanges one after the other, of ranks that are late in turns; whether each was right.
+
+    ``wrong``: nobody waits for the readers of the exchange before.
+    """
     OnFiles.folder = folder
     size, width = dist.get_world_size(), 8
     memory = OnFiles(_comm.ranks_of(None), 1024)
@@ -153,7 +156,9 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     addresses = [x.data_ptr() for x in memory.headers()]
     memory.headers()[rank][2] = 1
     dist.barrier()
-    place = kernels.Place(torch.tensor(addresses), addresses[rank], rank, 1, 10 * 10**9)
+    place = kernels.Place(
+        torch.tensor(addresses), addresses[rank], rank, 1, (1 if wrong else 10) * 10**9
+    )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
     table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])
     everybody_came = kernels._await_all
@@ -165,6 +170,8 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     right = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels, "_now", _now)
+        checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+        patched.setattr(interpreter.interpreter_builder, "options", checking)
         patched.setattr(kernels, "_await_all", late)
         if wrong:
             patched.setattr(kernels, "_await_readers", lambda *_: None)
@@ -172,7 +179,11 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             time.sleep(0.02 * ((rank + n) % size))
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
             target = torch.zeros(size, 2 * width)
-            kernels.exchange_keys(place, n, k, v, own[rank], table, target)
+            try:
+                kernels.exchange_keys(place, n, k, v, own[rank], table, target)
+            except InterpreterError as error:  # it waited in vain
+                assert "did not come in time" in str(error)  # noqa: PT017
+                return [False]
             wanted = torch.arange(size)[:, None] + 10.0 * n
             both = torch.cat([wanted.expand(size, width), -wanted.expand(size, width)], dim=1)
             right.append(torch.equal(target, both))
@@ -180,7 +191,10 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
 
 
 def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    """What a slow rank has not read yet is not written over; without the wait for it, it is."""
+    """What a slow rank has not read yet is not written over.
+
+    Without the wait for it, it is; or a number that it waits for is, and it waits in vain.
+    """
     if 3 not in pools:
         pools[3] = LocalRanks(3)
     assert all(all(right) for right in pools[3].run(in_a_row, tmp_path, False))
