@@ -80,7 +80,8 @@ SLOW_ON_TPU = (
     "test_a_dense_mask_is_exact[shape0", "test_hidden_blocks_are_not_visited[shape1",
     "test_selected_cases[keys64-predicate", "test_transfers_beside_pieces[False",
 )  # fmt: skip
-#: Kernels of whose kind others are compiled each time, masks that others hold too.
+#: Kernels of whose kind others are compiled each time, or with torch, masks that others hold too;
+#: benchmarks, of which the ways and the gates run each time.
 SLOW_ON_GPU = (
     "test_options[bias", "test_options[predicate]", "test_options[last",
     "test_in_the_ring[documents-window", "test_in_the_ring[predicate-zigzag-cp2",
@@ -88,7 +89,9 @@ SLOW_ON_GPU = (
     "test_a_dense_mask_is_exact[shape0", "test_over_gathered_keys[bias",
     "test_in_the_ring[keys64-predicate", "test_in_the_ring[documents-chunks",
     "test_a_dense_mask_is_exact[shape1", "test_ways_in_plain_jax[auto-all-gather",
-    "test_a_dense_mask_is_exact[shape2", "test_benchmark.py::test_the_whole_run",
+    "test_a_dense_mask_is_exact[shape2", "test_the_whole_run",
+    "test_in_the_ring[everything", "test_options[float32",
+    *(f"test_calls_of_each_kernel_use_their_row[{x}" for x in ("bwd_dkv", "bwd_dq", "bwd_dbias")),
 )  # fmt: skip
 #: In ring_torch: ring_jax_gpu compiles the same kernels. In the ring, cases whose options and masks
 #: others of it have. Three interpreted kernels that wait for each other, which takes a minute where
