@@ -42,17 +42,14 @@ class Geometry(Protocol):
     @property
     def boundaries(self) -> Ints | None:
         """Ascending positions of chunk and document borders, if there are any."""
-        ...
 
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
         """What queries of one rank meet of keys of another, for each pair of ranks."""
-        ...
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """How many (query, key) pairs that shows."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,6 @@ class Progress(Protocol):
 
     def update(self) -> object:
         """Another one is done."""
-        ...
 
 
 @dataclass

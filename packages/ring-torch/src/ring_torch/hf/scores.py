@@ -98,7 +98,6 @@ class Layer(Protocol):
 
     def attend(self, scores: Scores, v: Tensor) -> Tensor:
         """Ring attention."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

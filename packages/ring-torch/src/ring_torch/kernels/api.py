@@ -37,20 +37,17 @@ class SplitBackward(Protocol):
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
-        ...
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Write ``dq`` and add to the sums of dK and dV."""
-        ...
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
-        ...
 
 
 class Kernel(Protocol):
@@ -59,37 +56,30 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
-        ...
 
     @property
     def parts(self) -> SplitBackward | None:
         """Its backward by parts, if it has one."""
-        ...
 
     @property
     def needs_delta(self) -> bool:
         """Whether its backward is given ``delta``, or computes it from the global ``out``."""
-        ...
 
     @property
     def adds_sinks(self) -> bool:
         """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
-        ...
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
-        ...
 
     @property
     def predicate_compile_seconds(self) -> int:
         """About how long the first call with a predicate compiles; 0 where nothing is."""
-        ...
 
     def config_refusals(
         self, config: KernelConfig, request: Request, program: RingProgram
     ) -> tuple[str, ...]:
         """What a call and its settings ask of it that it cannot do on this machine."""
-        ...
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -100,28 +90,24 @@ class Kernel(Protocol):
         Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``out`` is where a
         kernel may write it; what it returns tells if it has.
         """
-        ...
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> ItemGrads:  # fmt: skip
         """The item's gradients by themselves; ``out`` is where a kernel may write ``dq``."""
-        ...
 
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
     ) -> None:  # fmt: skip
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
-        ...
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
-        ...
 
 
 @dataclass(frozen=True)

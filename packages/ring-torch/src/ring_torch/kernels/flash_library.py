@@ -103,11 +103,9 @@ class Flash(Protocol):
         FlashAttention-2 takes a right side that is no less than the number of keys, or none beside
         a left one, for the number of keys, or forgets it: then rows see fewer keys, or more.
         """
-        ...
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot be called on this machine; ``None`` if it can."""
-        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
@@ -116,11 +114,9 @@ class Flash(Protocol):
 
         What is written there in the place of an ``lse`` that is not needed is anything.
         """
-        ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""
-        ...

@@ -57,14 +57,12 @@ class GatherSession(Protocol):
     @property
     def spec(self) -> SessionSpec:
         """What it was opened with."""
-        ...
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Start fetching into new tensors like a :attr:`KVPayload.message` of ``gather.length``.
 
         What comes for each group; all are to be taken, each before the kernels that need it.
         """
-        ...
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
@@ -73,7 +71,6 @@ class GatherSession(Protocol):
 
         Full of zeros if ``zero``, else of anything.
         """
-        ...
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
@@ -84,7 +81,6 @@ class GatherSession(Protocol):
         All of them, or those that :meth:`ring_core.GatherProgram.is_early`, or then the others.
         ``overlapped`` says that kernels go on meanwhile, and are not to be held up.
         """
-        ...
 
 
 @dataclass(frozen=True)
