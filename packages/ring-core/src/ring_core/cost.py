@@ -266,8 +266,7 @@ def compare(
         plan = make_plan(
             mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len
         )
-        program = ring_program(plan, strategy)
-        costs[pair] = estimate(program, model, hardware, backward=backward)
+        costs[pair] = estimate(ring_program(plan, strategy), model, hardware, backward=backward)
     return costs
 
 

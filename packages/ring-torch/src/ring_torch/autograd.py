@@ -50,8 +50,7 @@ class RingAttention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         count = len(Inputs._fields)
         inputs, (out, lse, *saved) = Inputs(*tensors[:count]), tensors[count:]
-        grads = backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
-        return None, *grads
+        return None, *backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:

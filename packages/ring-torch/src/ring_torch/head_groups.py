@@ -47,8 +47,7 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     plan = program.plan
     pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
-    longest = longest_gather(plan).length
-    size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
+    size = longest_gather(plan).length * sizes.batch * sizes.kv_heads * dims * itemsize
     fetched = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
     if fetched > MIN_BYTES_PER_FLOP * flops:

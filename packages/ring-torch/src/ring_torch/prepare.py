@@ -82,8 +82,7 @@ def check_call(
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
     )
-    types = tuple(map(type, options))
-    given = (ring, layout, facts, options, types, (grad, bias_grad), number > 0)
+    given = (ring, layout, facts, options, tuple(map(type, options)), (grad, bias_grad), number > 0)
     try:
         hash(given)
     except TypeError:

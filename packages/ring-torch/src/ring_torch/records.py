@@ -51,8 +51,7 @@ def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
     """The runs of tokens at some positions, as few as there are."""
     if positions.size == 0:
         return ()
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    edges = [0, *cuts.tolist(), positions.size]
+    edges = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
     return tuple(Run(a, b, int(positions[a])) for a, b in pairwise(edges))
 
 

@@ -103,8 +103,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
 def _pairs(mask: Mask, seq_len: int, keys: int, chunks: int) -> Ints:
     """Visible pairs of the queries of each of so many equal chunks."""
     queries, every_key = Layout("contiguous", seq_len, chunks), Layout("contiguous", keys, 1)
-    geometry = BandGeometry(mask, queries, every_key, keys - seq_len)
-    return geometry.count(np.arange(chunks), 0)
+    return BandGeometry(mask, queries, every_key, keys - seq_len).count(np.arange(chunks), 0)
 
 
 def _assign(weights: Ints, cp_size: int) -> Ints:

@@ -80,8 +80,7 @@ def clip(
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
     down, right = q0 - rect.q_start, k0 - rect.k_start
     lo: Ints = rect.lo - down + right
-    hi: Ints = rect.hi - down + right
-    return trim(Rectangles(q0, q1, k0, k1, lo, hi))
+    return trim(Rectangles(q0, q1, k0, k1, lo, rect.hi - down + right))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:

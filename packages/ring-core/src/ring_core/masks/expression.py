@@ -126,8 +126,7 @@ class _Traced:
 
     def __abs__(self) -> _Traced:
         back = -self
-        high = max(self.high, back.high)
-        return _made("max", (self, back), max(self.low, back.low, 0), high)
+        return _made("max", (self, back), max(self.low, back.low, 0), max(self.high, back.high))
 
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)

@@ -88,14 +88,12 @@ class BandGeometry:
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
-        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
-        return self._without_dead(q_rank, 0, rows)
+        return self._without_dead(q_rank, 0, self._in_cells(rect, q_pos - q_local, k_pos - k_local))
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
-            rect = self._untrimmed(*self._runs(q_rank, kv_rank))
-            return _count(rect).sum(axis=-1)
+            return _count(self._untrimmed(*self._runs(q_rank, kv_rank))).sum(axis=-1)
         rows = self._pieces(q_rank, kv_rank)
         if half is not None:
             rows = self._half(q_rank, kv_rank, rows, half)

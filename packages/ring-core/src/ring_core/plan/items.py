@@ -150,8 +150,7 @@ class WorkItem:
         down = q_start - k_start
         lo = -UNBOUNDED if self.lo is None else self.lo - down
         hi = UNBOUNDED if self.hi is None else self.hi - down
-        sides = q_start, q_stop, k_start, k_stop, lo, hi
-        rect = Rectangles(*(np.array(side) for side in sides))
+        rect = Rectangles(*(np.array(side) for side in (q_start, q_stop, k_start, k_stop, lo, hi)))
         q0, q1, k0, k1, lo, hi = (int(side) for side in (trim(rect) if trimmed else rect))
         if q0 >= q1:
             return None

@@ -72,8 +72,7 @@ class BlockGeometry:
         k_stop = np.minimum((_last(columns) + 1) * TILE, k_len)
         zero = np.zeros_like(q_stop)
         box = (q_start, q_stop, k_start, k_stop, zero - UNBOUNDED, zero + UNBOUNDED)
-        rect = Rectangles(*(np.where(live, x, 0) for x in box))
-        return RectangleTable(rect, zero, zero)
+        return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible pairs of each pair of ranks."""
@@ -149,8 +148,7 @@ class BlockGeometry:
     def _classified(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
-        shape = (size, size, -(-q_len // TILE), -(-k_len // TILE))
-        pairs = np.zeros(shape, dtype=np.int32)
+        pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)
         k_edges = np.arange(0, k_len, TILE)
         for q_rank in range(size):
             for start in range(0, q_len, _ROWS_AT_ONCE):

@@ -292,5 +292,4 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]
     edges = [span.start, *(edge for part in inside for edge in part), span.stop]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Interval(a, b) for a, b in pairs if a < b]
+    return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -48,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ring_core", description="Look at ring plans.")
     parser.add_argument("--version", action="version", version=f"ring-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    plan = commands.add_parser("plan", help="show who computes what, and when")
-    add = plan.add_argument
+    add = commands.add_parser("plan", help="show who computes what, and when").add_argument
     add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
     add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")

@@ -33,8 +33,8 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     q_rank, q_local = (x[:, None] for x in located(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in located(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
-    places = (q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
-    pairs = _Pairs(*np.broadcast_arrays(*places))
+    same = _same_cell(plan, q, k)
+    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, same))
     claims, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):

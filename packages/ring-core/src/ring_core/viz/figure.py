@@ -76,8 +76,7 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
         axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlabel="key", ylabel="query")
     if plan.cp_size > _LEGEND:
-        bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40)
-        bar.set_label("rank")
+        axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40).set_label("rank")
         return
     if not striped:
         for layout, line in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):

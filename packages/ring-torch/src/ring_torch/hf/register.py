@@ -166,8 +166,7 @@ class RingAttention:
             UnsupportedError: Queries or keys are others than the batch's.
         """
         batch, keys = mask.batch, mask.keys or mask.batch
-        lengths = (query.shape[0], query.shape[2], key.shape[2])
-        if lengths != (*batch.shape, keys.shape[1]):
+        if (query.shape[0], query.shape[2], key.shape[2]) != (*batch.shape, keys.shape[1]):
             raise UnsupportedError(
                 f"queries {tuple(query.shape)} and keys {tuple(key.shape)}, where the batch holds "
                 f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "

@@ -180,8 +180,8 @@ class TrainerHooks:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
-        own = self._own(self.trainer, "prediction_step")
         with self.hooks.joining_logits(not prediction_loss_only):
+            own = self._own(self.trainer, "prediction_step")
             return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
 
     def get_tp_size(self) -> int:

@@ -82,8 +82,7 @@ def _call(name: str, **given: Any) -> Any:
 @cache
 def _function(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
     # The functions, not the operators made of them: those check for aliases, and cost more.
-    interface = import_module("flash_attn.flash_attn_interface")
-    function = getattr(interface, name)
+    function = getattr(import_module("flash_attn.flash_attn_interface"), name)
     function = getattr(function, "_init_fn", function)
     return function, frozenset(inspect.signature(function).parameters)
 

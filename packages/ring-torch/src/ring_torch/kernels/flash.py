@@ -301,8 +301,7 @@ def _with_mods(
     mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     if masked is None and rows.slopes is None and params.sinks is None:
         return options
-    window = options.window if masked is None else (None, None)
-    return options._replace(window=window, mods=mods)
+    return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 
 
 @capture_safe_cache(maxsize=256)

@@ -71,8 +71,7 @@ class CpuFlashKernel(AccumulatingKernel):
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
         if _is_special(rows.q, columns.k) or _would_leak(item, *others):
-            grads = row_grads, column_grads
-            EagerKernel().grads_into(rows, columns, upstream, item, params, *grads)
+            EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))

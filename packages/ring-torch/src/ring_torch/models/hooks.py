@@ -199,8 +199,7 @@ class ModelHooks:
         """Before the part below a router's loss, which needs the whole mask: the split one."""
         del module
         if self.call is not None and self.call.has_router_loss:
-            mask = replace(self.call.mask, joins_router=True)
-            kwargs = {**kwargs, "attention_mask": mask}
+            kwargs = {**kwargs, "attention_mask": replace(self.call.mask, joins_router=True)}
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -138,8 +138,7 @@ class Merged:
     def _along(self, x: Tensor, dim: int) -> Tensor:
         mask = self.part.mask
         assert mask is not None
-        more = mask.seq_len - x.shape[dim]
-        padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more))
+        padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, mask.seq_len - x.shape[dim]))
         return mask.sharding.shard(padded, dim=dim)
 
     def _rows(self, rows: Tensor, visual: Tensor) -> Tensor:

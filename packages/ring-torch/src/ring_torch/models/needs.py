@@ -96,8 +96,7 @@ def has_written_attention(model: nn.Module) -> bool:
 
 def attends(module: nn.Module) -> bool:
     """Whether its attention is one that a ring can compute."""
-    written = written_form(module) is not None
-    return written or uses_global(type(module), "AttentionInterface")
+    return written_form(module) is not None or uses_global(type(module), "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:

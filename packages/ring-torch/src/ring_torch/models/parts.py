@@ -66,8 +66,7 @@ class Part:
         assert self.mask is not None
         given = by_name(module, args, kwargs)
         name = next(iter(given))
-        whole = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length)
-        given[name] = whole.contiguous()
+        given[name] = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length).contiguous()
         if "attention_mask" in parameters_of(type(module)):
             given["attention_mask"] = self.whole_mask
         if isinstance(given.get("position_ids"), Tensor):

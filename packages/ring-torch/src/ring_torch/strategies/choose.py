@@ -133,6 +133,5 @@ def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:
     if call.transport != "symm_mem":
         reasons = [*gather_refusals(plan), *_symm_mem_refusals(ring, call.device, probe=False)]
         reasons = reasons or _memory_refusals(plan, *widths)
-        why = "; ".join(reasons) or "another one was named"
-        lines.append(f"  not gather over symm_mem: {why}")
+        lines.append(f"  not gather over symm_mem: {'; '.join(reasons) or 'another one was named'}")
     return "\n".join(lines)

@@ -53,8 +53,7 @@ class Gather:
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = gathered_columns(call, gather, keys, arriving.tensors)
-            in_place = _in_place(call, gather, inputs, n, groups)
-            part = rows.share(n, groups), columns, in_place
+            part = rows.share(n, groups), columns, _in_place(call, gather, inputs, n, groups)
             results.append(_attend(call, *part, gather, arriving, whole.share(n, groups)))
             arriving.wait(None)
         if len(results) == 1:

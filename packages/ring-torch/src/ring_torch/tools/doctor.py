@@ -168,8 +168,7 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     can = kernel.capabilities
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
-    dtype = getattr(torch, name)
-    inputs = [torch.as_tensor(x).to(where, dtype) for x in doctor.inputs_for(1, 64)]
+    inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
     ours = partial(ring_attention, causal=True, kernel=can.name)
     yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
 
@@ -184,8 +183,7 @@ def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]
     )
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in ways:
-            way = replace(setting, strategy=strategy)
-            yield from ring_checks(ranks, way, transport, cuda=cuda)
+            yield from ring_checks(ranks, replace(setting, strategy=strategy), transport, cuda=cuda)
 
 
 def ring_checks(
@@ -233,8 +231,7 @@ def _judged(
         return
     example = doctor.example_of([_array(x) for x in inputs], mask)
     plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
-    eps = torch.finfo(inputs[0].dtype).eps
-    yield from doctor.compared(name, where, example, found, plain, eps)
+    yield from doctor.compared(name, where, example, found, plain, torch.finfo(inputs[0].dtype).eps)
 
 
 def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -124,8 +124,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
             errors = _errors(_runs(sizes, name, short, dtype, device).both(), exact)
             for what, error, limit in zip(RESULTS, errors, allowed, strict=True):
                 if not error <= limit:
-                    told = f"{what} errs by {error:.1e}, more than {limit:.1e}"
-                    raise ArithmeticError(told)  # noqa: TRY301
+                    raise ArithmeticError(f"{what} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
             found = _runs(sizes, name, length, dtype, device)
             for run in found:
                 run()
@@ -189,8 +188,7 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
         weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(shared, dim=2))
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    return [rounded(x.detach()) for x in (out, *grads)]
+    return [rounded(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
 def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> Runs:

@@ -74,8 +74,7 @@ class PeerCopies:
             window.stream.wait_event(ready)
             window.wait_reusable()
             for n, span in product(every, spans):
-                places = [x[:, span] for x in own[n]]
-                keys.write(places, inputs.share(n, groups), span)
+                keys.write([x[:, span] for x in own[n]], inputs.share(n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         begun: list[PendingKV] = []
@@ -139,8 +138,7 @@ class PeerCopies:
         theirs = []
         for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
-            flat = self._grads_of(peer, group, sums, length)
-            theirs.append(sums.parts(flat, length, one.target))
+            theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
         for parts in theirs:
             note_reads(parts)
         copied = overlapped or not has_triton()

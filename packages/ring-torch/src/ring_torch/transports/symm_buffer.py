@@ -74,8 +74,7 @@ class SymmBuffer:
         self.device = device = torch.cuda.current_device()
         places = [Place(*x) for x in self._gathered(here(device))]
         reaches = [int(_reaches(device, other, places[self.ring.rank])) for other in places]
-        pairs = self._gathered(reaches)
-        self.refusals = tuple(refusals(places, pairs))
+        self.refusals = tuple(refusals(places, self._gathered(reaches)))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
         self.memory = SymmetricMemory(self.ring, _HEADER)

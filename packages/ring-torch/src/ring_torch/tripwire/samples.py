@@ -152,8 +152,7 @@ class Sample(NamedTuple):
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
         """Of all ranks' samples, one rank's after the other."""
-        ranks = range(self.call.ring.size)
-        every = [positions(rank)[self._picked(kind, rank)] for rank in ranks]
+        every = [positions(rank)[self._picked(kind, rank)] for rank in range(self.call.ring.size)]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:

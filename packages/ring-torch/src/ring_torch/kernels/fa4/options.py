@@ -188,8 +188,7 @@ def _fewest_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
     """
 
     def cost(block_k: int) -> float:
-        grid = Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry)
-        kinds = kinds_on(item, grid)
+        kinds = kinds_on(item, Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry))
         full, partial = (int((kinds == kind).sum()) for kind in (FULL, PARTIAL))
         return (full + _PARTIAL_COST * partial) * block_k
 

@@ -125,8 +125,7 @@ def _empty(rows: QueryBlock, columns: KeyBlock) -> AttentionState:
     """Room for the result of an item alone."""
     batch, length, heads, _ = rows.q.shape
     out = rows.q.new_empty(batch, length, heads, columns.v.shape[3])
-    lse = rows.q.new_empty(batch, heads, length, dtype=torch.float32)
-    return AttentionState(out, lse)
+    return AttentionState(out, rows.q.new_empty(batch, heads, length, dtype=torch.float32))
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
