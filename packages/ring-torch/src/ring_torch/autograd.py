@@ -89,10 +89,8 @@ def backward_pass(
         _without_autocast(out.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
-        delta = None
-        if call.kernel.needs_delta:
-            delta = _delta(dout, out, call.acc_dtype)
-            delta = delta if dlse is None else delta - dlse
+        needs_delta = call.kernel.needs_delta
+        delta = _delta(dout, out, dlse, call.acc_dtype) if needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
@@ -120,19 +118,23 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _delta(dout: Tensor, out: Tensor, acc_dtype: torch.dtype) -> Tensor:
-    """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
+    """``rowsum(dout * out) - dlse`` as ``[B, H, T_local]``.
+
+    Some rows at a time: the product is wide.
+    """
     if _has_passes(out, acc_dtype):
         from ring_torch.memory_ops import row_dots_on_gpu
 
-        return row_dots_on_gpu(dout, out)
-    batch, length, heads, _ = out.shape
-    delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
-    for start in range(0, length, _DELTA_ROWS):
-        rows = slice(start, start + _DELTA_ROWS)
-        product = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
-        delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
-    return delta
+        delta = row_dots_on_gpu(dout, out)
+    else:
+        batch, length, heads, _ = out.shape
+        delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
+        for start in range(0, length, _DELTA_ROWS):
+            rows = slice(start, start + _DELTA_ROWS)
+            product = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
+            delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
 
 
 def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
@@ -145,8 +147,7 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
         sums = sink_sums_on_gpu(dout, out, lse, one)
     else:
         if delta is None:
-            delta = _delta(dout, out, lse.dtype)
-            delta = delta if dlse is None else delta - dlse
+            delta = _delta(dout, out, dlse, lse.dtype)
         safe = lse.masked_fill(lse == -torch.inf, torch.inf)
         sums = (torch.exp(one[:, None] - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:

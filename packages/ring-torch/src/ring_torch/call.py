@@ -25,6 +25,7 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     QueryGrads,
+    zero_bias_grads,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -189,7 +190,4 @@ def _positions_aligned8(plan: Plan, rank: int) -> bool:
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
-    dbias = None
-    if rows.bias is not None and call.params.bias_grad:
-        dbias = torch.zeros(rows.bias.shape, dtype=call.acc_dtype, device=call.device)
-    return QueryGrads(dq, dbias)
+    return QueryGrads(dq, zero_bias_grads(rows.bias, call.params, call.acc_dtype))

@@ -23,6 +23,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
@@ -279,7 +280,7 @@ def _check_options(
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
     )  # fmt: skip
-    return request, _config(options.kernel)
+    return request, kernel_config(options.kernel, KERNEL_NAMES)
 
 
 def _params(
@@ -320,14 +321,6 @@ def _in_words(numbers: tuple[object, ...] | None) -> str | None:
     text = str(numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
-
-
-def _config(kernel: str | KernelConfig) -> KernelConfig:
-    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
-    if not isinstance(config, KernelConfig):
-        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
-    checks.check_choice("kernel", config.name, KERNEL_NAMES)
-    return config
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

@@ -76,14 +76,12 @@ class QueryBlock(NamedTuple):
 
     def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
-        segments = None if self.segments is None else self.segments[:, part]
-        bias = None if self.bias is None else self.bias[:, :, part]
         return QueryBlock(
             self.q[:, part],
             _part(self.indices, part),
             _part(self.position, part),
-            segments,
-            bias,
+            None if self.segments is None else self.segments[:, part],
+            None if self.bias is None else self.bias[:, :, part],
             self.slopes,
             _runs_in(self.runs, part),
         )
@@ -106,10 +104,14 @@ class KeyBlock(NamedTuple):
 
     def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
-        segments = None if self.segments is None else self.segments[:, part]
-        position, aligned8 = _part(self.position, part), self.aligned8 and part.start % 8 == 0
-        runs = _runs_in(self.runs, part)
-        return KeyBlock(self.k[:, part], self.v[:, part], position, segments, aligned8, runs)
+        return KeyBlock(
+            self.k[:, part],
+            self.v[:, part],
+            _part(self.position, part),
+            None if self.segments is None else self.segments[:, part],
+            self.aligned8 and part.start % 8 == 0,
+            _runs_in(self.runs, part),
+        )
 
     def share(self, n: int, groups: int) -> KeyBlock:
         """The same for the ``n``-th of so many groups of heads."""
@@ -211,6 +213,29 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
     return AttentionState(out, lse)
+
+
+def unseen_state(inputs: Inputs, *, covered: bool) -> AttentionState:
+    """Room for all rows, ``out`` in the inputs' dtype.
+
+    Those that no item covers see nothing; ``covered`` says that there are none.
+    """
+    batch, length, heads, _ = inputs.q.shape
+    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
+    lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
+    if not covered:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return AttentionState(out, lse)
+
+
+def zero_bias_grads(
+    bias: Tensor | None, params: KernelParams, acc_dtype: torch.dtype
+) -> Tensor | None:
+    """Accumulators of a bias that wants its gradient."""
+    if bias is None or not params.bias_grad:
+        return None
+    return torch.zeros_like(bias, dtype=acc_dtype)
 
 
 def _part(x: Tensor | None, part: slice) -> Tensor | None:

@@ -165,7 +165,8 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     if rows.segments is None or columns.segments is None:
         return visible[None, None]
     same = rows.segments[:, :, None] == columns.segments[:, None, :]
-    return (visible & same & (rows.segments >= 0)[:, :, None])[:, None]
+    both: Bools = visible & same & (rows.segments >= 0)[:, :, None]
+    return both[:, None]
 
 
 def _keep(rows: RectangleTable, columns: Side, q: Floats, params: Params) -> Floats | float:

@@ -114,8 +114,7 @@ def ring_mask(
             f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
             f"attention; generate with another attn_implementation"
         )
-    types = {*(getattr(config, "layer_types", None) or ())}
-    others = sorted(types.difference(SERVED_LAYERS))
+    others = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
     if others and not batch.gathers:
         raise UnsupportedError(
             f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
@@ -151,9 +150,9 @@ def sharded(attention_mask: object) -> ShardedMask:
     """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
-    if attention_mask is None or isinstance(attention_mask, NoMask):
-        raise ValueError(_UNSPLIT.format("no attention_mask"))
-    raise ValueError(_UNSPLIT.format(type(attention_mask).__name__))
+    is_none = attention_mask is None or isinstance(attention_mask, NoMask)
+    given = "no attention_mask" if is_none else type(attention_mask).__name__
+    raise ValueError(_UNSPLIT.format(given))
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:

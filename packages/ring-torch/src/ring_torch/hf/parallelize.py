@@ -140,8 +140,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     hooks.is_pooling = is_pooling
     hooks.joins_router = not is_pooling and has_balancing_loss(inner)
-    undo = [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
-    handle = hooks.owner = Handle(undo)
+    handle = Handle([_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)])
+    hooks.owner = handle
     return handle
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
+from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
@@ -69,8 +70,7 @@ def register(
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
         loss = model(**cp.shard_batch(batch, model=model)).loss  # this rank's part
     """
-    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
-    checks.check_choice("kernel", config.name, KERNEL_NAMES)
+    config = kernel_config(kernel, KERNEL_NAMES)
     strategy = strategy_config(strategy)
     checks.check_choice("transport", transport, TRANSPORT_NAMES)
     checks.check_flag("deterministic", deterministic)

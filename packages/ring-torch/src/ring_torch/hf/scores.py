@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,21 +91,12 @@ class Term(Sealed):
 _TERMS = ("mask", "bias", "slopes")
 
 
-class Layer(Protocol):
-    """What scores belong to."""
-
-    hides_by_itself: bool
-
-    def attend(self, scores: Scores, v: Tensor) -> Tensor:
-        """Ring attention."""
-
-
 @dataclass(frozen=True, eq=False)
 class Scores(Sealed):
     """The product of queries and keys, and what was done to it since.
 
     Attributes:
-        layer: Whose they are.
+        layer: That of the module whose they are.
         q: ``[..., T_local, D]``.
         k: The same, of keys.
         shape: As the model sees it, ``[..., T_local, T_kv_local]``.
@@ -116,7 +107,7 @@ class Scores(Sealed):
         dropout: Of the weights.
     """
 
-    layer: Layer
+    layer: _Products
     q: Tensor
     k: Tensor
     shape: tuple[int, ...]
@@ -167,25 +158,27 @@ class Scores(Sealed):
 
     def __mul__(self, factor: object) -> Scores:
         """Scaled; what was added to them is, too, but for a mask, which hides either way."""
-        if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
-            factor = factor.item()
-        if self.is_softmax or not isinstance(factor, Real) or not float(factor) > 0:
+        number, term = self._number(factor), self.term
+        has_sums = term is not None and (term.bias is not None or term.slopes is not None)
+        if self.is_softmax or has_sums:
             raise SealedError(self._words)
-        if self.term is not None and (self.term.bias is not None or self.term.slopes is not None):
-            raise SealedError(self._words)
-        return replace(self, scale=self.scale * float(factor))
+        return replace(self, scale=self.scale * number)
 
     __imul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
-        """Scaled; by what is learned not, whose gradient would be lost."""
-        if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.requires_grad:
-            divisor = divisor.item()
-        if not isinstance(divisor, Real) or not float(divisor) > 0:
-            raise SealedError(self._words)
-        return self * (1 / float(divisor))
+        """Scaled."""
+        return self * (1 / self._number(divisor))
 
     __itruediv__ = __truediv__
+
+    def _number(self, x: object) -> float:
+        """That by which scores are scaled; no learned one, whose gradient would be lost."""
+        if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
+            x = x.item()
+        if not isinstance(x, Real) or not float(x) > 0:
+            raise SealedError(self._words)
+        return float(x)
 
     def __add__(self, term: object) -> Scores:
         """With a mask or a bias."""
@@ -233,9 +226,8 @@ class Scores(Sealed):
         return self.layer.attend(self, v)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse what is not known."""
-        del types
         name = cls._functions.get(func)
         if name == "where":
             _, scores, value = args
@@ -266,9 +258,8 @@ class _Products(TorchFunctionMode):
         self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As without, but for that product."""
-        del types
         kwargs = kwargs or {}
         if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
             return self._scores(*args)
@@ -292,12 +283,12 @@ class _Products(TorchFunctionMode):
             x.reshape(rows, -1, *x.shape[-2:]).to(v.dtype) for x in (scores.q, scores.k, v)
         )
         mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
-        out = self.layer.attention().attend(
+        name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
+        out = attention_of(name).attend(
             self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip
-        shaped: Tensor = out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
-        return shaped
+        return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
@@ -331,10 +322,6 @@ class WrittenAttention:
         """Another, which does not run."""
         return WrittenAttention(self.form, self.config)
 
-    def attention(self) -> Any:
-        """The ring attention that the model is told to use."""
-        return attention_of(self.config._attn_implementation)  # noqa: SLF001 - no other name
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -347,9 +334,8 @@ class WrittenAttention:
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """After it, also where it failed."""
-        del args, kwargs
         products = self.running.pop()
         products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and products.calls != 1:

@@ -199,8 +199,7 @@ class TrainerHooks:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's part of those of the whole batch."""
-        own: int = self._own(self.trainer, "floating_point_ops")(inputs)
-        return own // self.cp_size
+        return int(self._own(self.trainer, "floating_point_ops")(inputs)) // self.cp_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         state = self.trainer.state

@@ -79,9 +79,8 @@ class _RelativeBias:
         self.mask: LayerMask | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before its forward: whom its queries see."""
-        del module
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         self.mask = masks[0] if len(masks) == 1 else None
 
@@ -175,10 +174,8 @@ def _chunk_masks(
         chunks = LayerMask(mask, causal=True, chunk_size=size)
         if not mask.single:
             chunks = LayerMask(mask.chunked(size, kwargs["position_ids"]), causal=True)
-        masks = {
-            "full_attention": LayerMask(mask, causal=True),
-            "chunked_attention": chunks,
-        }
+        full = LayerMask(mask, causal=True)
+        masks = {"full_attention": full, "chunked_attention": chunks}
         kwargs = {**kwargs, "attention_mask": masks}
     return args, kwargs
 
@@ -203,10 +200,9 @@ class _Offsets:
 
 
 def _give_offsets(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before attention that scales queries by where they stand, counted from a rank's first."""
-    del module
     mask = kwargs.get("attention_mask")
     if isinstance(mask, LayerMask) and kwargs.get("past_key_values") is None:
         at = mask.batch.sharding.positions(

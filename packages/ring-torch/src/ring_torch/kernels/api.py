@@ -25,6 +25,7 @@ from ring_torch.records import (
     QueryGrads,
     acc_dtype,
     empty_state,
+    zero_bias_grads,
 )
 
 
@@ -198,9 +199,7 @@ class AccumulatingKernel(KernelBase):
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-        dbias = None
-        if rows.bias is not None and params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=dtype)
+        dbias = zero_bias_grads(rows.bias, params, dtype)
         into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
         self.grads_into(rows, columns, upstream, item, params, *into)
         return ItemGrads(dq, dk, dv, dbias)

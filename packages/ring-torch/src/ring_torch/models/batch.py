@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
-from ring_torch.models.documents import STATED, check_positions, stated_documents
+from ring_torch.models.documents import STATED, Integers, check_positions, stated_documents
 from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
 from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import Sharding
@@ -43,8 +43,6 @@ _INSTEAD = {
     "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
 }
 
-Integers = npt.NDArray[np.int64]
-
 
 def shard_batch(
     sharding: Sharding,
@@ -67,7 +65,7 @@ def shard_batch(
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
     _check_names(given)
-    tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
+    tokens = tokens_of(given)
     _check_shapes(given, tokens)
     size, length = tokens.shape[:2]
     stated = stated_documents(given, (size, length))
@@ -103,10 +101,9 @@ def shard_batch(
         )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
-    real_tokens = segments >= 0
-    first = real_tokens.argmax(axis=1)
-    needs_ids = is_uneven or keeps_ids or "chunks" in report.hooks
-    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
+    ids = None
+    if is_uneven or keeps_ids or "chunks" in report.hooks:
+        ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
     given["attention_mask"] = ShardedMask(
         sharding,
         (size, (length + more) // sharding.ring.size),
@@ -116,10 +113,17 @@ def shard_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
-        has_padding=not real_tokens.all(),
-        first=tuple(first.tolist()),
+        has_padding=bool((segments < 0).any()),
+        gathers="recurrent" in report.hooks,
+        first=tuple((segments >= 0).argmax(axis=1).tolist()),
     )
     return given
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Any:
+    """Its ``input_ids [B, T]``, or the embeddings ``[B, T, dim]`` in their place."""
+    ids = batch.get("input_ids")
+    return batch.get("inputs_embeds") if ids is None else ids
 
 
 def _positions(
@@ -206,8 +210,7 @@ def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
 
 
 def _numpy(x: Tensor) -> Integers:
-    array: Integers = x.detach().cpu().numpy()
-    return array
+    return x.detach().cpu().numpy()
 
 
 def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:

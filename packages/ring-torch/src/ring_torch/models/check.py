@@ -119,11 +119,9 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
-    reasons: tuple[str, ...]
+    reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
     if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
         reasons = ("it holds models of transformers that want other positions or labels",)
-    else:
-        reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
     return replace(
         reports[0],
         exact=not reasons,
@@ -214,10 +212,10 @@ def _takes_tokens(model: nn.Module) -> bool:
 
 def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Modules that see the sequence of tokens, by name."""
-    decoder = model
     if is_pair(model):
         yield from model.named_modules()
         return
+    decoder = model
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
         for each in (model, model.base_model):
@@ -327,8 +325,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
         yield "its attention computes masks of its own from the keys"
     masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
     hooked = {"positions", "alibi", "bias"} & {*hooks}
-    counts = any("position_ids" in taken for taken in masking) or hooked
-    if masking and not counts:
+    if masking and not hooked and not any("position_ids" in taken for taken in masking):
         yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
     if not {"alibi", "bias"} & {*hooks} and any(
         "position_bias" in names_in_forward(type(x)) for x in attending
@@ -344,9 +341,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
 
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     types = getattr(_text_config(model), "layer_types", None)
-    if types:
-        return tuple(map(str, types))
-    return ("attention",) * sum(map(attends, parts.values()))
+    return tuple(map(str, types or ("attention",) * sum(map(attends, parts.values()))))
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:
@@ -362,10 +357,8 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
 
 def _counts_real_tokens(module: nn.Module) -> bool:
     """Whether it makes position ids of the attention mask, as OPT does."""
-    made = "cumsum" in names_in_forward(type(module))
-    return made and {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(
-        type(module)
-    )
+    wants = {"inputs_embeds", "attention_mask", "position_ids"}
+    return "cumsum" in names_in_forward(type(module)) and wants <= parameters_of(type(module))
 
 
 def _shifts(model: Any) -> bool:

@@ -32,7 +32,7 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers 
     _check_longest(longest, offsets[0])
     found = {
         "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
-        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids("seq_idx", ids, shape),
+        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids(ids, shape),
         "attention_mask": _of_mask(given, shape),
     }  # fmt: skip
     stated = {name: x for name, x in found.items() if x is not None}
@@ -107,10 +107,10 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Integers:
     return _runs(np.searchsorted(q, np.arange(shape[1]), side="right")[None])
 
 
-def _of_ids(name: str, ids: Any, shape: tuple[int, int]) -> Integers:
+def _of_ids(ids: Any, shape: tuple[int, int]) -> Integers:
     """Of the number of each token's document."""
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
-        raise ValueError(f"{name} must be int [B, T] = {shape}")
+        raise ValueError(f"seq_idx must be int [B, T] = {shape}")
     return _runs(ids.detach().cpu().numpy())
 
 

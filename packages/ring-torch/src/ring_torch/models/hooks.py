@@ -46,9 +46,6 @@ _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 class _Call:
     """What the hooks after a forward have to know of the batch."""
 
-    shape: tuple[int, int]  # (B, T), of the whole batch
-    mask: ShardedMask
-    whole_mask: Tensor | None
     is_shifted_here: bool  # labels came unshifted: the last token has none
     has_labels: bool
     has_router_loss: bool
@@ -130,18 +127,14 @@ class ModelHooks:
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
         shard = self._shard(module, given)
-        mask = given.get("attention_mask")
-        assert self.part.mask is not None
         self.call = _Call(
-            shape=(self.part.mask.shape[0], self.part.length),
-            mask=self.part.mask,
-            whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
             is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
         )
         if has_router_loss:
-            shard["attention_mask"] = self.call.whole_mask
+            mask = given.get("attention_mask")
+            shard["attention_mask"] = None if mask is None else (mask != 0).to(mask.dtype)
         takes = parameters_of(type(unwrapped(module)))
         if "use_cache" in takes:
             shard.setdefault("use_cache", False)
@@ -155,78 +148,68 @@ class ModelHooks:
     def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of one sequence, or of two."""
         seed, weight = self._dropout_seed(module), _one_weight(module)
+        rest = self.sharding, unwrapped(module), given, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
             raise UnsupportedError(
                 f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
                 f"told of documents on a ring; leave them out"
             )
         if self.is_pair:
-            pair = Pair(self.source, self.part)
-            return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
+            return Pair(self.source, self.part).split(*rest)
         if self.is_merging and is_merged(given):
-            whole = unwrapped(module)
-            merged = Merged(self.part)
-            return merged.split_labels(self.sharding, whole, given, self.report, seed, weight)
+            return Merged(self.part).split_labels(*rest)
         self.part.is_whole = False
         shard = shard_batch(self.sharding, given, self.report, seed, weight)
-        if "recurrent" in self.report.hooks:
-            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
-        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
-        self.part.hold(shard, tokens.shape[1], given.get("attention_mask"))
+        self.part.hold(shard, given)
         return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
-        del args, kwargs
-        call = self._ended()
+        call, part = self._ended(), self.part
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
-            if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
-                output[name] = self.whole(value, call.shape[1] - (
-                    name in _PER_TOKEN and call.is_shifted_here
-                ))  # fmt: skip
+            if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
+                is_short = name in _PER_TOKEN and call.is_shifted_here
+                output[name] = self.whole(value, part.length - is_short)
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split_mask(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the part below a router's loss, which needs the whole mask: the split one."""
-        del module
         if self.call is not None and self.call.has_router_loss:
-            kwargs = {**kwargs, "attention_mask": replace(self.call.mask, joins_router=True)}
+            kwargs = {**kwargs, "attention_mask": replace(self.part.mask, joins_router=True)}
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_router(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After it: the router's logits of the whole sequence."""
-        del args, kwargs
         if self.call is None or not self.call.has_router_loss:
             return output
-        (rows, length), shape = self.call.shape, self.call.mask.shape
-        logits = output.get("router_logits")
-        if not logits or any(x.shape[:-1].numel() != rows * shape[1] for x in logits):
+        shape, logits = self.part.mask.shape, output.get("router_logits")
+        if not logits or any(x.shape[:-1].numel() != math.prod(shape) for x in logits):
             raise UnsupportedError(
                 f"{type(module).__name__} has no router_logits of every token, of which the "
                 f"router's loss could be computed; set output_router_logits to False"
             )
         stacked = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
-        whole = self.whole(stacked, length, dim=2)
+        whole = self.whole(stacked, self.part.length, dim=2)
         output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def join_rows(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """After a head of which the model takes one row: those of the whole sequence."""
-        del module, args
-        return self.whole(output, self._ended().shape[1])
+        self._ended()
+        return self.whole(output, self.part.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""

@@ -114,10 +114,9 @@ class UnshiftedLabels(Sealed):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
         """This rank's part of a cross entropy; refuse what else torch would do with them."""
-        del types
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise SealedError(cls._words)
         given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}

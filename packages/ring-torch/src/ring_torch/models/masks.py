@@ -45,17 +45,14 @@ class ShardedMask(Sealed):
     gathers: bool = False
     first: tuple[int, ...] = ()
 
+    ndim = 2  # of a mask [B, T_local]
+
     _words = (
         "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
         "can only be read by ring attention: give the model attn_implementation="
         "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
         "attention, recurrent or convolutional layers, router losses), and needs whole sequences"
     )
-
-    @property
-    def ndim(self) -> int:
-        """Of a mask ``[B, T_local]``."""
-        return 2
 
     def __eq__(self, other: object) -> Any:
         """Yes to whether all is 1, of recurrent layers that are given the mask elsewhere."""
@@ -108,17 +105,14 @@ class CrossMask(Sealed):
     queries: ShardedMask
     keys: ShardedMask
 
+    ndim = 2  # of a mask of keys, [B, T_local]
+
     _words = ShardedMask._words  # noqa: SLF001 - of the same module
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of a mask of keys, ``[B, T_local]``."""
         return self.keys.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of a mask ``[B, T_local]``."""
-        return 2
 
     def to(self, *_: object, **__: object) -> CrossMask:
         """Itself: its ids are moved where they are used."""

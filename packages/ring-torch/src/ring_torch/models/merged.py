@@ -8,7 +8,7 @@ the embeddings that it holds, so that their sum over ranks counts each once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.batch import shard_batch
+from ring_torch.models.batch import shard_batch, tokens_of
 from ring_torch.models.check import ModelReport
 from ring_torch.models.code import by_name, parameters_of
 from ring_torch.models.documents import STATED
@@ -79,12 +79,9 @@ class Merged:
         mask = text.get("attention_mask")
         if isinstance(mask, Tensor) and int(mask.max()) > 1:
             raise UnsupportedError("attention_mask that numbers documents, beside images")
-        tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
         others = {name: x for name, x in given.items() if name not in text}
         shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
-        if "recurrent" in report.hooks:
-            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
-        self.part.hold(shard, tokens.shape[1], mask)
+        self.part.hold(shard, given)
         self.part.is_whole = True
         kept = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
         return kept | {name: shard[name] for name in _LABELS if name in shard}
@@ -99,12 +96,11 @@ class Merged:
             UnsupportedError: It is given what cannot be split.
         """
         part = self.part
-        if not part.is_whole or part.mask is None:
+        if not part.is_whole:
             return args, kwargs
         part.is_whole = False
         given = by_name(module, args, kwargs)
-        tokens = given.get("inputs_embeds")
-        tokens = given.get("input_ids") if tokens is None else tokens
+        tokens = tokens_of(given)
         shape = (part.mask.shape[0], part.length)
         if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
             raise UnsupportedError(
@@ -119,8 +115,7 @@ class Merged:
 
     def _split(self, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
         """This rank's part of one argument."""
-        kept = name in _LABELS or isinstance(x, bool | int | float | str | Sealed)
-        if x is None or kept:
+        if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
             return x
         if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
             return None  # the part's own
@@ -137,7 +132,6 @@ class Merged:
 
     def _along(self, x: Tensor, dim: int) -> Tensor:
         mask = self.part.mask
-        assert mask is not None
         padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, mask.seq_len - x.shape[dim]))
         return mask.sharding.shard(padded, dim=dim)
 

@@ -117,14 +117,10 @@ def rows_tensors(rows: QueryBlock) -> list[Tensor]:
 
 def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
     """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
-    rest = iter(tensors)
-    q = next(rest)
-    segments = None if like.segments is None else next(rest)
-    bias = None if like.bias is None else next(rest)
-    index, position, _ = call.positions(item.q_rank)
-    part = item.q_slice
-    return QueryBlock(
-        q, None if index is None else index[part], None if position is None else position[part],
-        segments, bias,
-        like.slopes,
-    )  # fmt: skip
+    q, *rest = tensors
+    segments = None if like.segments is None else rest.pop(0)
+    bias = None if like.bias is None else rest.pop(0)
+    index, position, _ = (
+        None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
+    )
+    return QueryBlock(q, index, position, segments, bias, like.slopes)

@@ -28,6 +28,8 @@ from ring_torch.records import (
     QueryBlock,
     QueryGrads,
     head_group,
+    unseen_state,
+    zero_bias_grads,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
@@ -47,7 +49,8 @@ class Gather:
         groups = self.groups.forward
         session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
-        rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
+        covered = gather.num_rows == inputs.q.shape[1]
+        rows, whole = call.rows(inputs), unseen_state(inputs, covered=covered)
         results: list[AttentionState] = []
         gathered: list[Tensor] = []
         for n, arriving in enumerate(session.fetch(gather, inputs)):
@@ -77,7 +80,8 @@ class Gather:
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
+        dbias = zero_bias_grads(rows.bias, call.params, call.acc_dtype)
+        row_grads = QueryGrads(_dq(call, gather, rows), dbias)
         shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (
             torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
@@ -232,7 +236,8 @@ def _finish_own_grads(
         for one in own:
             places_at_home = sums.parts(home, keys.length, one.source)
             add_staged(places_at_home, [sums.parts(grads, length, one.target)])
-        grads, own, length = home, [_all(keys)], keys.length
+        every = slice(0, keys.length)
+        grads, own, length = home, [Fetch(-1, every, every)], keys.length
 
     def where(source: slice) -> slice:
         one = next(x for x in own if x.source.start <= source.start < x.source.stop)
@@ -251,11 +256,6 @@ def _finish_own_grads(
                 place.copy_(x)
 
 
-def _all(keys: KVPayload) -> Fetch:
-    """All of a rank's own keys, where they are."""
-    return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
-
-
 def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
     """By head where the kernel has a backward by parts that can run this call."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
@@ -269,12 +269,6 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
     dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
-
-
-def _dbias(call: Call, rows: QueryBlock) -> Tensor | None:
-    if rows.bias is None or not call.params.bias_grad:
-        return None
-    return torch.zeros_like(rows.bias, dtype=call.acc_dtype)
 
 
 def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
@@ -307,14 +301,3 @@ def _in_place(
         return []
     own = call.columns(call.ring.rank, keys_of(inputs.share(n, groups)))
     return [(own, item) for item in gather.in_place]
-
-
-def _unseen(call: Call, gather: GatherProgram, inputs: Inputs) -> AttentionState:
-    """Room for all rows, of which those that no item covers see nothing."""
-    batch, length, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = torch.empty(batch, heads, length, dtype=call.acc_dtype, device=out.device)
-    if gather.num_rows < length:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    return AttentionState(out, lse)

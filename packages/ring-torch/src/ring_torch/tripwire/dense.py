@@ -63,8 +63,8 @@ class SampledQueries(NamedTuple):
     def take(self, part: slice) -> SampledQueries:
         """The same for a slice of the queries."""
         bias = None if self.bias is None else self.bias[:, part]
-        q, indices, position, ids, _, dout = (None if x is None else x[part] for x in self)
-        assert q is not None and indices is not None and position is not None
+        ids, dout = (None if x is None else x[part] for x in (self.ids, self.dout))
+        q, indices, position = (x[part] for x in self[:3])
         return SampledQueries(q, indices, position, ids, bias, dout)
 
 
@@ -105,9 +105,8 @@ class Partial(NamedTuple):
 def merged(parts: Sequence[Partial]) -> Partial:
     """Means over the keys of all parts."""
     lse = torch.logsumexp(torch.stack([x.lse for x in parts]), dim=0)
-    means = sum(_weight(x.lse, lse).unsqueeze(-1) * x.means for x in parts)
-    assert isinstance(means, Tensor)
-    return Partial(lse, means)
+    means = torch.stack([_weight(x.lse, lse).unsqueeze(-1) * x.means for x in parts])
+    return Partial(lse, means.sum(dim=0))
 
 
 def query_means(
@@ -190,8 +189,7 @@ def _scores(
         q, k = q.flip(-1), k.flip(-1)
     x = torch.einsum("nkgd,mkd->kgnm", q, k) * params.scale
     by_group = x.shape[:2]
-    one = torch.ones((), dtype=acc_dtype, device=x.device)
-    slope, keep = one, one
+    slope = keep = torch.ones((), dtype=acc_dtype, device=x.device)
     if params.softcap is not None:
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
@@ -276,8 +274,7 @@ def _sums_of_block(
 
     def column(rows: Tensor) -> Tensor:
         """``[n, H]`` as ``[K, G, n, 1]``."""
-        grouped: Tensor = rows.to(acc_dtype).t().unflatten(0, by_group).unsqueeze(-1)
-        return grouped
+        return rows.to(acc_dtype).t().reshape(*by_group, -1, 1)
 
     delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
     delta = delta if results.dlse is None else delta - results.dlse.double()

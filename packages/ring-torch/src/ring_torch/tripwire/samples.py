@@ -61,11 +61,6 @@ class Sample(NamedTuple):
         """Local indices of this rank's."""
         return torch.as_tensor(self._picked(kind, self.call.ring.rank), device=self.call.device)
 
-    def out_and_lse(self) -> tuple[Partial, Partial]:
-        """The results of this rank's queries: exact, and by a plain implementation."""
-        exact, plain = self._means(None)
-        return exact, plain
-
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's queries: exact, and by a plain implementation."""
         b, rows = self.batch, self.own("queries")
@@ -74,7 +69,7 @@ class Sample(NamedTuple):
         # Who keeps ``out`` only, takes delta from what was rounded.
         rounded = (dout * out).sum(dim=-1, keepdim=True)
         found = []
-        for part, known in zip(self._means(upstream.dout), (None, rounded), strict=True):
+        for part, known in zip(self.means(upstream.dout), (None, rounded), strict=True):
             delta, second, third = part.means.double().split([1, *2 * [self.inputs.q.shape[3]]], -1)
             delta = (delta if known is None else known) - shift
             found.append(self.call.params.scale * (second - delta * third))
@@ -109,8 +104,11 @@ class Sample(NamedTuple):
         assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
         return exact, plain
 
-    def _means(self, dout: Tensor | None) -> tuple[Partial, Partial]:
-        """Of this rank's queries over all keys, sinks among these: exact, and plain."""
+    def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
+        """Of this rank's queries over all keys, sinks among these: exact, and plain.
+
+        They are results, or with ``dout`` what gradients are made of.
+        """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         rows = self.own("queries")
         parts = [[inputs.q[b, rows]] * ring.size]
@@ -209,17 +207,14 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
     if inputs.q.shape[0] == 0:
         return None
     sample = Sample.of(call, inputs)
-    rows, (exact, plain) = sample.own("queries"), sample.out_and_lse()
+    rows, (exact, plain) = sample.own("queries"), sample.means()
     size = _largest(inputs.v).expand(len(rows))
     results = {"out": (out[sample.batch, rows], exact.means, plain.means.to(call.dtype), size)}
     if call.params.needs_lse:
-        lse = lse[sample.batch, :, rows].t().unsqueeze(-1)
-        results["lse"] = (
-            lse,
-            exact.lse.unsqueeze(-1),
-            plain.lse.unsqueeze(-1),
-            torch.ones(len(rows)),
+        lse, exact_lse, plain_lse = (
+            x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
+        results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows))
     found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
     return sample.agree(found, "forward")
 

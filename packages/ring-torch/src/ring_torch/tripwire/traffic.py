@@ -49,9 +49,8 @@ class Watch(TorchDispatchMode):
         self._reads.__exit__(None, None, None)
         self._mark()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what an operation sends, and run it."""
-        del types
         if func._schema.name == _SEND:  # noqa: SLF001 - its name
             self.sent += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
@@ -96,7 +95,8 @@ class Pass(NamedTuple):
             if moved != expected:
                 done = {"reads": "read from peers", "sends": "sent"}[verb]
                 found.append(f"{moved:,} bytes were {done}, and the program {verb} {expected:,}")
-        peak = peak_tflops(_device_name(call.device))
+        is_gpu = call.device.type == "cuda"
+        peak = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
         if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
             if rate > peak:
@@ -185,14 +185,10 @@ def _ulysses(one: Pass) -> int:
     call, (q, k, v) = one.call, one.inputs[:3]
     parts = call.ring.size
     batch, length, heads, _ = q.shape
-    per_head = {"q": q, "k": k, "v": v}
-    cut = {
-        name: ((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype)
-        for name, x in per_head.items()
-    }
+    qkv = [((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype) for x in (q, k, v)]
     out = ((batch, length, heads // parts, v.shape[3]), call.dtype)
     row = ((batch, length, heads // parts), call.acc_dtype)
-    qkv, delta = [cut["q"], cut["k"], cut["v"]], [row] if call.kernel.needs_delta else []
+    delta = [row] if call.kernel.needs_delta else []
     messages = (qkv, [out, row]) if one.forward else ([out, *delta], qkv)
     return (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
 
@@ -205,7 +201,3 @@ _EXPECTED: dict[str, Callable[[Pass], int]] = {
 
 def _rows(items: tuple[WorkItem, ...] | list[WorkItem]) -> int:
     return sum(x.q_stop - x.q_start for x in items)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
