@@ -25,7 +25,6 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     QueryGrads,
-    zero_bias_grads,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -190,4 +189,7 @@ def _positions_aligned8(plan: Plan, rank: int) -> bool:
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
-    return QueryGrads(dq, zero_bias_grads(rows.bias, call.params, call.acc_dtype))
+    dbias = None
+    if rows.bias is not None and call.params.bias_grad:
+        dbias = torch.zeros(rows.bias.shape, dtype=call.acc_dtype, device=call.device)
+    return QueryGrads(dq, dbias)

@@ -67,11 +67,6 @@ def static_text(
     return json.dumps(facts)
 
 
-def _group(name: str) -> Any:
-    """The process group of a name, which has no public way to it."""
-    return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))  # type: ignore[attr-defined] # noqa: SLF001
-
-
 class Numbers(NamedTuple):
     """What may change from call to call without compiling anew, but for the floats."""
 
@@ -115,8 +110,12 @@ class _Static(NamedTuple):
         Raises:
             ValueError: It is gone, or has other ranks.
         """
+        group: Any = None
         try:
-            ring = ranks_of(None if self.group is None else _group(self.group))
+            if self.group is not None:  # there is no public way from a name
+                name = distributed_c10d.GroupName(self.group)
+                group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined] # noqa: SLF001
+            ring = ranks_of(group)
         except RuntimeError as error:
             raise ValueError(f"{_OTHER_GROUP}: {error}") from error
         if (ring.rank, ring.size) != self.ranks:

@@ -215,27 +215,18 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     return AttentionState(out, lse)
 
 
-def unseen_state(inputs: Inputs, *, covered: bool) -> AttentionState:
-    """Room for all rows, ``out`` in the inputs' dtype.
+def unseen_state(q: Tensor, v_dim: int, *, covered: bool = False) -> AttentionState:
+    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype.
 
-    Those that no item covers see nothing; ``covered`` says that there are none.
+    They see nothing, unless they are ``covered``: all will be written.
     """
-    batch, length, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
+    batch, length, heads, _ = q.shape
+    out = q.new_empty(batch, length, heads, v_dim)
     lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
     if not covered:
         out.zero_()
         lse.fill_(-torch.inf)
     return AttentionState(out, lse)
-
-
-def zero_bias_grads(
-    bias: Tensor | None, params: KernelParams, acc_dtype: torch.dtype
-) -> Tensor | None:
-    """Accumulators of a bias that wants its gradient."""
-    if bias is None or not params.bias_grad:
-        return None
-    return torch.zeros_like(bias, dtype=acc_dtype)
 
 
 def _part(x: Tensor | None, part: slice) -> Tensor | None:

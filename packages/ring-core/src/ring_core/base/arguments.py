@@ -179,3 +179,9 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
         return method
 
     return shown
+
+
+def known[T](x: T | None) -> T:
+    """What cannot be ``None`` here."""
+    assert x is not None
+    return x

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import check_choice, check_record
+from ring_core.base.arguments import check_choice, check_record, known
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
@@ -185,13 +185,11 @@ def _results(
 
     _start_backward(plan, ranks, *upstream, precision)
     home = _backward(program, ranks, params, last)
-    dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
+    dq = _gather(plan, [known(rank.dq) for rank in ranks], axis=1)
     dk = _gather_keys(plan, [grad.dk for grad in home])
     dv = _gather_keys(plan, [grad.dv for grad in home])
     dbias = (
-        None
-        if given.bias is None
-        else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
+        None if given.bias is None else _gather(plan, [known(rank.dbias) for rank in ranks], axis=2)
     )
     dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
@@ -244,13 +242,13 @@ def _backward(
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
     q, rows = rank.queries_of(item)
-    dout, delta = _given(rank.dout)[:, item.q_slice], _given(rank.delta)[:, :, item.q_slice]
+    dout, delta = known(rank.dout)[:, item.q_slice], known(rank.delta)[:, :, item.q_slice]
     k, v, lse = kv.k[:, item.k_slice], kv.v[:, item.k_slice], rank.lse[:, :, item.q_slice]
     columns = kv.side.take(item.k_slice)
     dq, dk, dv, dlogits = item_kernel.backward(
         dout, q, k, v, lse, delta, rows, columns, item, params
     )
-    _given(rank.dq)[:, item.q_slice] += dq
+    known(rank.dq)[:, item.q_slice] += dq
     grad.dk[:, item.k_slice] += dk
     grad.dv[:, item.k_slice] += dv
     if rank.dbias is not None:
@@ -315,7 +313,7 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
     for rank in ranks:
         safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
-        total -= (share * _given(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
+        total -= (share * known(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
     return total
 
 
@@ -332,8 +330,3 @@ def _gather(plan: Plan, parts: Iterable[Floats], axis: int) -> Floats:
 def _gather_keys(plan: Plan, parts: Iterable[Floats]) -> Floats:
     order = np.concatenate([plan.k_positions(r) for r in range(plan.cp_size)])
     return np.take(np.concatenate(list(parts), axis=1), np.argsort(order), axis=1)
-
-
-def _given(x: Floats | None) -> Floats:
-    assert x is not None
-    return x

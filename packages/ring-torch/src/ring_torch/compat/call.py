@@ -145,8 +145,9 @@ def kvpacked[**P](
         k, v = unpacked("kv", kv, 2, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    words = f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
-    _present(packed, function, "kvpacked", words)
+    _present(
+        packed, function, "kvpacked", f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
+    )
     return packed
 
 
@@ -159,8 +160,12 @@ def qkvpacked[**P](
         q, k, v = unpacked("qkv", qkv, 3, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    words = f"Q, K and V in one tensor, ``qkv [{_TOKENS[dim]}, 3, H, D]``"
-    _present(packed, function, "qkvpacked", words)
+    _present(
+        packed,
+        function,
+        "qkvpacked",
+        f"Q, K and V in one tensor, ``qkv [{_TOKENS[dim]}, 3, H, D]``",
+    )
     return packed
 
 

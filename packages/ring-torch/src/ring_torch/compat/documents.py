@@ -115,7 +115,9 @@ def _attend(
         out, lse = run(call, inputs)
         return out[0], lse[0]
     moves = _moves(ring, layout, part.offsets, call.device)
-    signature = _signature(call, layout, options)
+    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
+    words["lse"] = options.return_attn_probs
+    signature = CallSignature.of(words, "exchange")
     guard = partial(with_peer_errors, ring, call.number, signature)
     with guard():
         agree(ring, call.number, call.seed, signature, call.device)
@@ -199,12 +201,10 @@ def _moves(
     ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
 ) -> Relayout:
     """From every document split by the layout to the whole pack split by it; once a pack."""
-    seq_len = ring.size * offsets[-1]
-    pack = Layout(layout, seq_len, ring.size)
+    pack = Layout(layout, ring.size * offsets[-1], ring.size)
+    source = positions_in_documents(layout, offsets, ring.size)
     target = np.stack([pack.positions(rank) for rank in range(ring.size)])
-    return relayout_between(
-        ring, positions_in_documents(layout, offsets, ring.size), target, device
-    )
+    return relayout_between(ring, source, target, device)
 
 
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
@@ -228,13 +228,6 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
 def _pieces(layout: LayoutName) -> int:
     """Chunks of a sequence that a rank holds."""
     return 2 if layout == "zigzag" else 1
-
-
-def _signature(call: Call, layout: LayoutName, options: Options) -> CallSignature:
-    """What ranks have to agree on before rows are exchanged."""
-    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
-    words["lse"] = options.return_attn_probs
-    return CallSignature.of(words, "exchange")
 
 
 def _shortened(offsets: tuple[int, ...]) -> str:

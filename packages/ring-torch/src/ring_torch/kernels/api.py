@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
+from ring_core.base.arguments import known
 from ring_core.choose.rates import UNKNOWN, Expected
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
@@ -25,7 +26,6 @@ from ring_torch.records import (
     QueryGrads,
     acc_dtype,
     empty_state,
-    zero_bias_grads,
 )
 
 
@@ -175,7 +175,7 @@ class KernelBase:
         column_grads.dk.add_(grads.dk)
         column_grads.dv.add_(grads.dv)
         if row_grads.dbias is not None:
-            row_grads.dbias.add_(_given(grads.dbias))
+            row_grads.dbias.add_(known(grads.dbias))
 
 
 class AccumulatingKernel(KernelBase):
@@ -199,12 +199,9 @@ class AccumulatingKernel(KernelBase):
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-        dbias = zero_bias_grads(rows.bias, params, dtype)
+        dbias = None
+        if rows.bias is not None and params.bias_grad:
+            dbias = torch.zeros_like(rows.bias, dtype=dtype)
         into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
         self.grads_into(rows, columns, upstream, item, params, *into)
         return ItemGrads(dq, dk, dv, dbias)
-
-
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x

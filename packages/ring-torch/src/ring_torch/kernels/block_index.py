@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
+from ring_core.base.arguments import known
 from ring_core.triton.tile_sizes import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 
@@ -145,23 +146,21 @@ def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid
 
 def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int32]:
     """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
-    assert geometry.tiles is not None and item.tiles is not None
-    index = geometry.tiles[1][item.q_rank, item.kv_rank]
+    tiles, index = known(item.tiles), known(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
-    shape = item.tiles.shape
-    which = index[q_tile : q_tile + shape[0], k_tile : k_tile + shape[1]]
-    which = np.where(item.tiles == PARTIAL, which, np.where(item.tiles == FULL, -1, -2))
+    which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
+    which = np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2))
     return which.astype(np.int32)
 
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
-    assert grid.geometry is not None
+    geometry = known(grid.geometry)
     sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
-    which = tile_numbers(item, grid.geometry)
+    which = tile_numbers(item, geometry)
     some, every = (
         x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
-        for x in _parts(grid.geometry, *sizes)
+        for x in _parts(geometry, *sizes)
     )
     for axis, block in enumerate((grid.block_q, grid.block_k)):
         each = block // sizes[axis]
@@ -181,8 +180,7 @@ def _in_blocks(flags: Flags, axis: int, blocks: int, each: int, *, beyond: bool)
 
 @lru_cache(maxsize=32)
 def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Flags]:
-    assert geometry.tiles is not None
-    return parts_of_tiles(geometry.tiles[0], rows, columns)
+    return parts_of_tiles(known(geometry.tiles)[0], rows, columns)
 
 
 def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
+from ring_torch.kernels.flash_library import Options, document_arguments, in_eights
 from ring_torch.records import AttentionState
 
 
@@ -32,20 +32,18 @@ class Flash2:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
         out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_common(options))
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        del place
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         name = (
             "_flash_attn_backward" if options.documents is None else "_flash_attn_varlen_backward"
@@ -59,16 +57,11 @@ class Flash2:
 
 def _common(options: Options) -> dict[str, Any]:
     left, right = (unbounded(side) for side in options.window)
-    given: dict[str, Any] = {
+    return {
         "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
         "window_size_left": left, "window_size_right": right, "softcap": 0.0,
+        **document_arguments(options.documents),
     }  # fmt: skip
-    if (documents := options.documents) is not None:
-        given |= {
-            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
-            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
-        }  # fmt: skip
-    return given
 
 
 def _call(name: str, **given: Any) -> Any:
@@ -97,9 +90,7 @@ def _missing() -> str | None:
     major, minor, *_ = (int(part) for part in installed.split(".")[:2])
     if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
         return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
-    if capability()[0] < 8:
-        return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-    return None
+    return before_ampere()
 
 
 FA2 = FlashKernel(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
+from ring_core.base.arguments import known
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import KernelBase, SplitBackward
 from ring_torch.kernels.flash_library import (
@@ -37,7 +38,7 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
-    acc_dtype,
+    unseen_state,
 )
 
 
@@ -189,12 +190,7 @@ class FlashKernel(KernelBase):
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
     ) -> AttentionState:
         """One launch a piece; no two share a row."""
-        batch, length, heads, _ = rows.q.shape
-        out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
-        lse = torch.full(
-            (batch, heads, length), -torch.inf, dtype=acc_dtype(out.dtype), device=out.device
-        )
-        whole = AttentionState(out, lse)
+        whole = unseen_state(rows.q, columns.v.shape[3])
         for one in pieces:
             part = whole.take(one.q_slice)
             result = self.attend(*_part(rows, columns, one), one, params)
@@ -307,22 +303,24 @@ def _with_mods(
 @capture_safe_cache(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """The documents of an item, once for each sequence of a batch."""
-    assert item.cu_q is not None and item.cu_k is not None
-    cu_q, cu_k = (
-        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))])
-        for cu in (item.cu_q, item.cu_k)
+    sides = known(item.cu_q), known(item.cu_k)
+    every = (
+        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )
-    return Documents(
-        torch.as_tensor(cu_q, dtype=torch.int32).to(device),
-        torch.as_tensor(cu_k, dtype=torch.int32).to(device),
-        int(np.diff(item.cu_q).max()),
-        int(np.diff(item.cu_k).max()),
-    )
+    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in every)
+    return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
     """Compute capability of a CUDA device, of the current one by default."""
     return torch.cuda.get_device_capability(device)
+
+
+def before_ampere() -> str | None:
+    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
+    if capability()[0] >= 8:
+        return None
+    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
 def unbounded(side: int | None) -> int:

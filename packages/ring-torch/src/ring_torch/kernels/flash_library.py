@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,12 @@ class Documents(NamedTuple):
     cu_k: Tensor
     max_q: int
     max_k: int
+
+
+def document_arguments(documents: Documents | None) -> dict[str, Any]:
+    """As functions of FlashAttention take them."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {} if documents is None else dict(zip(names, documents, strict=True))
 
 
 class Mods(NamedTuple):
@@ -65,15 +71,13 @@ class HeadDims(NamedTuple):
     v: int
 
 
-def as_given(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The head dims of a call, for libraries that are right at all they take."""
-    del direction
     return HeadDims(head_dim, v_head_dim)
 
 
-def in_eights(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def in_eights(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The next multiples of 8, for libraries that take no others."""
-    del direction
     return HeadDims(rounded_up(head_dim, 8), rounded_up(v_head_dim, 8))
 
 
@@ -82,9 +86,8 @@ def rounded_up(dim: int, multiple: int) -> int:
     return -(-dim // multiple) * multiple
 
 
-def no_limits(request: Request, program: RingProgram) -> tuple[str, ...]:
+def no_limits(_request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Nothing to refuse, for libraries that take all they can do together."""
-    del request, program
     return ()
 
 
@@ -108,7 +111,7 @@ class Flash(Protocol):
         """Why it cannot be called on this machine; ``None`` if it can."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``, in ``place`` if the library can write there.
 
@@ -117,6 +120,6 @@ class Flash(Protocol):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, place: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, capability, unbounded
+from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
 from ring_torch.kernels.flash_library import Options, in_eights
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
@@ -98,15 +98,12 @@ class Flash:
 
     def unavailable_reason(self) -> str | None:
         """A GPU before Ampere."""
-        if capability()[0] < 8:
-            return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-        return None
+        return before_ampere()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
@@ -117,10 +114,9 @@ class Flash:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         unused = torch.empty(0, device=q.device)  # dropout's state, of which there is none
@@ -165,5 +161,5 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-    slices = [slice(start, None, group) for start in range(group)]
+    slices = (slice(start, None, group) for start in range(group))
     return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in slices]

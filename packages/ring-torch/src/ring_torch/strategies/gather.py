@@ -29,7 +29,6 @@ from ring_torch.records import (
     QueryGrads,
     head_group,
     unseen_state,
-    zero_bias_grads,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
@@ -50,7 +49,8 @@ class Gather:
         session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
-        rows, whole = call.rows(inputs), unseen_state(inputs, covered=covered)
+        whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
+        rows = call.rows(inputs)
         results: list[AttentionState] = []
         gathered: list[Tensor] = []
         for n, arriving in enumerate(session.fetch(gather, inputs)):
@@ -80,7 +80,9 @@ class Gather:
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        dbias = zero_bias_grads(rows.bias, call.params, call.acc_dtype)
+        dbias = None
+        if rows.bias is not None and call.params.bias_grad:
+            dbias = torch.zeros_like(rows.bias, dtype=call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows), dbias)
         shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (

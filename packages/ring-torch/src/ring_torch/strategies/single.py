@@ -31,7 +31,7 @@ class Single:
         rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
         item = self.item
         covered = item.q_stop - item.q_start == inputs.q.shape[1]
-        whole = unseen_state(inputs, covered=covered)
+        whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
         place, part = whole.take(item.q_slice), rows.take(item.q_slice)
         params = call.params
         if inputs.sinks is not None:

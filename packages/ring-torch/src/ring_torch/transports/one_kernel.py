@@ -86,15 +86,13 @@ class ExchangeState:
 
     def _follow(self) -> None:
         """Let the current stream wait for the last pass, if that was on another."""
-        device = torch.cuda.current_device()
+        before, device = self._stream, torch.cuda.current_device()
         handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
-        same = self._stream is not None and self._stream.cuda_stream == handle
-        if same or is_capturing():
+        if (before is not None and before.cuda_stream == handle) or is_capturing():
             return
-        stream = torch.cuda.current_stream()
-        if self._stream is not None:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream = torch.cuda.current_stream()
+        if before is not None:
+            self._stream.wait_stream(before)
 
     def _new_place(self) -> Place:
         from ring_torch.transports.exchange_kernel import Place
@@ -127,8 +125,7 @@ def _programs(device: torch.device) -> int:
     They wait for other ranks. If they held all processors, a kernel of NCCL on another stream might
     wait for one here, its peer keep those that the programs there need, and nobody get on.
     """
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count // 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
 def meeting_of(ring: Ranks) -> ExchangeState:

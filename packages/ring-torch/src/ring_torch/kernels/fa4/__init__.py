@@ -14,7 +14,13 @@ from ring_core import Capabilities, Request, RingProgram
 from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
-from ring_torch.kernels.flash_library import HeadDims, Options, Pass, rounded_up
+from ring_torch.kernels.flash_library import (
+    HeadDims,
+    Options,
+    Pass,
+    document_arguments,
+    rounded_up,
+)
 from ring_torch.records import AttentionState
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
@@ -113,15 +119,10 @@ def _writes_lse(q: Tensor, v: Tensor, options: Options) -> bool:
 
 def _common(options: Options) -> dict[str, Any]:
     left, right = options.window
-    given: dict[str, Any] = {
+    return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
+        **document_arguments(options.documents),
     }  # fmt: skip
-    if (documents := options.documents) is not None:
-        given |= {
-            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
-            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
-        }  # fmt: skip
-    return given
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
