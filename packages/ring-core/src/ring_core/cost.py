@@ -94,9 +94,8 @@ def hardware(name: str) -> Hardware:
         ValueError: No such preset.
     """
     if not isinstance(name, str) or name not in HARDWARE:
-        known = ", ".join(HARDWARE)
         raise ValueError(
-            f"unknown hardware {name!r}; known: {known}; or describe yours as "
+            f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}; or describe yours as "
             f"ring_core.cost.Hardware(...)"
         )
     return HARDWARE[name]

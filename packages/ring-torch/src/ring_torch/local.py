@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ring_core import checks
+
 # Modules that ranks are forked with, for they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
@@ -68,8 +70,7 @@ class LocalRanks:
                 real and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-        if not isinstance(cuda, bool):
-            raise ValueError(f"cuda must be True or False, got {cuda!r}")
+        checks.check_flag("cuda", cuda)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._patience = patience

@@ -35,17 +35,6 @@ _LARGEST = 256  # operators: what is used again counts again, as a kernel would 
 _TRIED = 64  # positions on each side at which an expression is compared with its mask
 
 
-def expression_of(
-    mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
-) -> Expression | None:
-    """The rule for positions ``start <= q < stop`` and ``start <= k < stop``, in 32-bit integers.
-
-    ``None`` if it is not made of operators on integers alone, is long, has documents, or has
-    numbers in it that do not fit.
-    """
-    return _expression_of(mask, q_span, k_span)
-
-
 def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
     """What an expression says of positions, by somebody's operators; numpy's by default."""
     if isinstance(expression, tuple):
@@ -55,9 +44,14 @@ def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPE
 
 
 @lru_cache(maxsize=64)
-def _expression_of(
+def expression_of(
     mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
 ) -> Expression | None:
+    """The rule for positions ``start <= q < stop`` and ``start <= k < stop``, in 32-bit integers.
+
+    ``None`` if it is not made of operators on integers alone, is long, has documents, or has
+    numbers in it that do not fit.
+    """
     if mask.cu_seqlens is not None:
         return None
     q, k = (_Traced(name, span[0], span[1] - 1) for name, span in (("q", q_span), ("k", k_span)))

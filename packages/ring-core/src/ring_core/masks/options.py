@@ -27,7 +27,7 @@ def mask_of(
         ValueError: An option is malformed.
     """
     sides = tuple(window) if isinstance(window, tuple | list) else (window,)
-    # Equal options of unlike types are not the same: 1 is no flag.
+    # Equal options of unlike types are not the same, 1 is no flag: so types are part of the key.
     types = (type(causal), type(window), type(chunk_size), *map(type, sides))
     options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
     try:
@@ -80,8 +80,7 @@ class _Array(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _of_tuple(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Same) -> Mask:
-    del types  # it only tells options apart
+def _of_tuple(options: tuple[Any, ...], _types: tuple[type, ...], offsets: _Same) -> Mask:
     if not all(type(offset) is int for offset in offsets.value):
         raise TypeError("what is inside may change in place")
     causal, window, chunk_size = options
@@ -89,8 +88,7 @@ def _of_tuple(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Same)
 
 
 @lru_cache(maxsize=256)
-def _of_array(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Array | None) -> Mask:
-    del types  # it only tells options apart
+def _of_array(options: tuple[Any, ...], _types: tuple[type, ...], offsets: _Array | None) -> Mask:
     causal, window, chunk_size = options
     documents: Any = None if offsets is None else offsets.array()
     return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=documents)

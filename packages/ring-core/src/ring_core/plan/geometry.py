@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ring_core.base.arguments import known
 from ring_core.layouts.layout import Layout
 from ring_core.masks import band
 from ring_core.masks.band import UNBOUNDED, Rectangles
@@ -130,8 +131,7 @@ class BandGeometry:
 
         ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
         """
-        assert self.boundaries is not None
-        cells = self.boundaries
+        cells = known(self.boundaries)
         if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
@@ -152,9 +152,9 @@ class BandGeometry:
         return np.maximum(q_first, k_first), np.minimum(q_last, k_last)
 
     def _cell(self, position: Ints) -> Ints:
-        assert self.boundaries is not None
-        cell = np.searchsorted(self.boundaries, position, side="right") - 1
-        return np.clip(cell, 0, self.boundaries.size - 2)
+        boundaries = known(self.boundaries)
+        cell = np.searchsorted(boundaries, position, side="right") - 1
+        return np.clip(cell, 0, boundaries.size - 2)
 
     def _without_dead(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
@@ -189,9 +189,8 @@ class BandGeometry:
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of each rectangle inside one cell each."""
-        assert self.boundaries is not None
-        stride = self.q_layout.stride
-        start, stop = self.boundaries[cell], self.boundaries[cell + 1]
+        boundaries, stride = known(self.boundaries), self.q_layout.stride
+        start, stop = boundaries[cell], boundaries[cell + 1]
         # Local index n of a run stands at position zero + stride * n: round up to the next one.
         q_start, q_stop = -((q_zero - start) // stride), -((q_zero - stop) // stride)
         k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
@@ -199,8 +198,7 @@ class BandGeometry:
 
     def _count_strided(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Striped layouts cut every cell differently on every rank: count cell by cell."""
-        assert self.boundaries is not None
-        cells = self.boundaries.size - 1
+        cells = known(self.boundaries).size - 1
         flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
         q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
         total = np.zeros(flat.lo.shape[0], dtype=np.int64)
@@ -215,8 +213,7 @@ class BandGeometry:
     @cached_property
     def _pairs_before(self) -> Ints:
         """Visible pairs of all whole cells before each boundary."""
-        assert self.boundaries is not None
-        length = np.diff(self.boundaries)
+        length = np.diff(known(self.boundaries))
         lo, hi = band.local_band(0, 0, 1, self.mask.band)
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
 
@@ -258,8 +255,7 @@ class BandGeometry:
         bind in none are open (local positions ascend, so the self step of a causal zigzag is one
         causal block, and adjacent full rectangles are one).
         """
-        rect = rows.rect
-        live = rect.live
+        rect, live = rows.rect, rows.rect.live
         far = np.iinfo(np.int64).max
         q0 = np.where(live, rect.q_start, far).min(axis=-1, keepdims=True)
         k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
@@ -290,8 +286,9 @@ class BandGeometry:
     @staticmethod
     def _packed(rows: RectangleTable) -> RectangleTable:
         """Live rectangles first; columns no pair uses are dropped."""
-        order = np.argsort(~rows.rect.live, axis=-1, kind="stable")
-        width = max(1, int(rows.rect.live.sum(axis=-1).max(initial=0)))
+        live = rows.rect.live
+        order = np.argsort(~live, axis=-1, kind="stable")
+        width = max(1, int(live.sum(axis=-1).max(initial=0)))
         take = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*rows.rect, *rows[1:])]
         return RectangleTable(Rectangles(*take[:6]), take[6], take[7])
 

@@ -113,8 +113,8 @@ class WorkItem:
     def each_document(self) -> Iterator[WorkItem]:
         """Its documents as items of their own, whose rectangles count from this one's corner."""
         assert self.cu_q is not None and self.cu_k is not None
-        spans = zip(*(pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k)), strict=True)
-        for (q_start, q_stop), (k_start, k_stop) in spans:
+        sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
+        for (q_start, q_stop), (k_start, k_stop) in zip(*sides, strict=True):
             one = self._part((0, 0), q_start, q_stop, k_start, k_stop)
             if one is not None:
                 yield one

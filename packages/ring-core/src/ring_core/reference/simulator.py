@@ -6,7 +6,7 @@ step program are right before any device runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -119,8 +119,7 @@ def simulate(
     )  # fmt: skip
     if dout is None:
         return result.out, result.lse
-    assert result.dq is not None and result.dk is not None and result.dv is not None
-    return result.out, result.lse, result.dq, result.dk, result.dv
+    return result.out, result.lse, *map(known, (result.dq, result.dk, result.dv))
 
 
 def run(
@@ -178,19 +177,20 @@ def _results(
     last = _forward(program, ranks, params)
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
-    out = item_kernel.round_to(_gather(plan, [rank.out for rank in ranks], axis=1), precision)
-    lse = _gather(plan, [rank.lse for rank in ranks], axis=2)
+    out = _gather(plan.positions, [rank.out for rank in ranks], axis=1)
+    out = item_kernel.round_to(out, precision)
+    lse = _gather(plan.positions, [rank.lse for rank in ranks], axis=2)
     if upstream is None:
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
     home = _backward(program, ranks, params, last)
-    dq = _gather(plan, [known(rank.dq) for rank in ranks], axis=1)
-    dk = _gather_keys(plan, [grad.dk for grad in home])
-    dv = _gather_keys(plan, [grad.dv for grad in home])
-    dbias = (
-        None if given.bias is None else _gather(plan, [known(rank.dbias) for rank in ranks], axis=2)
-    )
+    dq = _gather(plan.positions, [known(rank.dq) for rank in ranks], axis=1)
+    dk = _gather(plan.k_positions, [grad.dk for grad in home], axis=1)
+    dv = _gather(plan.k_positions, [grad.dv for grad in home], axis=1)
+    dbias = None
+    if given.bias is not None:
+        dbias = _gather(plan.positions, [known(rank.dbias) for rank in ranks], axis=2)
     dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
@@ -321,12 +321,7 @@ def _zero_grad(message: Message) -> Grad:
     return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
 
 
-def _gather(plan: Plan, parts: Iterable[Floats], axis: int) -> Floats:
-    """Local slices of queries back into one global array."""
-    order = np.concatenate([plan.positions(r) for r in range(plan.cp_size)])
-    return np.take(np.concatenate(list(parts), axis=axis), np.argsort(order), axis=axis)
-
-
-def _gather_keys(plan: Plan, parts: Iterable[Floats]) -> Floats:
-    order = np.concatenate([plan.k_positions(r) for r in range(plan.cp_size)])
-    return np.take(np.concatenate(list(parts), axis=1), np.argsort(order), axis=1)
+def _gather(positions: Callable[[int], Ints], parts: Sequence[Floats], axis: int) -> Floats:
+    """Each rank's local slice back into one global array."""
+    order = np.concatenate([positions(r) for r in range(len(parts))])
+    return np.take(np.concatenate(parts, axis=axis), np.argsort(order), axis=axis)

@@ -16,7 +16,7 @@ from typing import Any
 from ring_core import __version__, viz
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
-from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
+from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
@@ -146,15 +146,12 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             refused.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
-        live = f"{program.num_steps} of {cp_size}"
         helped = sum(step.helps != "none" for step in program.steps)
-        figures = (
-            f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}",
-            live,
-            str(helped),
-        )
-        rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(program))))
+        rows.append((
+            f"{layout}/{strategy}", f"{program.imbalance:.3f}",
+            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}", str(helped),
+            str(viz.kv_messages(program)),
+        ))  # fmt: skip
     if len(refused) == len(pairs):
         raise refused[0]
     return _table(header, rows)
@@ -168,11 +165,14 @@ def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw:
     )
     device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     model = Model(heads, kv_heads, head_dim)
-    costs = {n: _costs(args, mask, n, model, device) for n in ranks}
+    sizes = {"seq_len": args.seq_len, "kv_seq_len": args.kv_seq_len}
+    costs = {n: compare(mask, **sizes, cp_size=n, model=model, hardware=device) for n in ranks}
     if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
         raise ValueError(next(iter(costs[ranks[0]].values())))
-    words = f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}"
-    words = f"{words}, bfloat16; forward and backward"
+    words = (
+        f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}, "
+        f"bfloat16; forward and backward"
+    )
     parts = [
         f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_pairs)}"
         for n, of_pairs in costs.items()
@@ -192,19 +192,6 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
     )  # fmt: skip
     rows = [(pair, *_cost_cells(cost)) for pair, cost in costs.items()]
     return f"{_table(header, rows)}\nleast time: {least}"
-
-
-def _costs(
-    args: argparse.Namespace, mask: Mask, cp_size: int, model: Model, device: Hardware
-) -> dict[str, Cost | str]:
-    return compare(
-        mask,
-        seq_len=args.seq_len,
-        cp_size=cp_size,
-        model=model,
-        hardware=device,
-        kv_seq_len=args.kv_seq_len,
-    )
 
 
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:

@@ -72,8 +72,7 @@ class Example:
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
     """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens per rank."""
     random = np.random.default_rng(0)
-    shapes = [(1, TOKENS * ranks, heads, head_dim) for heads in _HEADS]
-    return tuple(random.standard_normal(shape) for shape in shapes)
+    return tuple(random.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
 
 
 def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
@@ -218,8 +217,7 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
 
 def shown(found: Diagnosis) -> str:
     """A diagnosis for people."""
-    title = "a causal ring in float64"
+    lines = shown_versions(found.versions, found.clashes)
     return "\n".join(
-        shown_versions(found.versions, found.clashes)
-        + shown_checks(title, found.checks, healthy=found.healthy)
+        lines + shown_checks("a causal ring in float64", found.checks, healthy=found.healthy)
     )
