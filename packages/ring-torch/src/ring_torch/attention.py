@@ -155,7 +155,7 @@ def attend(
     run = _run
     if torch.compiler.is_compiling():
         plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
-        run = attend_in_graph if plain else _run_outside
+        run = attend_in_graph if plain else _run_alone
     if options.return_lse is False:  # what is no bool is refused below
         options = options._replace(drops_lse=True)
     out, lse = run(group, layout, x, options)
@@ -210,4 +210,4 @@ def _check_transforms() -> None:
         )
 
 
-_run_outside = torch.compiler.disable(_run)
+_run_alone = torch.compiler.disable(_run)

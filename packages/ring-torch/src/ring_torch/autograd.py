@@ -132,8 +132,8 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
         delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
         for start in range(0, length, _DELTA_ROWS):
             rows = slice(start, start + _DELTA_ROWS)
-            product = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
-            delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
+            products = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
+            delta[:, :, rows] = products.sum(dim=-1).transpose(1, 2)
     return delta if dlse is None else delta - dlse
 
 
@@ -152,8 +152,8 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
         sums = (torch.exp(one[:, None] - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:
         return -sums.to(sinks.dtype)
-    shares = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
-    return -(shares * sums[:, None]).to(sinks.dtype)
+    weights = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
+    return -(weights * sums[:, None]).to(sinks.dtype)
 
 
 def _has_passes(x: Tensor, dtype: torch.dtype) -> bool:

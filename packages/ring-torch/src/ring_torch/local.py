@@ -86,7 +86,7 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._owed = [0] * world_size  # answers that have not been read, by rank
+        self._pending = [0] * world_size  # answers that have not been read, by rank
 
     def __len__(self) -> int:
         return len(self._pipes)
@@ -102,9 +102,9 @@ class LocalRanks:
             LocalRankError: A rank raised, died or did not answer.
         """
         answers = self.answers(function, *args, grace=_GRACE)
-        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
-        if failures:
-            raise LocalRankError("\n".join(failures))
+        words = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if words:
+            raise LocalRankError("\n".join(words))
         return [value for _, value in answers]
 
     def answers(
@@ -115,7 +115,7 @@ class LocalRanks:
         ``grace`` is how many seconds others may still take after the first failure.
         """
         for rank, pipe in enumerate(self._pipes):
-            self._owed[rank] += 1
+            self._pending[rank] += 1
             with suppress(OSError):  # it died before; reading its answer says so
                 pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -127,8 +127,8 @@ class LocalRanks:
                 break
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
                 answer = self._answer(rank)
-                self._owed[rank] -= 1
-                if self._owed[rank]:  # of a call before this one, too late
+                self._pending[rank] -= 1
+                if self._pending[rank]:  # of a call before this one, too late
                     continue
                 answers[rank] = answer
                 if not answers[rank][0] and grace is not None:

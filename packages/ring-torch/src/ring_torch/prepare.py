@@ -78,7 +78,7 @@ def check_call(
     else:
         bias_grad = grad and bias is not None
     every = checked_every()
-    seed, options = options.dropout_seed, _keyed(options, every)
+    seed, options = options.dropout_seed, _as_key(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
@@ -102,7 +102,7 @@ def check_call(
     return call._replace(number=number, checked=checked), inputs
 
 
-def _keyed(options: Options, every: int) -> Options:
+def _as_key(options: Options, every: int) -> Options:
     """Options as calls are known again by: one mask, whatever gave it, and no seed.
 
     Raises:
@@ -197,7 +197,7 @@ def _prepare(
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
-    executing = strategy_for(
+    chosen = strategy_for(
         strategy, program, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _prepare(
     }  # fmt: skip
     return Call(
         ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], executing, transport, 0, CallSignature.of(fields, "forward"),
+        grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip
 

@@ -59,15 +59,15 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
         target: The position of each row wanted, ``[P, T_local]``.
         device: Where the rows lie.
     """
-    me = ring.rank
-    lies, wanted = _owners(source), _owners(target)
-    to, come = wanted[source[me]], lies[target[me]]
+    rank = ring.rank
+    owner, wanted = _owners(source), _owners(target)
+    to, came = wanted[source[rank]], owner[target[rank]]
     # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
-    arriving = np.concatenate([row[wanted[row] == me] for row in source])
+    arriving = np.concatenate([row[wanted[row] == rank] for row in source])
     after = np.empty(len(arriving), dtype=np.int64)
-    after[np.argsort(target[me])] = np.argsort(arriving)
+    after[np.argsort(target[rank])] = np.argsort(arriving)
     before = np.argsort(to, kind="stable")
-    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, come))
+    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, came))
     sent, received = (tuple(count) for count in counts)
     return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip

@@ -37,7 +37,7 @@ def attend_batch(
 ) -> Any:
     """Attention of shards ``[B, T_local, H, D]`` that lie in this layout."""
     call, inputs = checked(ranks_of(group), layout, q, k, v, options)
-    return returned(*run(call, inputs), options)
+    return as_asked(*run(call, inputs), options)
 
 
 def checked(
@@ -77,7 +77,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse.detach()
 
 
-def returned(out: Tensor, lse: Tensor, options: Options) -> Any:
+def as_asked(out: Tensor, lse: Tensor, options: Options) -> Any:
     """``out``, or ``(out, lse, None)`` where more was asked for."""
     return (out, lse, None) if options.return_attn_probs else out
 
@@ -145,7 +145,7 @@ def kvpacked[**P](
         k, v = unpacked("kv", kv, 2, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    _present(
+    _set_signature(
         packed, function, "kvpacked", f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
     )
     return packed
@@ -160,7 +160,7 @@ def qkvpacked[**P](
         q, k, v = unpacked("qkv", qkv, 3, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    _present(
+    _set_signature(
         packed,
         function,
         "qkvpacked",
@@ -169,7 +169,7 @@ def qkvpacked[**P](
     return packed
 
 
-def _present(packed: Any, function: Any, kind: str, words: str) -> None:
+def _set_signature(packed: Any, function: Any, kind: str, words: str) -> None:
     """Let ``help`` and ``inspect`` show the arguments of a function, its first three packed."""
     own = [x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     whole = signature(function)

@@ -18,7 +18,7 @@ from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Relayout, relayout_between
 from ring_torch.comm.signature import CallSignature
-from ring_torch.compat.call import Options, checked, returned, run
+from ring_torch.compat.call import Options, as_asked, checked, run
 from ring_torch.records import Inputs
 
 #: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8
@@ -78,7 +78,7 @@ def attend_documents(
         pieces = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         answers |= dict(zip(part.spans, pieces, strict=True))
     outs, lses = zip(*(answers[span] for span in sorted(answers)), strict=True)
-    return returned(torch.cat(outs), torch.cat(lses, dim=1), options)
+    return as_asked(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
 def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:

@@ -179,7 +179,7 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
 def _is_same(one: object, other: object) -> bool:
     """Whether functions are of one definition and enclose the same."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ is other.__code__ and _is_same(_enclosed(one), _enclosed(other))
+        return one.__code__ is other.__code__ and _is_same(_inner_values(one), _inner_values(other))
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -187,5 +187,5 @@ def _is_same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _enclosed(function: FunctionType) -> tuple[object, ...]:
+def _inner_values(function: FunctionType) -> tuple[object, ...]:
     return tuple(cell.cell_contents for cell in function.__closure__ or ())

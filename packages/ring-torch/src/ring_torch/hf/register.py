@@ -172,9 +172,9 @@ class RingAttention:
                 f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "
                 f"attention"
             )
-        q, k, v = (_narrowed(x).transpose(1, 2) for x in (query, key, value))
-        is_told = mask.causal and batch.single
-        cu_seqlens, ids = (None, None) if is_told else mask.documents(query.device)
+        q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+        is_known = mask.causal and batch.single
+        cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         check_group(batch.sharding)
         out = attend(
             batch.sharding.group, batch.sharding.layout_name,
@@ -281,7 +281,7 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
     return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN + 2 * is_cross) % (1 << 64)
 
 
-def _narrowed(x: Tensor) -> Tensor:
+def _as_autocast(x: Tensor) -> Tensor:
     """In the dtype of autocast, as torch does for its own attention."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))

@@ -24,7 +24,7 @@ from ring_torch.models.labels import Sealed, SealedError
 from ring_torch.models.written import Written, layer_window
 
 _PAIR = 2
-_HIDING = -1e4  # what is added or filled in to hide is below
+_HIDDEN = -1e4  # what is added or filled in to hide is below
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
@@ -194,13 +194,13 @@ class Scores(Sealed):
 
     def masked_fill(self, mask: object, value: float) -> Scores:
         """Hidden where a mask hides."""
-        if not isinstance(mask, Term | LayerMask) or value > _HIDING:
+        if not isinstance(mask, Term | LayerMask) or value > _HIDDEN:
             raise SealedError(self._words)
         return self + mask
 
     def maximum(self, least: Tensor) -> Scores:
         """Bounded below, by what is as good as no bound."""
-        if least.numel() != 1 or least.item() > _HIDING:
+        if least.numel() != 1 or least.item() > _HIDDEN:
             raise SealedError(self._words)
         return self
 

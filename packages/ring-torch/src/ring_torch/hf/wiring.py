@@ -66,7 +66,7 @@ def _positions(part: Part, model: nn.Module) -> Iterator[_Undo]:
             )
 
 
-class _RelativeBias:
+class _PositionBias:
     """The bias of relative positions of a module: rows of this rank's queries, all columns.
 
     Args:
@@ -75,7 +75,7 @@ class _RelativeBias:
 
     def __init__(self, module: Any) -> None:
         self.own = module.compute_bias
-        self.is_learned: bool = module.has_relative_attention_bias
+        self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -90,7 +90,7 @@ class _RelativeBias:
         """``[1, H, T_local, T_kv]``; of cross attention, which has none, a single zero."""
         del queries, keys, past_seen_tokens
         mask = self.mask
-        if mask is None or (mask.keys is None) is not self.is_learned:
+        if mask is None or (mask.keys is None) is not self.has_bias:
             raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
         if mask.keys is not None:
             return torch.zeros((), device=device)
@@ -104,7 +104,7 @@ class _RelativeBias:
 
 def _bias(module: Any) -> Iterator[_Undo]:
     if makes_bias(module):
-        bias = _RelativeBias(module)
+        bias = _PositionBias(module)
         yield module.register_forward_pre_hook(bias.begin, with_kwargs=True).remove
         yield replace_attribute(module, "compute_bias", bias.compute)
         yield replace_attribute(module, "has_relative_attention_bias", True)

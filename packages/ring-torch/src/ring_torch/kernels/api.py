@@ -126,8 +126,8 @@ class Selection:
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
-            compiling = f"about {seconds} s to compile, forward and backward"
-            new = compiling if seconds else "nothing to compile"
+            words = f"about {seconds} s to compile, forward and backward"
+            new = words if seconds else "nothing to compile"
             lines.append(f"  a predicate that is new to it: {new}")
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"

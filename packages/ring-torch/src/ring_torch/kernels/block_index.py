@@ -62,7 +62,7 @@ def block_index(
         return _without_segments(item, grid)
     kinds = kinds_on(item, grid)
     if segments is not None:
-        kinds = _among_segments(kinds, segments, grid)
+        kinds = _in_segments(kinds, segments, grid)
     if shown is not None:
         kinds = torch.where(in_blocks(shown, grid.block_q, grid.block_k), kinds, EMPTY)
     return _indexed(kinds, grid)
@@ -76,7 +76,7 @@ def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
     return live
 
 
-def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
+def _in_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
     q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)

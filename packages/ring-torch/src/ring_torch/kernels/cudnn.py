@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram
 from ring_torch.kernels.flash import FlashKernel, before_ampere, capability
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 aten = torch.ops.aten
@@ -89,6 +89,6 @@ CUDNN = FlashKernel(
         name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
     limits=_limits,
 )  # fmt: skip

@@ -52,7 +52,7 @@ class EagerKernel(AccumulatingKernel):
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
         sight = ScoreBlocks(rows, columns, item, params)
-        v_clean = _is_finite(columns.v)
+        v_clean = _is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
@@ -86,9 +86,9 @@ class EagerKernel(AccumulatingKernel):
         sight = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
-            "q": _is_finite(rows.q),
-            "k": _is_finite(columns.k),
-            "do": _is_finite(upstream.dout),
+            "q": _is_clean(rows.q),
+            "k": _is_clean(columns.k),
+            "do": _is_clean(upstream.dout),
         }
         for i in _row_blocks(rows, params):
             q, do = (
@@ -327,5 +327,5 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
     return result
 
 
-def _is_finite(x: Tensor) -> bool:
+def _is_clean(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
-from ring_torch.kernels.flash_library import Options, document_arguments, in_eights
+from ring_torch.kernels.flash_library import Options, document_arguments, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -100,5 +100,5 @@ FA2 = FlashKernel(
         bands="any", documents=True, deterministic=True, exact_nan=False,
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, document_arguments, in_eights
+from ring_torch.kernels.flash_library import Options, document_arguments, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -95,5 +95,5 @@ FA3 = FlashKernel(
         deterministic_head_dim=192, exact_nan=False,
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip

@@ -177,8 +177,8 @@ class FlashKernel(KernelBase):
         keys = item.k_stop - item.k_start
         if not self._drops(item.window, item.q_stop - item.q_start, keys):
             return []
-        corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
-        cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
+        whole = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
+        cuts = [whole.rows(n, n + keys) for n in range(0, whole.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
 
     def _drops(self, window: Window, queries: int, keys: int) -> bool:

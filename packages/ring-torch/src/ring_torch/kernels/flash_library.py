@@ -76,14 +76,14 @@ def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     return HeadDims(head_dim, v_head_dim)
 
 
-def in_eights(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The next multiples of 8, for libraries that take no others."""
     return HeadDims(rounded_up(head_dim, 8), rounded_up(v_head_dim, 8))
 
 
-def rounded_up(dim: int, multiple: int) -> int:
+def rounded_up(dim: int, by: int) -> int:
     """The next multiple of a number."""
-    return -(-dim // multiple) * multiple
+    return -(-dim // by) * by
 
 
 def no_limits(_request: Request, _program: RingProgram) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
@@ -53,7 +53,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _is_special(rows.q, columns.k) or _would_leak(item, columns.v):
+        if _is_special(rows.q, columns.k) or _reads_special(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -70,7 +70,7 @@ class CpuFlashKernel(AccumulatingKernel):
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
-        if _is_special(rows.q, columns.k) or _would_leak(item, *others):
+        if _is_special(rows.q, columns.k) or _reads_special(item, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -134,7 +134,7 @@ CUDA_FLASH = FlashKernel(
         name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         bands="any", documents=True, exact_nan=False,
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def _lengths(
     return options.documents
 
 
-def _would_leak(item: WorkItem, *tensors: Tensor) -> bool:
+def _reads_special(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
     return not item.is_full and _is_special(*tensors)
 
@@ -161,5 +161,5 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-    slices = (slice(start, None, group) for start in range(group))
-    return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in slices]
+    spans = [slice(start, None, group) for start in range(group)]
+    return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in spans]

@@ -52,11 +52,11 @@ def shard_batch(
     weight: float = 0.0,
     others: Mapping[str, Any] | None = None,
     *,
-    keeps_ids: bool = False,
+    with_ids: bool = False,
 ) -> dict[str, Any]:
     """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
 
-    So are ``others``, which are not split. ``keeps_ids``: there are ids where documents would do.
+    So are ``others``, which are not split. ``with_ids``: there are ids where documents would do.
     """
     checks.check_seed(dropout_seed)
     if not report.exact:
@@ -75,11 +75,11 @@ def shard_batch(
     if stated is not None:
         segments = stated
         if positions is not None:
-            check_positions(stated, _numpy(positions))
+            check_positions(stated, _array(positions))
     if positions is None:
         positions = _positions(given, tokens, real, report)
     elif "attention_mask" in given:
-        _check_one_document(_numpy(positions), real)
+        _check_one_document(_array(positions), real)
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
@@ -95,14 +95,14 @@ def shard_batch(
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
-        int(_numpy(positions)[:, at[at < length]].max(initial=0))
+        int(_array(positions)[:, at[at < length]].max(initial=0))
         for at in (
             sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
         )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
     ids = None
-    if is_uneven or keeps_ids or "chunks" in report.hooks:
+    if is_uneven or with_ids or "chunks" in report.hooks:
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
     given["attention_mask"] = ShardedMask(
         sharding,
@@ -160,11 +160,11 @@ def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) 
     name = "shift_labels" if report.shifts_labels else "labels"
     if name not in given:
         return
-    ignored = _numpy(given[name]) == IGNORED
+    ignored = _array(given[name]) == IGNORED
     if not ignored[segments < 0].all():
-        also = ", and of a token that follows padding," if report.shifts_labels else ""
+        words = ", and of a token that follows padding," if report.shifts_labels else ""
         raise ValueError(
-            f"labels of padding{also} must be {IGNORED}: the loss would hold what is computed of "
+            f"labels of padding{words} must be {IGNORED}: the loss would hold what is computed of "
             f"padding, which has no meaning"
         )
     if report.shifts_labels:
@@ -209,7 +209,7 @@ def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
             )
 
 
-def _numpy(x: Tensor) -> Integers:
+def _array(x: Tensor) -> Integers:
     return x.detach().cpu().numpy()
 
 
@@ -217,7 +217,7 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
     """Which tokens are no padding, ``[B, T]``; all where there is no mask."""
     if "attention_mask" not in given:
         return None
-    mask = _numpy(given["attention_mask"])
+    mask = _array(given["attention_mask"])
     if not ((mask == 0) | (mask == 1)).all():
         raise UnsupportedError(
             "attention_mask must be 0 for padding and 1 for tokens, or number documents from 1 on"
@@ -236,7 +236,7 @@ def _segments(
     """
     segments = np.zeros(shape, np.int64)
     if positions is not None:
-        segments[:, 1:] = np.cumsum(np.diff(_numpy(positions), axis=1) != 1, axis=1)
+        segments[:, 1:] = np.cumsum(np.diff(_array(positions), axis=1) != 1, axis=1)
     if real is not None:
         segments[~real] = -1
     return segments
@@ -245,8 +245,8 @@ def _segments(
 def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None) -> None:
     """Refuse a mask beside positions that say something else."""
     assert real is not None
-    neighbours = real[:, 1:] & real[:, :-1]
-    if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[neighbours].any():
+    pairs = real[:, 1:] & real[:, :-1]
+    if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[pairs].any():
         raise UnsupportedError(
             "attention_mask and position_ids that start again: transformers takes a row "
             "with padding for one document. For packed documents let attention_mask number them, or "
@@ -287,7 +287,7 @@ def _check_same(
         if isinstance(value, Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
             if not value.is_floating_point():
-                digest.update(np.ascontiguousarray(_numpy(value)).tobytes())
+                digest.update(np.ascontiguousarray(_array(value)).tobytes())
         elif not isinstance(value, Sealed):
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())

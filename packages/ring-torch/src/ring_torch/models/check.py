@@ -20,9 +20,9 @@ from ring_torch.models.code import (
     reads_in_forward,
 )
 from ring_torch.models.needs import (
-    attends,
-    hooks_needed,
-    is_mask_maker,
+    has_attention,
+    hooks_for,
+    is_mask_function,
     is_pair,
     makes_chunks,
     makes_masks,
@@ -116,7 +116,7 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     model = unwrapped(model)
     if is_of_transformers(model):
         return _report(model, joins_router=joins_router)
-    reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
+    reports = [_report(part) for part in _parts_of(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
     reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
@@ -159,7 +159,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
-    hooks = tuple(hooks_needed(model, parts, layers))
+    hooks = tuple(hooks_for(model, parts, layers))
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
@@ -186,12 +186,12 @@ def is_of_transformers(model: nn.Module) -> bool:
     )
 
 
-def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    for child in model.children():
-        if is_of_transformers(child):
-            yield child
+def _parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    for part in model.children():
+        if is_of_transformers(part):
+            yield part
         else:
-            yield from _outermost(child)
+            yield from _parts_of(part)
 
 
 def takes_embeddings(model: nn.Module) -> bool:
@@ -243,7 +243,7 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
     elif not takes_positions(given, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
-        joins_router and has_balancing_loss(model)
+        joins_router and has_router_loss(model)
     ):
         yield (
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
@@ -251,7 +251,7 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
         )
 
 
-def has_balancing_loss(model: nn.Module) -> bool:
+def has_router_loss(model: nn.Module) -> bool:
     """Whether a router's loss, if it has one, is Mixtral's, of experts' logits for each token."""
     return "load_balancing_loss_func" in names_in_forward(type(model))
 
@@ -269,7 +269,7 @@ def _of_layers(
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(attends, parts.values())):
+    if not any(map(has_attention, parts.values())):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
@@ -284,7 +284,10 @@ def _of_layers(
         yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
-            has = [any(attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
+            has = [
+                any(has_attention(x) or is_recurrent(x) for x in layer.modules())
+                for layer in module
+            ]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
     if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
@@ -308,27 +311,27 @@ def _mixes(module: nn.Module, *, by_name: bool) -> bool:
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
     named = by_name and _MIXERS.search(type(module).__name__) is not None
-    return named and not any(map(attends, module.modules()))
+    return named and not any(map(has_attention, module.modules()))
 
 
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
-    attending = [x for x in parts.values() if attends(x)]
-    if not attending:
+    attention = [x for x in parts.values() if has_attention(x)]
+    if not attention:
         return
-    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_maker(n)}
+    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_function(n)}
     if not makes:
         yield "it makes its masks itself, not through transformers.masking_utils"
     if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
         yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
-    if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
+    if any("prepare_dynamic_mask" in names_in(type(x)) for x in attention):
         yield "its attention computes masks of its own from the keys"
     masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
     hooked = {"positions", "alibi", "bias"} & {*hooks}
-    if masking and not hooked and not any("position_ids" in taken for taken in masking):
+    if masking and not hooked and not any("position_ids" in names for names in masking):
         yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
     if not {"alibi", "bias"} & {*hooks} and any(
-        "position_bias" in names_in_forward(type(x)) for x in attending
+        "position_bias" in names_in_forward(type(x)) for x in attention
     ):
         yield "its attention adds a position bias of its own, which cannot be split"
     for module in parts.values():
@@ -341,7 +344,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
 
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     types = getattr(_text_config(model), "layer_types", None)
-    return tuple(map(str, types or ("attention",) * sum(map(attends, parts.values()))))
+    return tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:

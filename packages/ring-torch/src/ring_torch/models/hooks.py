@@ -107,7 +107,7 @@ class ModelHooks:
         return not self.is_pooling and (self.shifts_labels or _reads_items(model))
 
     @contextmanager
-    def joining_logits(self, joins: bool) -> Iterator[None]:
+    def with_whole_logits(self, joins: bool) -> Iterator[None]:
         """Return logits of the whole sequence for a while, whatever was asked for."""
         before = self.is_evaluating_logits
         self.is_evaluating_logits = joins
@@ -213,8 +213,8 @@ class ModelHooks:
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
-        scaled = _replaced(x, x, self.factor) if x.is_floating_point() else x
-        return self.sharding.unshard(scaled, dim=dim).narrow(dim, 0, length)
+        x = _replaced(x, x, self.factor) if x.is_floating_point() else x
+        return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over the ranks, whose gradient is that of this rank's part."""
@@ -286,8 +286,8 @@ class ModelHooks:
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
     for part in model.modules():
-        for hook in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
-            owner = getattr(hook, "__self__", None)
+        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
+            owner = getattr(function, "__self__", None)
             if isinstance(owner, ModelHooks):
                 return owner
     return None
@@ -315,10 +315,10 @@ def _one_weight(module: nn.Module) -> float:
     weights = [x for x in module.parameters() if x.requires_grad]
     if not module.training or not torch.is_grad_enabled() or not weights:
         return 0.0
-    smallest = min(weights, key=Tensor.numel)
-    if isinstance(smallest, DTensor):
+    weight = min(weights, key=Tensor.numel)
+    if isinstance(weight, DTensor):
         return 0.0
-    total = smallest.detach().double().sum().item()
+    total = weight.detach().double().sum().item()
     return total if math.isfinite(total) else 0.0
 
 

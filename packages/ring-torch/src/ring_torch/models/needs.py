@@ -18,9 +18,7 @@ from ring_torch.models.written import (
 )
 
 
-def hooks_needed(
-    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
-) -> Iterator[str]:
+def hooks_for(model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
     if is_pair(model):
@@ -69,7 +67,7 @@ def of_pair(model: Any) -> Iterator[str]:
     own = sorted({
         type(x).__name__
         for x in model.modules()
-        if "Attention" in type(x).__name__ and not any(map(attends, x.modules()))
+        if "Attention" in type(x).__name__ and not any(map(has_attention, x.modules()))
     })  # fmt: skip
     if own:
         yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
@@ -94,16 +92,16 @@ def has_written_attention(model: nn.Module) -> bool:
     return any(map(written_form, model.modules()))
 
 
-def attends(module: nn.Module) -> bool:
+def has_attention(module: nn.Module) -> bool:
     """Whether its attention is one that a ring can compute."""
     return written_form(module) is not None or uses_global(type(module), "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:
     """Whether its code calls mask functions of transformers."""
-    return any(map(is_mask_maker, names_in(cls)))
+    return any(map(is_mask_function, names_in(cls)))
 
 
-def is_mask_maker(name: str) -> bool:
+def is_mask_function(name: str) -> bool:
     """Whether a name is one of those."""
     return name.startswith("create_") and "mask" in name

@@ -144,7 +144,7 @@ class Pair:
         ):  # fmt: skip
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
-            shard = shard_batch(sharding, batch, report, seed, weight, keeps_ids=True)
+            shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
             part.hold(shard, batch)
             parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
         return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
@@ -177,9 +177,9 @@ def _shifted(model: Any, labels: Tensor) -> Tensor:
 
 def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
-    finds = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
+    found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if not finds or padding is None or "input_ids" not in batch or "attention_mask" in batch:
+    if not found or padding is None or "input_ids" not in batch or "attention_mask" in batch:
         return
     if bool((batch["input_ids"] == padding).any()):
         raise ValueError(

@@ -55,10 +55,10 @@ class RemoteQueries:
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
         for piece in range(HELP_PIECES):
-            shipment, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
-            shipment.transfer.wait()
+            chunk, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
+            chunk.transfer.wait()
             self._next_chunk = self._send_queries()
-            results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
+            results = [(item.out_rank, compute(item, x)) for item, x in chunk.arriving]
             self.collect()
             self._return_results(step, piece, results)
 
@@ -72,10 +72,10 @@ class RemoteQueries:
 
     def _send_queries(self) -> QueryChunk:
         """Start sending the next piece that others compute, and receiving the next one to do."""
-        following = next(self._ahead, None)
-        if following is None:
+        found = next(self._ahead, None)
+        if found is None:
             return QueryChunk(DONE, [])
-        step, piece = following
+        step, piece = found
         ring, program = self.call.ring, self.call.program
         helper = ring.ahead(program.steps[step].shift)
         helped = _piece(program.remote_items(ring.rank, step), piece)
@@ -120,7 +120,7 @@ def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tens
     q, *rest = tensors
     segments = None if like.segments is None else rest.pop(0)
     bias = None if like.bias is None else rest.pop(0)
-    index, position, _ = (
+    index, position, _ = [
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
-    )
+    ]
     return QueryBlock(q, index, position, segments, bias, like.slopes)

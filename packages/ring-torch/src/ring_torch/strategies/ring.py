@@ -187,12 +187,10 @@ class RotatingKeyGrads:
             self._sums[home] = total
         if hop is None:
             return
-        leaving = self._packing.buffer(self._call.device).zero_() if total is None else total
+        sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         ring = self._call.ring
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = ring.start(
-            [(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))]
-        )
+        self._transfer = ring.start([(sent, ring.ahead(hop))], [(self._arriving, ring.behind(hop))])
 
 
 def _remote_backward(

@@ -53,10 +53,10 @@ class Ulysses:
         """The gradients in the inputs' dtype: each is whole before it travels."""
         agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
         q, k, v, out, lse = saved
-        travels = [upstream.dout]
+        sent = [upstream.dout]
         if upstream.delta is not None:
-            travels.append(upstream.delta.transpose(1, 2))
-        dout, *rest = self._to_heads(call, travels, [False] * len(travels))
+            sent.append(upstream.delta.transpose(1, 2))
+        dout, *rest = self._to_heads(call, sent, [False] * len(sent))
         delta = rest[0].transpose(1, 2).contiguous() if rest else None
         sinks, slopes = _own(call.ring, inputs)
         found = self.inner.strategy.backward(

@@ -115,13 +115,13 @@ def versions() -> dict[str, str]:
     found = doctor.versions(LIBRARIES, ("ring-core", "ring-torch"))
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
-    built_with = {
+    of_torch = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
         "cuDNN": cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
         "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
-    return found | {name: has for name, has in built_with.items() if has}
+    return found | {name: has for name, has in of_torch.items() if has}
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
@@ -170,7 +170,7 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
     ours = partial(ring_attention, causal=True, kernel=can.name)
-    yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+    yield from _compared(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
 
 
 def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
@@ -199,7 +199,7 @@ def ring_checks(
         return results
 
     where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
-    yield from _judged(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
+    yield from _compared(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
@@ -215,7 +215,7 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
     return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
 
 
-def _judged(
+def _compared(
     name: str,
     where: str,
     inputs: Sequence[Tensor],

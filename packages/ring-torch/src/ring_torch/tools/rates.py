@@ -118,11 +118,11 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     runs: dict[str, Runs] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
     exact = _runs(sizes, "eager", short, acc_dtype, device).both()
-    allowed = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
+    limits = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
     for name in _names(device):
         try:
             errors = _errors(_runs(sizes, name, short, dtype, device).both(), exact)
-            for what, error, limit in zip(RESULTS, errors, allowed, strict=True):
+            for what, error, limit in zip(RESULTS, errors, limits, strict=True):
                 if not error <= limit:
                     raise ArithmeticError(f"{what} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
             found = _runs(sizes, name, length, dtype, device)
@@ -265,11 +265,11 @@ def _document(length: int) -> int:
 def _in_turns(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     """The median of each, in milliseconds."""
     calls = [max(1, min(_MOST_CALLS, int(_TURN / _seconds(run, 1, device)))) for run in runs]
-    took: list[list[float]] = [[] for _ in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
     for n in range(ROUNDS):
         for at in ((n + m) % len(runs) for m in range(len(runs))):  # another first each time
-            took[at].append(_seconds(runs[at], calls[at], device))
-    return [float(f"{1e3 * statistics.median(each):.4g}") for each in took]
+            seconds[at].append(_seconds(runs[at], calls[at], device))
+    return [float(f"{1e3 * statistics.median(each):.4g}") for each in seconds]
 
 
 def _seconds(run: Callable[[], object], calls: int, device: str) -> float:

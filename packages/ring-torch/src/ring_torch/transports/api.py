@@ -137,7 +137,7 @@ def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
 
 
-def staging(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
+def room_for(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
     """Room for the sums that come home of what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place
 
 
-_SMALL = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
+_MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 _MOST_RANKS = 32
 _HEADER = 1024  # bytes, enough for so many
 _FIRST = 2  # where in a header the number of the exchange stands
@@ -53,7 +53,7 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
     """
     longest = longest_gather(plan)
     size = keys.size(longest.length)
-    fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
+    fits = 0 < size <= _MOST_BYTES and plan.cp_size <= _MOST_RANKS and groups == 1
     plain = keys.dtype != torch.float64 and not keys.segments
     aligned = keys.width * keys.dtype.itemsize % 16 == 0
     runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
@@ -81,10 +81,10 @@ class ExchangeState:
             self._place = self._new_place()
         if is_capturing():
             self._kept.append(self._place)
-        self._follow()
+        self._wait_last()
         return self._place
 
-    def _follow(self) -> None:
+    def _wait_last(self) -> None:
         """Let the current stream wait for the last pass, if that was on another."""
         before, device = self._stream, torch.cuda.current_device()
         handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer

@@ -27,8 +27,8 @@ from ring_torch.transports.api import (
     Where,
     add_staged,
     requests_to,
+    room_for,
     spans_of,
-    staging,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
 from ring_torch.transports.peer_reads import note_reads
@@ -77,22 +77,22 @@ class PeerCopies:
                 keys.write([x[:, span] for x in own[n]], inputs.share(n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
-        begun: list[PendingKV] = []
+        pending: list[PendingKV] = []
         copied: list[Done] = []
         for n in every:
             with on_stream(main):
                 here = None if in_window else (inputs, ready)
-                done = self._pull(gather, n, tensors[n], met, here)
+                done = self._fetch_group(gather, n, tensors[n], met, here)
                 copied += done
                 if n + 1 == groups:
                     window.release(_last(copied))
-            begun.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
+            pending.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
-                yield begun[n - 1]
-        yield begun[-1]
+                yield pending[n - 1]
+        yield pending[-1]
         window.join(main)
 
-    def _pull(
+    def _fetch_group(
         self, gather: GatherProgram, group: int, tensors: list[Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
@@ -142,7 +142,7 @@ class PeerCopies:
         for parts in theirs:
             note_reads(parts)
         copied = overlapped or not has_triton()
-        staged = [staging(sums, grads, one) for _, one in requests] if copied else theirs
+        staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
         first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
@@ -170,9 +170,9 @@ class PeerCopies:
             for span, all_parts in came.items():
                 add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
             if last and not copied:
-                added = main.record_event()
+                done = main.record_event()
                 with on_stream(main):
-                    window.release([added])
+                    window.release([done])
                 window.join(main)
 
         return PendingGrads(add_to)

@@ -148,15 +148,15 @@ def key_sums(
     """
     m, heads, dim = keys.k.shape
     shape = (m, heads, dim + keys.v.shape[2] + 1)
-    totals = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
+    sums = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
     assert queries.dout is not None
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
         some = queries.take(i)
         part = ForwardResults(*(None if x is None else x[i] for x in results))  # type: ignore[arg-type]
         visible = _visible(rule.params, some, keys)
-        for total, precision in zip(totals, precisions, strict=True):
+        for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
-    return totals
+    return sums
 
 
 class _Operands(NamedTuple):
@@ -292,8 +292,8 @@ def _operands(
 ) -> _Operands:
     heads = keys.k.shape[1]
     by_group = (heads, queries.q.shape[1] // max(heads, 1))
-    somewhere = visible.any(dim=0)
-    sees, seen = (somewhere.any(dim=x)[:, None, None] for x in (1, 0))
+    shown = visible.any(dim=0)
+    sees, seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (
         None if x is None else torch.where(sees, x, 0).to(acc_dtype).unflatten(1, by_group)
         for x in (queries.q, queries.dout)

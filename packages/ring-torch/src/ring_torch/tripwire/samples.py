@@ -59,7 +59,7 @@ class Sample(NamedTuple):
 
     def own(self, kind: Kind) -> Tensor:
         """Local indices of this rank's."""
-        return torch.as_tensor(self._picked(kind, self.call.ring.rank), device=self.call.device)
+        return torch.as_tensor(self._sampled(kind, self.call.ring.rank), device=self.call.device)
 
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's queries: exact, and by a plain implementation."""
@@ -144,13 +144,13 @@ class Sample(NamedTuple):
         """The exact numbers', and a plain implementation's."""
         return EXACT, plain_precision(self.call.dtype)
 
-    def _picked(self, kind: Kind, rank: int) -> Ints:
+    def _sampled(self, kind: Kind, rank: int) -> Ints:
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
         return sampled(kind, self.call.checked, rank, layout.local_len)
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
         """Of all ranks' samples, one rank's after the other."""
-        every = [positions(rank)[self._picked(kind, rank)] for rank in range(self.call.ring.size)]
+        every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ring.size)]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
@@ -161,7 +161,7 @@ class Sample(NamedTuple):
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is None:
                 continue
-            token = int(self._picked(kind, self.call.ring.rank)[worst.row])
+            token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
             at = [self.batch, token, worst.head, worst.dim]
             if name == "lse":
                 at = [self.batch, worst.head, token]

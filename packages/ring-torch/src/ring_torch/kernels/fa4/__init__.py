@@ -127,23 +127,24 @@ def _common(options: Options) -> dict[str, Any]:
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """What it has on Hopper alone, and not together."""
-    listed = request.segment_ids or program.plan.mask.predicate is not None
+    with_lists = request.segment_ids or program.plan.mask.predicate is not None
     documents = program.item_counts.several_documents
     found = {
         "has segment_ids, predicates and alibi_slopes on Hopper only": (
-            (listed or request.alibi) and capability()[0] != 9
+            (with_lists or request.alibi) and capability()[0] != 9
         ),
         "has alibi_slopes with version 4.0.0b36 only, which counts rows in a way of its own": (
             request.alibi and request.grad and version("flash-attn-4") != _COUNTS_PACKED
         ),
-        "is not deterministic with segment_ids or a predicate": listed and request.deterministic,
+        "is not deterministic with segment_ids or a predicate": with_lists
+        and request.deterministic,
         "has no segment_ids together with documents": request.segment_ids and documents,
         "has no alibi_slopes together with documents": request.alibi and documents,
         "the partial tiles of this predicate take more than 64 MiB": (
             program.plan.blocks is not None and program.plan.blocks.tiles is None
         ),
     }
-    return tuple(reason for reason, holds in found.items() if holds)
+    return tuple(reason for reason, applies in found.items() if applies)
 
 
 def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:

@@ -59,19 +59,19 @@ class HopperSplitBackward:
         compiled = _compiled(q.dtype, dim, heads // k.shape[2], causal, given)
         padded = -(-length // compiled.tile) * compiled.tile
         size = (batch, heads, padded * compiled.dim)
-        accumulator = torch.empty(size, dtype=torch.float32, device=q.device)
-        scratch = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-        delta, lse_log2 = scratch.unbind()
+        dq_sums = torch.empty(size, dtype=torch.float32, device=q.device)
+        room = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
+        delta, lse_log2 = room.unbind()
         compiled.prepare(
-            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, accumulator,
+            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, dq_sums,
             None, None, None, None, None, 1.0, None, None,
         )  # fmt: skip
         compiled.main(
-            q, k, v, dout, lse_log2, delta, accumulator,
+            q, k, v, dout, lse_log2, delta, dq_sums,
             *(x.flatten(2) for x in sums), params.scale, None, None, None, None, *sides,
             *compiled.rest,
         )  # fmt: skip
-        compiled.round_dq(accumulator, dq, params.scale, None, None, None, None)
+        compiled.round_dq(dq_sums, dq, params.scale, None, None, None, None)
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams

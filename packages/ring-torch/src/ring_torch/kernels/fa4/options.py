@@ -173,16 +173,16 @@ def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) ->
 
     block_k = int(_tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
     if direction == "forward" and mods.geometry is not None and mods.segments is None:
-        block_k = _fewest_keys(item, mods.geometry, block_k)
+        block_k = _least_keys(item, mods.geometry, block_k)
     size = _BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
     lists = block_lists(item, grid, mods.segments)
-    sparse = import_module("flash_attn.cute.block_sparsity")
-    return sparse.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+    module = import_module("flash_attn.cute.block_sparsity")
+    return module.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
 
 
 @lru_cache(maxsize=256)
-def _fewest_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
+def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
     """Keys of a block: the library's tile, or a smaller one that leaves less to compute.
 
     The library's forward takes either.

@@ -150,8 +150,8 @@ class Launch:
         if rows.segments is not None and columns.segments is not None:
             segments = rows.segments, columns.segments
         found = block_index(self.item, grid, segments, self._shown())
-        many, outer, inner = found.blocks.shape
-        batch = outer * inner if many > 1 else 0
+        count, outer, inner = found.blocks.shape
+        batch = outer * inner if count > 1 else 0
         return {"block_index": found.blocks, "counts": found.counts, "block_index_batch": batch}
 
     def _shown(self) -> Tensor | None:
