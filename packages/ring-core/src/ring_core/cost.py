@@ -204,8 +204,8 @@ def estimate(
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        volumes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, slowest * rate, volumes, hardware))
+        sizes = _backward_bytes(plan, model)
+        passes.append(_run(program.backward, slowest * rate, sizes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,
@@ -310,7 +310,7 @@ def _rows(plan: Plan, model: Model) -> tuple[int, int]:
 def _run(
     stages: Sequence[Stage],
     step_s: npt.NDArray[np.floating[Any]],
-    volumes: _Bytes,
+    sizes: _Bytes,
     hardware: Hardware,
 ) -> _Pass:
     """One pass; ``step_s [num_steps]`` is what the slowest rank computes in each step.
@@ -321,14 +321,14 @@ def _run(
     grad = np.array([s.grad_hop is not None for s in stages])
     helps = np.array([s.helps for s in stages])
     # The first piece for a helper travels in the slot before, the last result in the slot after.
-    ship, results = volumes.ship / HELP_PIECES, volumes.results / HELP_PIECES
+    ship, results = sizes.ship / HELP_PIECES, sizes.results / HELP_PIECES
     messages, sent = np.zeros((2, len(stages) + 2))
     messages[:-2] += helps
     messages[1:-1] += kv + 2 * (HELP_PIECES - 1) * helps
     messages[2:] += grad.astype(int) + helps
     sent[:-2] += helps * ship
-    sent[1:-1] += kv * volumes.kv + (HELP_PIECES - 1) * helps * (ship + results)
-    sent[2:] += grad * volumes.grad + helps * results
+    sent[1:-1] += kv * sizes.kv + (HELP_PIECES - 1) * helps * (ship + results)
+    sent[2:] += grad * sizes.grad + helps * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     transfer = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)

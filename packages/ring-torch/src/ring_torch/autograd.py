@@ -20,7 +20,7 @@ from ring_torch.strategies.finalize import attend
 from ring_torch.strategies.single import folded
 
 _DELTA_ROWS = 4096
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
+_NO_WATCH: AbstractContextManager[None] = nullcontext()
 
 
 class RingAttention(torch.autograd.Function):
@@ -61,7 +61,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         _without_autocast(inputs.q.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
-        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             (out, lse), saved = attend(call, inputs)
         out, wrong = out.to(call.dtype), None
         if seen is not None:
@@ -92,7 +92,7 @@ def backward_pass(
         needs_delta = call.kernel.needs_delta
         delta = _delta(dout, out, dlse, call.acc_dtype) if needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:

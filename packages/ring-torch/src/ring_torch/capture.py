@@ -40,13 +40,13 @@ def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Calla
             with torch.inference_mode(mode=False):  # calls that train share them
                 return function(*args, **kwargs)
 
-        captured: dict[int, T] = {}
+        kept: dict[int, T] = {}
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             result: T = cache(*args, **kwargs)  # type: ignore[arg-type] # they are hashable
             if is_capturing():
-                captured[id(result)] = result
+                kept[id(result)] = result
             return result
 
         return call

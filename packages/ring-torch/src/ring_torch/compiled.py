@@ -245,9 +245,9 @@ def attention(
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     out, lse, saved = forward_pass(call, inputs)
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
-    unsaved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     # Operations return as many tensors each time, which share no memory.
-    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *unsaved]
+    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *rest]
 
 
 @attention.register_fake

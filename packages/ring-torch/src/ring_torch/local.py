@@ -120,9 +120,9 @@ class LocalRanks:
                 pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
         until = math.inf if self._patience is None else time.monotonic() + self._patience
-        while waiting := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
+        while pending := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
             left = until - time.monotonic()
-            ready = wait(waiting, None if left == math.inf else max(0.0, left))
+            ready = wait(pending, None if left == math.inf else max(0.0, left))
             if not ready:
                 break
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):

@@ -63,8 +63,8 @@ def expression_of(
         return None
     rows, columns = _some(q_span)[:, None], _some(k_span)
     with np.errstate(all="ignore"):
-        alike = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
-    return rule.node if np.all(alike) else None
+        same = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
+    return rule.node if np.all(same) else None
 
 
 def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
@@ -119,22 +119,22 @@ class _Traced:
         return _made("mul", (a, b), min(ends), max(ends))
 
     def __abs__(self) -> _Traced:
-        back = -self
-        return _made("max", (self, back), max(self.low, back.low, 0), max(self.high, back.high))
+        other = -self
+        return _made("max", (self, other), max(self.low, other.low, 0), max(self.high, other.high))
 
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
-        up, times = self._raised(by)
+        one, times = self._raised(by)
         power = by & (by - 1) == 0
         name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
-        found = _made(name, (up, _number(number)), up.low // by, up.high // by)
+        found = _made(name, (one, _number(number)), one.low // by, one.high // by)
         return found - times if times else found
 
     def __mod__(self, other: object) -> _Traced:
         by = _divisor(other)
-        up, _ = self._raised(by)
+        one, _ = self._raised(by)
         name, number = ("bits", by - 1) if by & (by - 1) == 0 else ("mod", by)
-        return _made(name, (up, _number(number)), 0, by - 1)
+        return _made(name, (one, _number(number)), 0, by - 1)
 
     def _raised(self, by: int) -> tuple[_Traced, int]:
         """This and so many times a number that it is no less than 0, and how many."""

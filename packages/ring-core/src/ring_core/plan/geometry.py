@@ -226,8 +226,8 @@ class BandGeometry:
         q_start, q_stop = below, above
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
-            upper = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
-            enough = 2 * upper >= total
+            shown = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
+            enough = 2 * shown >= total
             below, above = np.where(enough, below, middle), np.where(enough, middle, above)
         bounds = (q_start, above) if half == 0 else (above, q_stop)
         return self._cut(q_rank, kv_rank, rows, *bounds)

@@ -116,8 +116,8 @@ class BlockGeometry:
         pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
             return pairs
-        upto = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
-        first_half = (2 * upto <= upto[..., -1:])[..., None]
+        total = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
+        first_half = (2 * total <= total[..., -1:])[..., None]
         return np.where(first_half if half == 0 else ~first_half, pairs, 0)
 
     def _q_positions(self, rank: int) -> Ints:

@@ -148,9 +148,7 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     done: list[Interval] = []
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
-        needed = [
-            one for missing in _subtract(columns, done) for one in _fetches(runs, spans, missing)
-        ]
+        needed = [one for span in _subtract(columns, done) for one in _fetches(runs, spans, span)]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
@@ -182,17 +180,17 @@ def longest_gather(plan: Plan) -> Longest:
 def _longest_gather(plan: Plan) -> Longest:
     """Without the fetches, of which there are as many as pairs of ranks."""
     needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
-    lengths = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
-    return Longest(max(lengths), any(in_place for _, in_place, _ in needed))
+    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
+    return Longest(max(sizes), any(in_place for _, in_place, _ in needed))
 
 
 def _needed(
     plan: Plan, rank: int, *, own: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    everything = Interval(0, plan.kv_seq_len)
+    whole = Interval(0, plan.kv_seq_len)
     mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in _subtract(everything, mine) for item in _items(plan, rank, span)]
+    items = [item for span in _subtract(whole, mine) for item in _items(plan, rank, span)]
     in_place: list[WorkItem] = []
     if own:
         items, in_place = split_own_key_rows(plan, rank, items)

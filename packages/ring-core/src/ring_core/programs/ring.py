@@ -79,9 +79,9 @@ class RingProgram:
         if helps == "none":
             return ()
         if (rank, step) not in self._remote:
-            helper = np.array([(rank + shift) % self.plan.cp_size])
-            _, rows = step_rows(helps, self.plan.geometry, helper, np.array([rank]))
-            self._remote[rank, step] = self.plan.work_items(known(rows), 0, rank, int(helper[0]))
+            other = np.array([(rank + shift) % self.plan.cp_size])
+            _, rows = step_rows(helps, self.plan.geometry, other, np.array([rank]))
+            self._remote[rank, step] = self.plan.work_items(known(rows), 0, rank, int(other[0]))
         return self._remote[rank, step]
 
     def table(self, step: int) -> Table:
@@ -111,8 +111,8 @@ class RingProgram:
     @property
     def imbalance(self) -> float:
         """Visible pairs of the busiest rank over the mean; 1.0 is even."""
-        totals = self._work.sum(axis=0)
-        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+        work = self._work.sum(axis=0)
+        return float(work.max() / work.mean()) if work.any() else 1.0
 
     @property
     def lockstep_imbalance(self) -> float:

@@ -128,19 +128,19 @@ def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, In
     yield Step(0), geometry.count(ranks, ranks)
     for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
         behind = (ranks - shifts[:, None]) % cp_size
-        own, mirrored = geometry.count(ranks, behind), geometry.count(behind, ranks)
+        own, others = geometry.count(ranks, behind), geometry.count(behind, ranks)
         for n, shift in enumerate(shifts.tolist()):
             if 2 * shift == cp_size:
-                split = geometry.count(ranks, behind[n], half=0) + geometry.count(
+                both = geometry.count(ranks, behind[n], half=0) + geometry.count(
                     behind[n], ranks, half=1
                 )
-                folds = split.max() < own[n].max()
-                yield Step(shift, "half" if folds else "none"), split if folds else own[n]
-            elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():
-                yield Step(shift, "mirror"), own[n] + mirrored[n]
+                helps = both.max() < own[n].max()
+                yield Step(shift, "half" if helps else "none"), both if helps else own[n]
+            elif (own[n] + others[n]).max() < own[n].max() + others[n].max():
+                yield Step(shift, "mirror"), own[n] + others[n]
             else:
                 yield Step(shift), own[n]
-                yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
+                yield Step(cp_size - shift), np.roll(others[n], -shift)
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:

@@ -171,7 +171,7 @@ def _results(
     upstream: tuple[Floats, Floats | None] | None,
 ) -> Simulation:  # fmt: skip
     plan, precision = program.plan, params.precision
-    ranks = _deal(plan, given, precision)
+    ranks = _ranks_of(plan, given, precision)
     folded = None if given.sinks is None else item_kernel.round_to(given.sinks, precision)
 
     last = _forward(program, ranks, params)
@@ -231,10 +231,10 @@ def _backward(
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)
         if arrived is not None:
-            for grad, earlier in zip(step_grads, arrived, strict=True):
-                assert grad.owner == earlier.owner
-                grad.dk[:] += earlier.dk
-                grad.dv[:] += earlier.dv
+            for grad, other in zip(step_grads, arrived, strict=True):
+                assert grad.owner == other.owner
+                grad.dk[:] += other.dk
+                grad.dv[:] += other.dv
         arrived = _rotate(step_grads, stage.grad_hop)
         held = arriving
     return home
@@ -268,9 +268,9 @@ def _rotate[T](held: list[T], hop: int | None) -> list[T]:
     return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
 
 
-def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
+def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
     """Give every rank its slices."""
-    qg, kg, vg = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
+    q, k, v = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
         for x in (given.bias, given.slopes)
@@ -282,10 +282,10 @@ def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
         q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
         k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
         rows = RectangleTable(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
-        q_local = qg[:, q_at]
-        out = np.zeros((*q_local.shape[:3], vg.shape[3]), qg.dtype)
-        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, qg.dtype)
-        ranks.append(Rank(q_local, rows, Message(r, kg[:, k_at], vg[:, k_at], k_side), out, lse))
+        q_local = q[:, q_at]
+        out = np.zeros((*q_local.shape[:3], v.shape[3]), q.dtype)
+        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, q.dtype)
+        ranks.append(Rank(q_local, rows, Message(r, k[:, k_at], v[:, k_at], k_side), out, lse))
     return ranks
 
 

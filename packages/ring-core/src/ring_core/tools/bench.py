@@ -153,11 +153,11 @@ def timings(
     with progress(MOST_ROUNDS, "round") as bar:
         for run in every:
             run(0)
-        until = time.monotonic() + seconds
+        end = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
             rounds.append(tuple(run(n) for run in every))
             bar.update()
-            if n >= LEAST_ROUNDS and time.monotonic() >= until:
+            if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
     forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
@@ -221,10 +221,8 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
     for timing in found:
         one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
-        spread = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
-        lines.append(
-            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({spread})"
-        )
+        words = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
+        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({words})")
     cost = found[-1].check_cost
     lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

@@ -96,9 +96,9 @@ def compared(
     The error may be four times that of ``plain``, a dense implementation in the same dtype on the
     same device, and 16 ulps (``eps``) of the largest number.
     """
-    for what, got, near, true in zip(RESULTS, found, plain, example.expected, strict=True):
-        error, usual = (float(np.abs(np.asarray(x, np.float64) - true).max()) for x in (got, near))
-        limit = 4 * usual + 16 * eps * float(np.abs(true).max())
+    for what, got, near, exact in zip(RESULTS, found, plain, example.expected, strict=True):
+        error, usual = (float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near))
+        limit = 4 * usual + 16 * eps * float(np.abs(exact).max())
         number = error if error < float("inf") else None  # neither is NaN less
         yield Check(name, where, what, number, limit, passed=error <= limit)
 
@@ -135,8 +135,8 @@ def clashes(found: Mapping[str, str]) -> tuple[str, ...] | None:
     except ImportError:
         return None
     ours = {name: has for name in OURS if (has := installed(name))}
-    apart = ", ".join(f"{name} {has}" for name, has in ours.items())
-    several = [f"packages of unlike releases: {apart}"] if len(set(ours.values())) > 1 else []
+    words = ", ".join(f"{name} {has}" for name, has in ours.items())
+    several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
     asked = [
         (name, Requirement(text))
         for name in found
@@ -207,11 +207,11 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
     lines = ["", f"self-test: {title} against dense attention in float64"]
     names = max((len(check.name) for check in checks), default=0) + 2
     for check in checks:
-        state = "ok" if check.passed else "FAILED"
+        result = "ok" if check.passed else "FAILED"
         error = "not finite" if check.error is None else f"{check.error:.1e}"
         numbers = f"error {error}, limit {check.limit:.1e}"
         name = f"{check.name:{names}}{check.where:18}{check.what:6}"
-        lines.append(f"  {name}{state:8}{check.trace or numbers}")
+        lines.append(f"  {name}{result:8}{check.trace or numbers}")
     return [*lines, "", "all is well" if healthy else "something is wrong"]
 
 

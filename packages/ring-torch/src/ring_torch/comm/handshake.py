@@ -81,8 +81,8 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, message: bytes) -> Self | None:
         """The header in a message, unless that is something else."""
-        magic, status, number, digest, seed = _HEAD.unpack_from(message)
-        if magic != _MAGIC or status not in {_IN_WORDS, _COMPARED}:
+        word, status, number, digest, seed = _HEAD.unpack_from(message)
+        if word != _MAGIC or status not in {_IN_WORDS, _COMPARED}:
             return None
         return cls(status, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
 
@@ -261,15 +261,15 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         raise
     except PeerError as error:
         agreement = StoreAgreement.of(ring.group, number, name)
-        mismatch, failure = agreement.read_report(), read_failure(ring.group)
+        note, failure = agreement.read_report(), read_failure(ring.group)
         own = f"call {number} ({name}): rank {ring.rank} {error}"
-        fail(ring, mismatch or failure or own, report=False)
-        if mismatch is not None:
-            raise RankMismatchError(mismatch) from error
+        fail(ring, note or failure or own, report=False)
+        if note is not None:
+            raise RankMismatchError(note) from error
         raise RuntimeError(own if failure is None else f"{failure}; {own}") from error
     except BaseException as error:
-        problem = f"{type(error).__name__}: {error}"
-        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {problem}")
+        reason = f"{type(error).__name__}: {error}"
+        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {reason}")
         raise
 
 

@@ -123,14 +123,14 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
-        operations = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-            for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        queued = [
+            dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+            for function, pairs in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in pairs
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
         with naming(peers):
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = dist.batch_isend_irecv(queued) if queued else []
         return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
 
 
@@ -232,11 +232,11 @@ def ranks_of(group: Any) -> Ranks:
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
         is_other = group == dist.GroupMember.NON_GROUP_MEMBER
-        problem = (
+        reason = (
             "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
         )
         raise ValueError(
-            f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {problem}"
+            f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
     rank = dist.get_rank(group)
     if rank < 0:

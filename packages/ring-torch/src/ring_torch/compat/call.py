@@ -109,7 +109,7 @@ def seed_of(dropout_p: float) -> int | None:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def unpacked(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
+def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
     """The ``count`` tensors stacked along a dimension.
 
     Raises:
@@ -142,7 +142,7 @@ def kvpacked[**P](
     """The same function of K and V stacked along a dimension."""
 
     def packed(q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        k, v = unpacked("kv", kv, 2, dim=dim)
+        k, v = split_packed("kv", kv, 2, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
     _set_signature(
@@ -157,7 +157,7 @@ def qkvpacked[**P](
     """The same function of Q, K and V stacked along a dimension."""
 
     def packed(qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        q, k, v = unpacked("qkv", qkv, 3, dim=dim)
+        q, k, v = split_packed("qkv", qkv, 3, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
     _set_signature(

@@ -163,8 +163,8 @@ def _install(ours: RingFlashAttention) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in list(ALL_ATTENTION_FUNCTIONS):
-        current = ALL_ATTENTION_FUNCTIONS[name]
-        if current is flash_attention_forward or isinstance(current, RingFlashAttention):
+        found = ALL_ATTENTION_FUNCTIONS[name]
+        if found is flash_attention_forward or isinstance(found, RingFlashAttention):
             ALL_ATTENTION_FUNCTIONS.register(name, ours)
             if ALL_ATTENTION_FUNCTIONS[name] is not ours:  # it was set past the registry
                 ALL_ATTENTION_FUNCTIONS[name] = ours

@@ -18,7 +18,7 @@ from ring_torch.models.masks import CrossMask, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
-_UNSPLIT = (
+_NO_SHARD = (
     "ring attention was given {}: the batch must come from ContextParallel.shard_batch, and its "
     "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
     "of the model that see no split sequence (images, sound), use another attn_implementation"
@@ -69,7 +69,7 @@ class LayerMask(Sealed):
 class NoMask(Sealed):
     """Where a model was given no mask: as good as an error, but for layers that use none."""
 
-    _words = _UNSPLIT.format("no attention_mask")
+    _words = _NO_SHARD.format("no attention_mask")
 
 
 def ring_mask(
@@ -150,9 +150,9 @@ def sharded(attention_mask: object) -> ShardedMask:
     """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
-    is_none = attention_mask is None or isinstance(attention_mask, NoMask)
-    given = "no attention_mask" if is_none else type(attention_mask).__name__
-    raise ValueError(_UNSPLIT.format(given))
+    is_empty = attention_mask is None or isinstance(attention_mask, NoMask)
+    given = "no attention_mask" if is_empty else type(attention_mask).__name__
+    raise ValueError(_NO_SHARD.format(given))
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:

@@ -103,8 +103,8 @@ class TrainerHooks:
         )
         yield replace_attribute(self.trainer, "gather_function", gather)
         if self.trainer.label_smoother is not None:
-            smoother = _LabelSmoother(self.trainer.label_smoother, self.hooks)
-            yield replace_attribute(self.trainer, "label_smoother", smoother)
+            function = _LabelSmoother(self.trainer.label_smoother, self.hooks)
+            yield replace_attribute(self.trainer, "label_smoother", function)
 
     def prepare_data_loader(
         self,

@@ -162,20 +162,20 @@ def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
         x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
         for x in _parts(geometry, *sizes)
     )
-    for axis, block in enumerate((grid.block_q, grid.block_k)):
-        each = block // sizes[axis]
-        some = _in_blocks(some, axis, shape[axis], each, beyond=False).any(axis=axis + 1)
-        every = _in_blocks(every, axis, shape[axis], each, beyond=True).all(axis=axis + 1)
+    for dim, block in enumerate((grid.block_q, grid.block_k)):
+        each = block // sizes[dim]
+        some = _in_blocks(some, dim, shape[dim], each, beyond=False).any(axis=dim + 1)
+        every = _in_blocks(every, dim, shape[dim], each, beyond=True).all(axis=dim + 1)
     return _kinds(some, every)
 
 
-def _in_blocks(flags: Flags, axis: int, blocks: int, each: int, *, beyond: bool) -> Flags:
+def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) -> Flags:
     """Flags of parts as ``blocks`` groups of ``each`` along an axis, a group's along the next."""
-    more = max(0, blocks * each - flags.shape[axis])
-    edges = [(0, more if n == axis else 0) for n in range(2)]
+    more = max(0, blocks * each - flags.shape[dim])
+    edges = [(0, more if n == dim else 0) for n in range(2)]
     flags = np.pad(flags, edges, constant_values=beyond)
-    flags = flags.take(range(blocks * each), axis=axis)
-    return flags.reshape(*flags.shape[:axis], blocks, each, *flags.shape[axis + 1 :])
+    flags = flags.take(range(blocks * each), axis=dim)
+    return flags.reshape(*flags.shape[:dim], blocks, each, *flags.shape[dim + 1 :])
 
 
 @lru_cache(maxsize=32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram
-from ring_torch.kernels.flash import FlashKernel, before_ampere, capability
+from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason
 from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.records import AttentionState
 
@@ -52,9 +52,9 @@ class Cudnn:
             lse = torch.cat([lse, lse], dim=2)
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
             return dq[:, :1], dk[:, :1], dv[:, :1]
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), unused, unused,
+            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), state, state,
             None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(q, options),
             scale=options.scale,
         )  # fmt: skip
@@ -70,7 +70,7 @@ def _is_causal(q: Tensor, options: Options) -> bool:
 
 @cache
 def _missing() -> str | None:
-    return before_ampere() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+    return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
 
 def _limits(request: Request, _program: RingProgram) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class EagerKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
-        sight = ScoreBlocks(rows, columns, item, params)
+        blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = _is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
@@ -60,15 +60,15 @@ class EagerKernel(AccumulatingKernel):
             top = part.lse.reshape(acc.shape[:-1])
             total = (top > -torch.inf).to(acc.dtype)
             acc = acc * total.unsqueeze(-1)
-            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
-                scores, _, visible = sight.scores(q, i, j)
+            for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
+                scores, _, visible = blocks.scores(q, i, j)
                 new_top = torch.maximum(top, scores.amax(dim=-1))
                 safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
                 shrink = (top - safe).exp_()
                 weights = scores.sub_(safe.unsqueeze(-1)).exp_()
                 total = total * shrink + weights.sum(dim=-1)
                 v = _heads_first(columns.v[:, j], acc.dtype)
-                weights = sight.dropped(weights, i, j)
+                weights = blocks.dropped(weights, i, j)
                 acc = acc * shrink.unsqueeze(-1) + _masked_matmul(
                     weights, visible, v, clean=v_clean
                 )
@@ -83,7 +83,7 @@ class EagerKernel(AccumulatingKernel):
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators, block by block."""
-        sight = ScoreBlocks(rows, columns, item, params)
+        blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
             "q": _is_clean(rows.q),
@@ -101,13 +101,13 @@ class EagerKernel(AccumulatingKernel):
             )  # probabilities of such rows are 0
             delta = known(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             dq = torch.zeros_like(q)
-            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
+            for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
-                scores, slope, visible = sight.scores(q, i, j)
+                scores, slope, visible = blocks.scores(q, i, j)
                 probs = scores.sub_(safe).exp_()
                 if visible is not None:  # in rows that hold NaN, masked scores became NaN too
                     probs.masked_fill_(~visible, 0.0)
-                keep = sight.keep(probs, i, j)
+                keep = blocks.keep(probs, i, j)
                 dscores = do @ v.mT
                 if keep is not None:
                     dscores.mul_(keep)
@@ -115,7 +115,7 @@ class EagerKernel(AccumulatingKernel):
                 if visible is not None:  # 0 times NaN
                     dscores.masked_fill_(~visible, 0.0)
                 if row_grads.dbias is not None:
-                    sight.add_bias_grad(row_grads.dbias, dscores, i, j)
+                    blocks.add_bias_grad(row_grads.dbias, dscores, i, j)
                 dscores.mul_(params.scale)
                 if slope is not None:
                     dscores.mul_(slope)

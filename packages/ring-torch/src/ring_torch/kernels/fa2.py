@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.flash_library import Options, document_arguments, rounded_to_8
 from ring_torch.records import AttentionState
 
@@ -36,7 +36,7 @@ class Flash2:
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
         name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
-        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_common(options))
+        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_arguments(options))
         return out, lse
 
     def backward(
@@ -50,12 +50,12 @@ class Flash2:
         )
         _call(
             name, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            deterministic=options.deterministic, **_common(options),
+            deterministic=options.deterministic, **_arguments(options),
         )  # fmt: skip
         return dq, dk, dv
 
 
-def _common(options: Options) -> dict[str, Any]:
+def _arguments(options: Options) -> dict[str, Any]:
     left, right = (unbounded(side) for side in options.window)
     return {
         "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
@@ -83,14 +83,14 @@ def _function(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
 @cache
 def _missing() -> str | None:
     try:
-        installed = version("flash-attn")
+        found = version("flash-attn")
         import_module("flash_attn.flash_attn_interface")
     except (PackageNotFoundError, ImportError) as error:
         return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
-    major, minor, *_ = (int(part) for part in installed.split(".")[:2])
+    major, minor, *_ = (int(part) for part in found.split(".")[:2])
     if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
-        return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
-    return before_ampere()
+        return f"flash-attn {found} is installed; 2.6 to 2.8 are known to work"
+    return old_gpu_reason()
 
 
 FA2 = FlashKernel(

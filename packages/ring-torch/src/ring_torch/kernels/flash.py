@@ -316,7 +316,7 @@ def capability(device: int | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def before_ampere() -> str | None:
+def old_gpu_reason() -> str | None:
     """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
     if capability()[0] >= 8:
         return None

@@ -49,5 +49,5 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
     The product needs 64 bits and int64 has a sign, so the high half comes from two 48-bit products.
     """
-    upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-    return (upper + (lower >> 16)) >> 16, (a * b) & _LOW
+    high, low = a * (b >> 16), a * (b & 0xFFFF)
+    return (high + (low >> 16)) >> 16, (a * b) & _LOW

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, before_ampere, unbounded
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
@@ -98,7 +98,7 @@ class Flash:
 
     def unavailable_reason(self) -> str | None:
         """A GPU before Ampere."""
-        return before_ampere()
+        return old_gpu_reason()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
@@ -119,10 +119,10 @@ class Flash:
         """``(dq, dk, dv)``."""
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
-        unused = torch.empty(0, device=q.device)  # dropout's state, of which there is none
+        state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
             dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, max_q, max_k, 0.0,
-            False, unused, unused,
+            False, state, state,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return grads

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
-from ring_torch.models.documents import STATED, Integers, check_positions, stated_documents
+from ring_torch.models.documents import STATED, Ints, check_positions, stated_documents
 from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
 from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import Sharding
@@ -147,7 +147,7 @@ def _positions(
     return counted.long().cumsum(1) * counted + offset - 1
 
 
-def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) -> None:
+def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> None:
     """Shift labels where the model's loss does, and count those of the whole batch."""
     if report.shifts_labels:
         labels = given.pop("labels", None)
@@ -209,7 +209,7 @@ def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
             )
 
 
-def _array(x: Tensor) -> Integers:
+def _array(x: Tensor) -> Ints:
     return x.detach().cpu().numpy()
 
 
@@ -228,7 +228,7 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
 
 def _segments(
     real: npt.NDArray[np.bool_] | None, positions: Tensor | None, shape: tuple[int, int]
-) -> Integers:
+) -> Ints:
     """The number of each token's document, ``[B, T]``; -1 for padding.
 
     As in transformers, a document begins where position ids do not go on by one, and only where
@@ -242,7 +242,7 @@ def _segments(
     return segments
 
 
-def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None) -> None:
+def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> None:
     """Refuse a mask beside positions that say something else."""
     assert real is not None
     pairs = real[:, 1:] & real[:, :-1]
@@ -254,7 +254,7 @@ def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None)
         )
 
 
-def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
+def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     """``single``, ``cu_seqlens`` and whether rows differ, of :class:`ShardedMask`."""
     length = segments.shape[1]
     real = segments >= 0
@@ -269,7 +269,7 @@ def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
 def _check_same(
     ring: Ranks,
     given: Mapping[str, Any],
-    segments: Integers,
+    segments: Ints,
     dropout_seed: int | None,
     weight: float,
 ) -> None:

@@ -275,13 +275,13 @@ def _of_layers(
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
-    mixers = {
+    found = {
         type(x).__name__
         for x in parts.values()
         if id(x) not in whole and _mixes(x, by_name=not whole)
     }
-    if mixers:
-        yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
+    if found:
+        yield f"modules {', '.join(sorted(found))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
             has = [

@@ -13,7 +13,7 @@ from typing import Any, cast
 _SKIPPED = frozenset({"__init__", "_init_weights", "generate", "prepare_inputs_for_generation"})
 
 
-def _cached[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+def _cache[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """With answers kept; a checker of types takes no class for hashable."""
     return cast("Callable[P, T]", lru_cache(maxsize=4096)(function))
 
@@ -49,7 +49,7 @@ def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return dict(zip(names, args, strict=True)) | kwargs
 
 
-@_cached
+@_cache
 def names_in(cls: type) -> frozenset[str]:
     """Globals, attributes and keywords in the methods of a class, and in functions beside it.
 
@@ -63,7 +63,7 @@ def names_in(cls: type) -> frozenset[str]:
     )
 
 
-@_cached
+@_cache
 def uses_global(cls: type, kind: str) -> bool:
     """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
     return any(
@@ -74,7 +74,7 @@ def uses_global(cls: type, kind: str) -> bool:
     )
 
 
-@_cached
+@_cache
 def names_in_forward(cls: type) -> frozenset[str]:
     """The same, and local variables, of ``forward`` alone."""
     function = forward_of(cls)
@@ -87,8 +87,8 @@ def names_in_forward(cls: type) -> frozenset[str]:
     )
 
 
-@_cached
-def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
+@_cache
+def reads_in_forward(cls: type, name: str) -> frozenset[str]:
     """Attributes of a local variable that ``forward`` reads."""
     function = forward_of(cls)
     if function is None:
@@ -98,7 +98,7 @@ def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
         str(after.argval)
         for step, after in pairwise(steps)
         if step.opname.startswith("LOAD_FAST")
-        and step.argval == variable
+        and step.argval == name
         and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
     )
 

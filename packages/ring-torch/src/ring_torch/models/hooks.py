@@ -172,8 +172,8 @@ class ModelHooks:
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
-                is_short = name in _PER_TOKEN and call.is_shifted_here
-                output[name] = self.whole(value, part.length - is_short)
+                is_shifted = name in _PER_TOKEN and call.is_shifted_here
+                output[name] = self.whole(value, part.length - is_shifted)
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
@@ -248,10 +248,10 @@ class ModelHooks:
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
         if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
-            wrapper = _averaging(module)
-            if wrapper:
+            found = _averaging(module)
+            if found:
                 raise ValueError(
-                    f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
+                    f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
                     f"gradients over its ranks: give reduction='mean'"
                 )
         return given

@@ -68,8 +68,8 @@ class Merged:
             UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
         """
         given = {name: x for name, x in given.items() if x is not None}
-        if unknown := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
-            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(unknown)}")
+        if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
+            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
         text = {name: given[name] for name in _TEXT if name in given}
         positions = text.get("position_ids")
         if isinstance(positions, Tensor) and positions.ndim == _ROWS:

@@ -132,10 +132,10 @@ class Pair:
             given["decoder_input_ids"] = _shifted(model, given["labels"])
         report = replace(report, shifts_labels=False)
         known = {*_SOURCE, *_TARGET, *_KEPT}
-        if unknown := sorted(given.keys() - known):
+        if more := sorted(given.keys() - known):
             raise UnsupportedError(
                 f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
-                f"alone, and this one has {', '.join(unknown)}"
+                f"alone, and this one has {', '.join(more)}"
             )
         parts = []
         source_seed = None if dropout_seed is None else dropout_seed ^ 1

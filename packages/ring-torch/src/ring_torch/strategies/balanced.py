@@ -77,9 +77,9 @@ class RemoteQueries:
             return QueryChunk(DONE, [])
         step, piece = found
         ring, program = self.call.ring, self.call.program
-        helper = ring.ahead(program.steps[step].shift)
+        peer = ring.ahead(program.steps[step].shift)
         helped = _piece(program.remote_items(ring.rank, step), piece)
-        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
+        sends = [(x.contiguous(), peer) for item in helped for x in self.take(item.q_slice)]
         others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
         arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
@@ -90,12 +90,12 @@ class RemoteQueries:
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own."""
         ring, program = self.call.ring, self.call.program
-        helper = ring.ahead(program.steps[step].shift)
+        peer = ring.ahead(program.steps[step].shift)
         helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
         expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
         transfer = ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],
-            [(x, helper) for _, tensors in expected for x in tensors],
+            [(x, peer) for _, tensors in expected for x in tensors],
         )
         self._in_flight.append((transfer, expected))
 

@@ -246,8 +246,8 @@ def _finish_own_grads(
         by = one.target.start - one.source.start
         return slice(source.start + by, source.stop + by)
 
-    for returning in in_flight:
-        returning.add_to(grads, length, where)
+    for pending in in_flight:
+        pending.add_to(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
         into = places[0][:, one.source], places[1][:, one.source]

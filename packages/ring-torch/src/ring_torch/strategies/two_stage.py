@@ -72,11 +72,11 @@ class TwoStageGather:
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        returning = session.return_grads(gather, sums, others, 0, overlapped=True)
+        pending = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, rank):
             own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-        returning.add_to(home, keys.length, lambda source: source)
+        pending.add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:

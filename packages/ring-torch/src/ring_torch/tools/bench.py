@@ -92,8 +92,8 @@ def time_round(
             attend(q, k, v)
 
     def both() -> None:
-        leaves: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
-        torch.autograd.grad(attend(*leaves), leaves, dout)
+        inputs: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attend(*inputs), inputs, dout)
 
     with tripwire.check(check):
         return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)

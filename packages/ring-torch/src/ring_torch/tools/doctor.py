@@ -207,12 +207,12 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
     cp = ContextParallel(layout=setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     dtype = getattr(torch, setting.dtype)
-    shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    inputs = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
     ours = partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
+    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *inputs)]
 
 
 def _compared(
@@ -251,9 +251,9 @@ def _out_and_grads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
 def shown(found: Diagnosis) -> str:
@@ -264,14 +264,14 @@ def shown(found: Diagnosis) -> str:
         reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
         major, minor = gpu.capability
         lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
-    for title, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
-        lines += ["", f"{title}, {_ORDER[title]}"]
+    for words, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
+        lines += ["", f"{words}, {_ORDER[words]}"]
         for one in reports:
             devices = ", ".join(one.devices) or "any"
             state = "available" if one.available else f"no: {one.why}"
             lines.append(f"  {one.name:16}{devices:8}{state}")
-    title = "kernels on one device, then a ring of two processes, causal,"
-    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
+    words = "kernels on one device, then a ring of two processes, causal,"
+    return "\n".join(lines + doctor.shown_checks(words, found.checks, healthy=found.healthy))
 
 
 _ORDER = {

@@ -167,8 +167,8 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
 
     q, k, v, dout, options = _given(sizes, length, acc_dtype, device)
     at = torch.arange(length, device=device)
-    shared = sizes.heads[0] // sizes.heads[1]
-    products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(shared, dim=2))
+    group = sizes.heads[0] // sizes.heads[1]
+    products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, dim=2))
     products.register_hook(rounded)
     scores = products * sizes.dims[0] ** -0.5
     if "softcap" in options:
@@ -187,7 +187,7 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
         kept = dropout_keep(_DROPOUT, seed, range(len(q)), sizes.heads[0], at, at)
         weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
-    out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(shared, dim=2))
+    out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(group, dim=2))
     return [rounded(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
@@ -213,13 +213,13 @@ def _given(
     """``(q, k, v, dout, options)``: the same numbers in any dtype, rounded to what is timed."""
     made = torch.Generator(device).manual_seed(length)
 
-    def random(*shape: int, sharpness: float = 1.0) -> Tensor:
-        x = sharpness * torch.randn(shape, generator=made, device=device)
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        x = scale * torch.randn(shape, generator=made, device=device)
         return x.to(DTYPES[device][0]).to(dtype)
 
     (heads, kv_heads), (dim, v_dim) = sizes.heads, sizes.dims
-    sharpness = _SHARP if sizes.option == "softcap" else 1.0
-    q = random(1, length, heads, dim, sharpness=sharpness).requires_grad_()
+    scale = _SHARP if sizes.option == "softcap" else 1.0
+    q = random(1, length, heads, dim, scale=scale).requires_grad_()
     k, v = (random(1, length, kv_heads, n).requires_grad_() for n in (dim, v_dim))
     dout = random(1, length, heads, v_dim)
     options = {"mask": _mask(sizes.option, length), **_option(sizes, length, device)}
@@ -247,13 +247,13 @@ def _option(sizes: Sizes, length: int, device: str) -> dict[str, Any]:
 
 def _mask(option: Option, length: int) -> Mask:
     if option == "predicate":
-        return Mask(predicate=_striped)
+        return Mask(predicate=_predicate)
     if option == "documents":
         return Mask(causal=True, cu_seqlens=(*range(0, length, _document(length)), length))
     return Mask(causal=True, window=(length // 4, 0) if option == "window" else None)
 
 
-def _striped(i: Any, j: Any) -> Any:
+def _predicate(i: Any, j: Any) -> Any:
     """A window, and the first keys of each stripe."""
     return (i >= j) & ((i - j < _STRIPE) | (j % _STRIPE < _FIRST))
 

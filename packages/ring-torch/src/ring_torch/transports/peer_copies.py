@@ -222,7 +222,7 @@ def _last(done: Sequence[Done]) -> list[Event]:
     return list(dict(done).values())
 
 
-_MOST_PITCH = (1 << 31) - 1  # bytes from row to row that an engine steps over
+_MOST_STRIDE = (1 << 31) - 1  # bytes from row to row that an engine steps over
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -233,20 +233,20 @@ def copy(target: Tensor, source: Tensor) -> None:
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source)
         return
-    pitches = [x.stride(0) * x.itemsize for x in (target, source)]
-    runtime = _runtime()
-    if runtime is None or max(pitches) > _MOST_PITCH:
+    strides = [x.stride(0) * x.itemsize for x in (target, source)]
+    module = _runtime()
+    if module is None or max(strides) > _MOST_STRIDE:
         for to, x in zip(target.unbind(), source.unbind(), strict=True):
             to.copy_(x)
         return
     width = target[0].numel() * target.itemsize
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    kind = module.cudaMemcpyKind.cudaMemcpyDeviceToDevice
     stream = torch.cuda.current_stream(target.device).cuda_stream
-    (error,) = runtime.cudaMemcpy2DAsync(
-        target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, target.shape[0], kind,
+    (error,) = module.cudaMemcpy2DAsync(
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0], kind,
         stream,
     )  # fmt: skip
-    if error != runtime.cudaError_t.cudaSuccess:
+    if error != module.cudaError_t.cudaSuccess:
         raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
 
 

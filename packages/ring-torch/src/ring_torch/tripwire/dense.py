@@ -293,12 +293,12 @@ def _operands(
     heads = keys.k.shape[1]
     by_group = (heads, queries.q.shape[1] // max(heads, 1))
     shown = visible.any(dim=0)
-    sees, seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
+    q_seen, k_seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (
-        None if x is None else torch.where(sees, x, 0).to(acc_dtype).unflatten(1, by_group)
+        None if x is None else torch.where(q_seen, x, 0).to(acc_dtype).unflatten(1, by_group)
         for x in (queries.q, queries.dout)
     )
-    k, v = (torch.where(seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
+    k, v = (torch.where(k_seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
     assert q is not None
     return _Operands(q, dout, k, v)
 

@@ -89,19 +89,19 @@ class Pass(NamedTuple):
         found = []
         call = self.call
         if call.ring.size > 1:
-            expected, moved, verb = _EXPECTED[call.strategy.name](self), seen.read, "reads"
+            expected, moved, word = _EXPECTED[call.strategy.name](self), seen.read, "reads"
             if call.transport == "p2p":
-                expected, moved, verb = HEADER_BYTES + expected, seen.sent, "sends"
+                expected, moved, word = HEADER_BYTES + expected, seen.sent, "sends"
             if moved != expected:
-                done = {"reads": "read from peers", "sends": "sent"}[verb]
-                found.append(f"{moved:,} bytes were {done}, and the program {verb} {expected:,}")
+                done = {"reads": "read from peers", "sends": "sent"}[word]
+                found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
         is_gpu = call.device.type == "cuda"
-        peak = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
-        if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
+        most = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
+        if most is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
-            if rate > peak:
+            if rate > most:
                 found.append(
-                    f"{rate:,.0f} TFLOP/s, and the device has {peak:,.0f}: work was left out"
+                    f"{rate:,.0f} TFLOP/s, and the device has {most:,.0f}: work was left out"
                 )
         return found
 
@@ -171,12 +171,12 @@ def _gather(one: Pass) -> int:
         for x in gather_program(call.plan, peer).fetches
     ]
     asked = sum(n for peer, owner, n in fetches if owner == rank != peer)
-    had = sum(n for peer, owner, n in fetches if peer == rank != owner)
+    given = sum(n for peer, owner, n in fetches if peer == rank != owner)
     if call.transport == "symm_mem":
-        asked, had = had, asked
+        asked, given = given, asked
     total = keys.size(asked) if one.fetches else 0
     if not one.forward:
-        total += keys.batch * had * keys.width * one.acc_bytes
+        total += keys.batch * given * keys.width * one.acc_bytes
     return parts * total
 
 

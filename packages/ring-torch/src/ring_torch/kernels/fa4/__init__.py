@@ -87,7 +87,7 @@ class Flash4:
             q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
             score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
             block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-            deterministic=options.deterministic, **_common(options),
+            deterministic=options.deterministic, **_arguments(options),
         )  # fmt: skip
         if group > 1:
             dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
@@ -104,7 +104,7 @@ def _forward(
     out, lse, *_ = _interface()._flash_attn_fwd(
         q, k, v, return_lse=needs_lse, learnable_sink=modded.sinks, score_mod=modded.score_mod,
         mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-        **where, **_common(options),
+        **where, **_arguments(options),
     )  # fmt: skip
     return out, lse if place is None else place.lse
 
@@ -117,7 +117,7 @@ def _writes_lse(q: Tensor, v: Tensor, options: Options) -> bool:
     return options.needs_lse or q.shape[-1] == v.shape[-1]
 
 
-def _common(options: Options) -> dict[str, Any]:
+def _arguments(options: Options) -> dict[str, Any]:
     left, right = options.window
     return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
@@ -173,16 +173,16 @@ def _interface() -> Any:
 @cache
 def _missing() -> str | None:
     try:
-        installed = version("flash-attn-4")
+        found = version("flash-attn-4")
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
-        interface = _interface()
+        module = _interface()
     except ImportError as error:
-        return f"flash-attn-4 {installed} does not load: {error}"
-    if not hasattr(interface, "_bwd_postprocess_convert"):
+        return f"flash-attn-4 {found} does not load: {error}"
+    if not hasattr(module, "_bwd_postprocess_convert"):
         return (
-            f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
+            f"flash-attn-4 {found} is installed, but flash-attn 2.8 has put an older "
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
     if capability()[0] not in (9, 10, 11):

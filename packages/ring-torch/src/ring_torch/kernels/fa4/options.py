@@ -58,7 +58,7 @@ class Modded(NamedTuple):
         by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
         kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
         addresses = {name: x.data_ptr() for name, x in kept.items()}
-        numbers = functions.Numbers(**addresses, **_integers(mods, kept, rule))
+        numbers = functions.Numbers(**addresses, **_other_numbers(mods, kept, rule))
         found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
         if masked is None:
             return found
@@ -150,7 +150,7 @@ def _tensors(
     return found
 
 
-def _integers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     """The other numbers that the functions read."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
@@ -204,8 +204,8 @@ def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
 
 def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
     """How the library's kernels for masks work on Hopper."""
-    library = import_module("flash_attn.cute.interface")
-    tiles = library._tile_size_fwd_sm90 if direction == "forward" else library._tile_size_bwd_sm90
+    module = import_module("flash_attn.cute.interface")
+    tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
     return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
 
 

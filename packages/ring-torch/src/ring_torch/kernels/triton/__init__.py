@@ -16,7 +16,7 @@ from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
 from ring_torch.kernels.api import KernelBase
-from ring_torch.kernels.flash import before_ampere, capability
+from ring_torch.kernels.flash import capability, old_gpu_reason
 from ring_torch.kernels.triton.launch import Launch
 from ring_torch.optional import has_triton
 from ring_torch.records import (
@@ -50,7 +50,7 @@ class TritonKernel(KernelBase):
             return "triton is not installed (torch for Linux brings it)"
         if torch.version.cuda is None:
             return "is for NVIDIA GPUs"
-        return before_ampere()
+        return old_gpu_reason()
 
     def config_refusals(
         self, config: KernelConfig, request: Request, program: RingProgram
