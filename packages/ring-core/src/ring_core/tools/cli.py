@@ -21,7 +21,7 @@ from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
-from ring_core.tools.sizes import size, window
+from ring_core.tools.bench import size
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DEFAULT_HARDWARE = "h200-nvlink"
@@ -220,10 +220,19 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _window(text: str | None) -> Window | None:
+    """``LEFT`` or ``LEFT,RIGHT``, keys besides a query's own."""
+    if text is None:
+        return None
+    words = [word.strip().lower() for word in text.split(",")]
     try:
-        return None if text is None else window(text)
+        sides = [None if word == "none" else size(word) for word in words]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--window: {error}") from error
+    if len(sides) > 2:
+        raise ValueError(
+            f"--window: {text!r} is no LEFT or LEFT,RIGHT such as 4096, 4096,0 or 4096,none"
+        )
+    return sides[0], sides[1] if len(sides) == 2 else 0
 
 
 def _offsets(text: str | None) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_torch.buffers import BufferSpec
 from ring_torch.comm.store import StoreAgreement
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -185,6 +186,27 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
             yield
     except PeerError as error:
         raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+
+
+def exchange(
+    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
+) -> list[list[Tensor]]:
+    """Send part ``n`` of each tensor to rank ``n``; all parts of a tensor have one shape.
+
+    Returns:
+        What came, by tensor and rank; this rank's own part is the one given.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    spec = BufferSpec.of(*((some[0].shape, some[0].dtype) for some in parts))
+    peers = others(ring)
+    sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
+    receives = [(spec.buffer(device), peer) for peer in peers]
+    ring.start(sends, receives).wait()
+    came = {peer: spec.views(buffer) for buffer, peer in receives}
+    came[ring.rank] = [some[ring.rank] for some in parts]
+    return [[came[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
 
 
 def header_device(ring: Ranks, device: torch.device) -> torch.device:

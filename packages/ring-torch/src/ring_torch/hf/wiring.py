@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
-from ring_torch.hf.instances import replace_attribute
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
 from ring_torch.models.check import takes_embeddings, text_parts
@@ -28,6 +27,16 @@ from ring_torch.models.written import (
 )
 
 _Undo = Callable[[], object]
+_MISSING = object()
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> _Undo:
+    """Set an attribute of an instance; returns what sets it back."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    if before is _MISSING:
+        return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before)
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
