@@ -186,15 +186,6 @@ class KeyGrads(NamedTuple):
         return KeyGrads(self.dk[:, part], self.dv[:, part])
 
 
-class ItemGrads(NamedTuple):
-    """The gradients of one item alone, in the inputs' dtype or wider."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None
-
-
 def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
     """A view of the ``n``-th of so many equal groups of heads, which are the dimension ``dim``."""
     size = x.shape[dim] // groups
@@ -253,7 +244,7 @@ class Inputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """This rank's gradients in the accumulators' dtype."""
+    """Gradients of an item, or of all that a rank holds, in the inputs' dtype or wider."""
 
     dq: Tensor
     dk: Tensor

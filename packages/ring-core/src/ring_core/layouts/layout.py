@@ -165,11 +165,8 @@ class Layout:
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of one rank, in local order."""
         check_index("rank", rank, self.cp_size)
-        starts = self.run_positions(rank).tolist()
-        return tuple(
-            Run(local, self.run_length, position, self.stride)
-            for local, position in zip(self.run_starts, starts, strict=True)
-        )
+        starts = zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
+        return tuple(Run(local, self.run_length, start, self.stride) for local, start in starts)
 
     def positions(self, rank: int) -> Ints:
         """Global position of each local index of a rank, ``[local_len]``."""

@@ -188,8 +188,8 @@ def _heads(x: Floats, heads: int) -> Floats:
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
     """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
-    grouped = x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
-    return grouped.sum(axis=2).swapaxes(1, 2)
+    group = x.shape[1] // kv_heads
+    return x.reshape(len(x), kv_heads, group, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
 
 
 def masked_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:

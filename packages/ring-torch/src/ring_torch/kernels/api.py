@@ -18,7 +18,7 @@ from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
@@ -95,7 +95,7 @@ class Kernel(Protocol):
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients by themselves; ``out`` is where a kernel may write ``dq``."""
 
     def attend_into(
@@ -127,8 +127,9 @@ class Selection:
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
             words = f"about {seconds} s to compile, forward and backward"
-            new = words if seconds else "nothing to compile"
-            lines.append(f"  a predicate that is new to it: {new}")
+            lines.append(
+                f"  a predicate that is new to it: {words if seconds else 'nothing to compile'}"
+            )
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
             for can, why in self.rejected
@@ -194,7 +195,7 @@ class AccumulatingKernel(KernelBase):
     def grads(
         self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients, wide."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
@@ -204,4 +205,4 @@ class AccumulatingKernel(KernelBase):
             dbias = torch.zeros_like(rows.bias, dtype=dtype)
         into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
         self.grads_into(rows, columns, upstream, item, params, *into)
-        return ItemGrads(dq, dk, dv, dbias)
+        return Grads(dq, dk, dv, dbias)

@@ -68,7 +68,9 @@ class EagerKernel(AccumulatingKernel):
                 weights = scores.sub_(safe.unsqueeze(-1)).exp_()
                 total = total * shrink + weights.sum(dim=-1)
                 v = _heads_first(columns.v[:, j], acc.dtype)
-                weights = blocks.dropped(weights, i, j)
+                keep = blocks.keep(weights, i, j)
+                if keep is not None:
+                    weights.mul_(keep)
                 acc = acc * shrink.unsqueeze(-1) + _masked_matmul(
                     weights, visible, v, clean=v_clean
                 )
@@ -210,11 +212,6 @@ class ScoreBlocks:
         index, position = known(self.rows.indices)[i], known(self.columns.position)[j]
         kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
         return kept.to(like.dtype).div_(1 - p).view(like.shape)
-
-    def dropped(self, weights: Tensor, i: slice, j: slice) -> Tensor:
-        """Weights after dropout."""
-        keep = self.keep(weights, i, j)
-        return weights if keep is None else weights * keep
 
     def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:
         """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""

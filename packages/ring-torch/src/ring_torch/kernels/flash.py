@@ -34,7 +34,7 @@ from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     QueryBlock,
@@ -117,7 +117,7 @@ class FlashKernel(KernelBase):
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """One launch with the global ``out`` and ``lse``, or one a document."""
         pieces = self._pieces(item)
         if pieces:
@@ -127,7 +127,7 @@ class FlashKernel(KernelBase):
             options = _with_mods(_options(item, params), rows, columns, item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
             grads = self._backward(dout, q, k, v, result, lse, options, out)
-            return ItemGrads(*grads, None)
+            return Grads(*grads, None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
@@ -136,7 +136,7 @@ class FlashKernel(KernelBase):
         inside = out[0] if out is not None and batch == 1 else None
         grads = self._backward(dout, q, k, v, result, lse, options, inside)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
-        return ItemGrads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
@@ -201,7 +201,7 @@ class FlashKernel(KernelBase):
     def _grads_each(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
         params: KernelParams,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """One launch a piece; pieces of a window share keys."""
         dq = torch.zeros_like(rows.q)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
@@ -211,7 +211,7 @@ class FlashKernel(KernelBase):
             dq[:, one.q_slice].copy_(grads.dq)
             dk[:, one.k_slice].add_(grads.dk)
             dv[:, one.k_slice].add_(grads.dv)
-        return ItemGrads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None)
 
 
 def _ready(x: Tensor, dim: int) -> Tensor:

@@ -23,7 +23,6 @@ from ring_torch.records import (
     BackwardInputs,
     Grads,
     Inputs,
-    ItemGrads,
     KeyBlock,
     QueryBlock,
     QueryGrads,
@@ -273,7 +272,7 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
 
-def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
+def _put_rows(result: Grads, into: QueryGrads) -> None:
     """Put the gradients of an item's rows in their places, unless they are there."""
     if result.dq.data_ptr() != into.dq.data_ptr():
         into.dq.copy_(result.dq)
@@ -282,7 +281,7 @@ def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
 
 
 def _put_columns(
-    result: ItemGrads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
+    result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
     """Put the gradients of an item's columns in their places, and add them where there are some."""
     edges = [item.k_start, *(edge for one in fresh for edge in (one.start, one.stop)), item.k_stop]

@@ -162,10 +162,9 @@ class Sample(NamedTuple):
             if worst is None:
                 continue
             token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
-            at = [self.batch, token, worst.head, worst.dim]
-            if name == "lse":
-                at = [self.batch, worst.head, token]
-            found.append(worst.describe(name, ", ".join(map(str, at)), self._shape(name)))
+            at = [worst.head, token] if name == "lse" else [token, worst.head, worst.dim]
+            text = ", ".join(map(str, (self.batch, *at)))
+            found.append(worst.describe(name, text, self._shape(name)))
         return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -245,17 +244,17 @@ def backward_faults(
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    size = abs(call.params.scale) * lengths * _largest(k) * _longest(v)
+    size = abs(call.params.scale) * lengths * _largest(k) * _largest(v, 2)
     size = size * digits[:, rows].amax(dim=0)
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    dout_size, dim = _longest(upstream.dout), k.shape[3]
+    dout_size, dim = _largest(upstream.dout, 2), k.shape[3]
     sizes = {
         "dk": (
             dk,
             slice(dim),
-            abs(call.params.scale) * weights * dout_size * _longest(v) * _largest(q),
+            abs(call.params.scale) * weights * dout_size * _largest(v, 2) * _largest(q),
         ),
         "dv": (dv, slice(dim, -1), weights * dout_size),
     }
@@ -268,17 +267,8 @@ def backward_faults(
     return sample.agree(found, "backward")
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest number's size, of finite vectors of the last dimension."""
-    return _norm(x, torch.inf)
-
-
-def _longest(x: Tensor) -> Tensor:
-    """The largest length of a finite vector of the last dimension."""
-    return _norm(x, 2)
-
-
-def _norm(x: Tensor, order: float) -> Tensor:
+def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
+    """The largest norm of finite vectors of the last dimension: of numbers, or (2) lengths."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
     return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()

@@ -115,7 +115,9 @@ class Pass(NamedTuple):
             batch, _, heads, _ = x.q.shape
             numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
             size += (
-                batch * heads * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.acc_bytes)
+                batch
+                * heads
+                * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.call.acc_dtype.itemsize)
             )
         return size
 
@@ -124,14 +126,9 @@ class Pass(NamedTuple):
         x = self.inputs
         batch, _, heads, dim = x.q.shape
         if self.forward:
-            return batch * heads * (x.v.shape[3] + 1) * self.acc_bytes
+            return batch * heads * (x.v.shape[3] + 1) * self.call.acc_dtype.itemsize
         bias = x.bias[:, :, :1].numel() if x.bias is not None and self.call.params.bias_grad else 0
-        return (batch * heads * dim + bias) * self.acc_bytes
-
-    @property
-    def acc_bytes(self) -> int:
-        """Bytes of an accumulator."""
-        return self.call.acc_dtype.itemsize
+        return (batch * heads * dim + bias) * self.call.acc_dtype.itemsize
 
     def _flops(self) -> float:
         """The visible pairs that this rank computes, in matmuls."""
@@ -176,7 +173,7 @@ def _gather(one: Pass) -> int:
         asked, given = given, asked
     total = keys.size(asked) if one.fetches else 0
     if not one.forward:
-        total += keys.batch * given * keys.width * one.acc_bytes
+        total += keys.batch * given * keys.width * call.acc_dtype.itemsize
     return parts * total
 
 

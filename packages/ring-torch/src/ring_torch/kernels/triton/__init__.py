@@ -22,7 +22,7 @@ from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
@@ -103,7 +103,7 @@ class TritonKernel(KernelBase):
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
         launch = Launch(rows, columns, item, params)
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
@@ -117,7 +117,7 @@ class TritonKernel(KernelBase):
         if rows.bias is not None and params.bias_grad:
             dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
             launch.bwd_dbias(upstream, dbias)
-        return ItemGrads(dq, dk, dv, dbias)
+        return Grads(dq, dk, dv, dbias)
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
