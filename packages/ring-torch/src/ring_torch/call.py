@@ -53,7 +53,9 @@ class Strategy(Protocol):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, /
+    ) -> Grads:
         """Gradients of this rank's shards, wide or in the inputs' dtype."""
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:

@@ -79,14 +79,16 @@ class Timing:
     @property
     def check_cost(self) -> float:
         """What checking every call (``RING_CHECK=1``) adds to it, as a share: the median."""
-        pairs = zip(self.checked, self.ring, strict=True)
-        return statistics.median(checked / ring - 1 for checked, ring in pairs)
+        return statistics.median(
+            checked / ring - 1 for checked, ring in zip(self.checked, self.ring, strict=True)
+        )
 
     @property
     def efficiencies(self) -> list[float]:
         """For each round: the rate a device of the ring keeps, over that of one alone."""
-        pairs = zip(self.one, self.ring, strict=True)
-        return sorted(self.work_fraction * one / ring for one, ring in pairs)
+        return sorted(
+            self.work_fraction * one / ring for one, ring in zip(self.one, self.ring, strict=True)
+        )
 
     @property
     def efficiency(self) -> float:

@@ -110,8 +110,9 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     if args.strategy != "ring" and (args.layout == "all" or (args.advise and not named)):
         raise ValueError("--strategy is of one plan; a table of layouts has every strategy")
     if args.png and args.layout == "all" and not args.advise:
-        known = ", ".join(ALL_LAYOUTS)
-        raise ValueError(f"--png draws one plan, or costs; pass --layout {known}, or --advise")
+        raise ValueError(
+            f"--png draws one plan, or costs; pass --layout {', '.join(ALL_LAYOUTS)}, or --advise"
+        )
     if several and (named or not (args.advise or args.layout)):
         raise ValueError(
             f"one plan is of one number of ranks, got --cp {args.cp}; several are compared with "

@@ -77,8 +77,9 @@ def _painted(text: str, rank: int, color: bool) -> str:
 def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
     plan, ranks = program.plan, sampled(program, most)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
-    size = f"{q_size:g} x {k_size:g}"
-    lines = [f"who computes what: queries down, keys across, a cell is {size}; . nobody"]
+    lines = [
+        f"who computes what: queries down, keys across, a cell is {q_size:g} x {k_size:g}; . nobody"
+    ]
     if _ranks_a_symbol(plan) > 1:
         lines.append(f"a character stands for {_ranks_a_symbol(plan)} ranks")
     if (ranks == WRONG).any():

@@ -294,7 +294,7 @@ class _Products(TorchFunctionMode):
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
         shape = (*batch, q.shape[-2], keys.shape[-1])
-        return Scores(self, q, keys.transpose(-1, -2), shape, q.dtype)
+        return Scores(self, q, keys.mT, shape, q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
         return (

@@ -78,7 +78,7 @@ class Kernel(Protocol):
         """About how long the first call with a predicate compiles; 0 where nothing is."""
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call and its settings ask of it that it cannot do on this machine."""
 
@@ -153,10 +153,9 @@ class KernelBase:
         return None
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
     ) -> tuple[str, ...]:
         """None: its ``Capabilities`` say it all."""
-        del config, request, program
         return ()
 
     def attend_into(

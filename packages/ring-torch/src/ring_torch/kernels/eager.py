@@ -270,8 +270,9 @@ class ScoreBlocks:
         seen = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
         visible = seen.expand(q_pos.shape[0], k_pos.shape[1])
         if self.params.boundaries is not None:
-            cells = (torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos))
-            q_cell, k_cell = cells
+            q_cell, k_cell = (
+                torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos)
+            )
             visible = visible & (q_cell == k_cell)
         return visible
 

@@ -72,10 +72,9 @@ class FlashKernel(KernelBase):
         return self.flash.unavailable_reason()
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, _config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
-        del config
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)

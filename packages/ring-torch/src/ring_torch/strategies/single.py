@@ -45,9 +45,10 @@ class Single:
                 mine.copy_(found)
         return whole, ()
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
+    ) -> Grads:
         """The gradients in the inputs' dtype or wider."""
-        del saved
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)

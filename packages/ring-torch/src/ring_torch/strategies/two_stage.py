@@ -50,9 +50,10 @@ class TwoStageGather:
         arriving.wait(None)
         return into, ()
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
+    ) -> Grads:
         """The gradients in the accumulators' dtype."""
-        del saved
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
         plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
         gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)

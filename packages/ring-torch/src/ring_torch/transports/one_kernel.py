@@ -28,8 +28,15 @@ from ring_torch.comm.symmetric_memory import SymmetricMemory
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where, requests_to
-from ring_torch.transports.peer_reads import is_counted, note_reads
+from ring_torch.transports.api import (
+    PendingGrads,
+    PendingKV,
+    SessionSpec,
+    Where,
+    is_counted,
+    note_reads,
+    requests_to,
+)
 
 if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place

@@ -26,12 +26,12 @@ from ring_torch.transports.api import (
     SessionSpec,
     Where,
     add_staged,
+    note_reads,
     requests_to,
     room_for,
     spans_of,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-from ring_torch.transports.peer_reads import note_reads
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
 
 Event = torch.cuda.Event

@@ -247,8 +247,7 @@ def _means_of_block(
     p = weights / total.masked_fill(total == 0, 1.0)
 
     def mean(weights: Tensor, of: Tensor) -> Tensor:
-        rows: Tensor = torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of)
-        return rows.flatten(1, 2)
+        return torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of).flatten(1, 2)
 
     if dout is None:
         return Partial(lse, mean(p * keep, v))

@@ -53,7 +53,7 @@ class TritonKernel(KernelBase):
         return old_gpu_reason()
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What the settings of a call, or its predicate, ask of it that it cannot do here."""
         reasons = []
