@@ -59,18 +59,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
                 f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}"
             )
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"q, k and v must share a dtype, got {q.dtype} for q and {x.dtype} for {name}"
-            )
-        if x.device != q.device:
-            raise ValueError(
-                f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}"
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"q, k and v must share a batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}"
-            )
+        for what, ours, theirs in (
+            ("share a dtype", q.dtype, x.dtype), ("be on one device", q.device, x.device),
+            ("share a batch size", q.shape[0], x.shape[0]),
+        ):  # fmt: skip
+            if ours != theirs:
+                raise ValueError(
+                    f"q, k and v must {what}, got {ours} for q and {theirs} for {name}"
+                )
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"k and v must have the same sequence length and heads, got {k.shape[1:3]} and {v.shape[1:3]}"

@@ -290,18 +290,25 @@ def _of_layers(
             ]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
-    if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
-        type(x).__name__ for x in parts.values()
-    }:
-        yield "config.alibi: its slopes are made of a mask, which cannot be split"
-    if getattr(model.config, "attention_type", None) == "block_sparse":
-        yield "config.attention_type: sparse blocks are not supported; set it to original_full"
-    if getattr(model.config, "trigram_input", False):
-        yield "config.trigram_input: a token's embedding is made of its neighbours' too"
-    if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
-        yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
-    if {"question_token_id", "question_lengths"} & names_in_forward(type(model)):
-        yield f"{name_of(model)} looks for one token of the whole sequence"
+    config, types = model.config, {type(x).__name__ for x in parts.values()}
+    reasons = {
+        "config.alibi: its slopes are made of a mask, which cannot be split": (
+            getattr(config, "alibi", False) is True and "FalconAttention" in types
+        ),
+        "config.attention_type: sparse blocks are not supported; set it to original_full": (
+            getattr(config, "attention_type", None) == "block_sparse"
+        ),
+        "config.trigram_input: a token's embedding is made of its neighbours' too": (
+            getattr(config, "trigram_input", False)
+        ),
+        f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens": any(
+            "patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)
+        ),
+        f"{name_of(model)} looks for one token of the whole sequence": (
+            {"question_token_id", "question_lengths"} & names_in_forward(type(model))
+        ),
+    }
+    yield from (reason for reason, applies in reasons.items() if applies)
 
 
 def _mixes(module: nn.Module, *, by_name: bool) -> bool:
@@ -320,20 +327,25 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     if not attention:
         return
     makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_function(n)}
-    if not makes:
-        yield "it makes its masks itself, not through transformers.masking_utils"
-    if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
-        yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
-    if any("prepare_dynamic_mask" in names_in(type(x)) for x in attention):
-        yield "its attention computes masks of its own from the keys"
     masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
-    hooked = {"positions", "alibi", "bias"} & {*hooks}
-    if masking and not hooked and not any("position_ids" in names for names in masking):
-        yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
-    if not {"alibi", "bias"} & {*hooks} and any(
-        "position_bias" in names_in_forward(type(x)) for x in attention
-    ):
-        yield "its attention adds a position bias of its own, which cannot be split"
+    reasons = {
+        "it makes its masks itself, not through transformers.masking_utils": not makes,
+        "it has recurrent or convolutional layers, which would see this rank's tokens only": (
+            "create_recurrent_attention_mask" in makes and "recurrent" not in hooks
+        ),
+        "its attention computes masks of its own from the keys": any(
+            "prepare_dynamic_mask" in names_in(type(x)) for x in attention
+        ),
+        "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0": (
+            masking and not {"positions", "alibi", "bias"} & {*hooks}
+            and not any("position_ids" in names for names in masking)
+        ),
+        "its attention adds a position bias of its own, which cannot be split": (
+            not {"alibi", "bias"} & {*hooks}
+            and any("position_bias" in names_in_forward(type(x)) for x in attention)
+        ),
+    }  # fmt: skip
+    yield from (reason for reason, applies in reasons.items() if applies)
     for module in parts.values():
         if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
             yield (

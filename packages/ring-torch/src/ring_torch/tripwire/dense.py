@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_core.base.arguments import known
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import KernelParams
 
@@ -159,32 +160,19 @@ def key_sums(
     return sums
 
 
-class _Operands(NamedTuple):
-    """As they are multiplied: zero where nobody here sees them or they see nobody."""
-
-    q: Tensor  # [n, K, G, D]
-    dout: Tensor | None  # [n, K, G, Dv]
-    k: Tensor  # [m, K, D]
-    v: Tensor  # [m, K, Dv]
-
-
-class _Scores(NamedTuple):
-    """Scores and what belongs to them, ``[K, G, n, m]`` or broadcast to it."""
-
-    x: Tensor  # after cap, bias and ALiBi
-    slope: Tensor  # derivative of the soft cap
-    keep: Tensor  # dropout's factor
-
-
 def _scores(
     rule: Rule,
     queries: SampledQueries,
     keys: SampledKeys,
-    operands: _Operands,
+    q: Tensor,
+    k: Tensor,
     precision: Precision,
-) -> _Scores:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores ``[K, G, n, m]`` of ``q [n, K, G, D]`` and ``k [m, K, D]``, after cap, bias and ALiBi.
+
+    Beside them, so or broadcast to it, the derivative of the soft cap and dropout's factor.
+    """
     params, acc_dtype = rule.params, precision.acc_dtype
-    q, k = operands.q, operands.k
     if precision.reverse:
         q, k = q.flip(-1), k.flip(-1)
     x = torch.einsum("nkgd,mkd->kgnm", q, k) * params.scale
@@ -204,7 +192,7 @@ def _scores(
             params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
         )
         keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
-    return _Scores(x, slope, keep)
+    return x, slope, keep
 
 
 def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
@@ -236,9 +224,8 @@ def _means_of_block(
     visible: Tensor,
     precision: Precision,
 ) -> Partial:
-    operands = _operands(visible, queries, keys, precision.acc_dtype)
-    _, dout, k, v = operands
-    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    q, dout, k, v = _operands(visible, queries, keys, precision.acc_dtype)
+    x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
     top = x.amax(dim=-1, keepdim=True)
     weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -265,10 +252,9 @@ def _sums_of_block(
     precision: Precision,
 ) -> Tensor:
     acc_dtype = precision.acc_dtype
-    operands = _operands(visible, queries, keys, acc_dtype)
-    q, dout, _, v = operands
+    q, dout, k, v = _operands(visible, queries, keys, acc_dtype)
     assert dout is not None and queries.dout is not None
-    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     by_group = x.shape[:2]
 
     def column(rows: Tensor) -> Tensor:
@@ -288,7 +274,11 @@ def _sums_of_block(
 
 def _operands(
     visible: Tensor, queries: SampledQueries, keys: SampledKeys, acc_dtype: torch.dtype
-) -> _Operands:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """As they are multiplied, in groups: zero where nobody here sees them or they see nobody.
+
+    ``q [n, K, G, D]``, ``dout [n, K, G, Dv]``, ``k [m, K, D]``, ``v [m, K, Dv]``.
+    """
     heads = keys.k.shape[1]
     by_group = (heads, queries.q.shape[1] // max(heads, 1))
     shown = visible.any(dim=0)
@@ -298,8 +288,7 @@ def _operands(
         for x in (queries.q, queries.dout)
     )
     k, v = (torch.where(k_seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
-    assert q is not None
-    return _Operands(q, dout, k, v)
+    return known(q), dout, k, v
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
