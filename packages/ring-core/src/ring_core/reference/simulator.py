@@ -21,7 +21,7 @@ from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
 from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
-from ring_core.reference.item_kernel import Params, Precision, RectangleTable, Side
+from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Rank:
     """What one rank holds."""
 
     q: Floats
-    rows: RectangleTable
+    rows: QueryRows
     own: Message
     out: Floats
     lse: Floats
@@ -58,7 +58,7 @@ class Rank:
     dq: Floats | None = None
     dbias: Floats | None = None
 
-    def queries_of(self, item: WorkItem) -> tuple[Floats, RectangleTable]:
+    def queries_of(self, item: WorkItem) -> tuple[Floats, QueryRows]:
         """The item's query rows and what belongs to them."""
         return self.q[:, item.q_slice], self.rows.take(item.q_slice)
 
@@ -281,7 +281,7 @@ def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
         q_at, k_at = plan.positions(r), plan.k_positions(r)
         q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
         k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
-        rows = RectangleTable(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
+        rows = QueryRows(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
         q_local = q[:, q_at]
         out = np.zeros((*q_local.shape[:3], v.shape[3]), q.dtype)
         lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, q.dtype)

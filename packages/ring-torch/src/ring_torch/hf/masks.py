@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.labels import Sealed
+from ring_torch.models.labels import AnyDevice, Sealed
 from ring_torch.models.masks import CrossMask, ShardedMask
 
 MaskFunction = Callable[..., Any]
@@ -26,7 +26,7 @@ _NO_SHARD = (
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMask(Sealed):
+class LayerMask(AnyDevice):
     """What a layer's attention needs: the batch's documents and the layer's pattern.
 
     Attributes:
@@ -47,10 +47,6 @@ class LayerMask(Sealed):
         "ring attention has no mask that could be read or changed: a layer of this model does more "
         "with its attention_mask than hand it to the attention function, which is not supported"
     )
-
-    def to(self, *_: object, **__: object) -> LayerMask:
-        """Itself, for models that move their masks before they hand them on."""
-        return self
 
     def documents(
         self, device: torch.device

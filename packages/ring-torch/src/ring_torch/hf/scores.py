@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.register import attention_of
-from ring_torch.models.labels import Sealed, SealedError
+from ring_torch.models.labels import AnyDevice, Sealed, SealedError
 from ring_torch.models.written import Written, layer_window
 
 _PAIR = 2
@@ -30,8 +30,8 @@ _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
 
 @dataclass(frozen=True, eq=False)
-class Term(Sealed):
-    """What a model adds to its scores: a mask, a bias, or slopes of ALiBi.
+class Term(AnyDevice):
+    """What a model adds to its scores, in the accumulators' dtype: a mask, a bias, slopes of ALiBi.
 
     Attributes:
         shape: As the model sees it.
@@ -53,10 +53,6 @@ class Term(Sealed):
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
-
-    def to(self, *_: object, **__: object) -> Term:
-        """Itself: it is added in the accumulators' dtype."""
-        return self
 
     def __getitem__(self, _: object) -> Term:  # type: ignore[override]
         """Itself: what models cut off lies past the last key, and there is none."""

@@ -159,7 +159,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
-    hooks = tuple(hooks_for(model, parts, layers))
+    hooks = hooks_for(model, parts, layers)
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),

@@ -43,7 +43,15 @@ class Sealed:
         raise SealedError(cls._words)
 
 
-class ShiftedLabels(Sealed):
+class AnyDevice(Sealed):
+    """What is the same on any device and in any dtype, for models that move it."""
+
+    def to(self, *_: object, **__: object) -> Self:
+        """Itself."""
+        return self
+
+
+class ShiftedLabels(AnyDevice):
     """In place of ``labels``, where ``shift_labels`` hold them."""
 
     _words = (
@@ -51,10 +59,6 @@ class ShiftedLabels(Sealed):
         "reads labels would shift them again, within each rank's part. Models whose loss reads "
         "shift_labels work; for others compute the loss from logits and shift_labels"
     )
-
-    def to(self, *_: object, **__: object) -> Self:
-        """Itself, on any device."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_torch.models.labels import Sealed, SealedError
+from ring_torch.models.labels import AnyDevice, Sealed, SealedError
 from ring_torch.sharding import Sharding
 
 
@@ -99,8 +99,11 @@ class ShardedMask(Sealed):
 
 
 @dataclass(frozen=True, eq=False)
-class CrossMask(Sealed):
-    """In place of ``encoder_attention_mask``: queries of one sequence, keys of another."""
+class CrossMask(AnyDevice):
+    """In place of ``encoder_attention_mask``: queries of one sequence, keys of another.
+
+    Its ids are moved where they are used.
+    """
 
     queries: ShardedMask
     keys: ShardedMask
@@ -113,7 +116,3 @@ class CrossMask(Sealed):
     def shape(self) -> tuple[int, int]:
         """Of a mask of keys, ``[B, T_local]``."""
         return self.keys.shape
-
-    def to(self, *_: object, **__: object) -> CrossMask:
-        """Itself: its ids are moved where they are used."""
-        return self

@@ -18,25 +18,26 @@ from ring_torch.models.written import (
 )
 
 
-def hooks_for(model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]) -> Iterator[str]:
+def hooks_for(
+    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
+) -> tuple[str, ...]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
-    if is_pair(model):
-        yield "encoder-decoder"
-    if any(map(written_form, modules)):
-        yield "attention"
-    if any(map(makes_bias, modules)):
-        yield "bias"
-    if any((form := written_form(x)) is not None and form.slopes for x in modules):
-        yield "alibi"
+    forms = [form for x in modules if (form := written_form(x)) is not None]
     takes = any("position_ids" in parameters_of(type(x)) for x in modules if makes_masks(type(x)))
-    counts = is_pair(model) and any(map(counts_positions, modules))
-    if (not takes and any(map(makes_positions, modules))) or counts:
-        yield "positions"
-    if any(map(is_recurrent, modules)):
-        yield "recurrent"
-    if "chunked_attention" in layers and any(map(makes_chunks, modules)):
-        yield "chunks"
+    hooks = {
+        "encoder-decoder": is_pair(model),
+        "attention": bool(forms),
+        "bias": any(map(makes_bias, modules)),
+        "alibi": any(form.slopes for form in forms),
+        "positions": (
+            (not takes and any(map(makes_positions, modules)))
+            or (is_pair(model) and any(map(counts_positions, modules)))
+        ),
+        "recurrent": any(map(is_recurrent, modules)),
+        "chunks": "chunked_attention" in layers and any(map(makes_chunks, modules)),
+    }
+    return tuple(name for name, is_needed in hooks.items() if is_needed)
 
 
 def is_pair(model: Any) -> bool:
