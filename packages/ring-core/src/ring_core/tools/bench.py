@@ -20,9 +20,9 @@ from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
+from ring_core.tools.sizes import size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
-_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 #: Runs a round of its number; seconds of the forward, and of forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
@@ -94,22 +94,6 @@ class Timing:
     def efficiency(self) -> float:
         """Their median."""
         return statistics.median(self.efficiencies)
-
-
-def size(text: str) -> int:
-    """A whole number, maybe with ``k`` for 1,024 or ``m`` for 1,048,576: a type for ``argparse``.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
-    word = text.strip().lower()
-    unit = _UNITS.get(word[-1:], 1)
-    try:
-        return int(word[:-1] if unit > 1 else word) * unit
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number such as 65536, 64k or 1m"
-        ) from None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
-from ring_core.tools.bench import size
+from ring_core.tools.sizes import size
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DEFAULT_HARDWARE = "h200-nvlink"
