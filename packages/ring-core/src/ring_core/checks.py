@@ -179,7 +179,7 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
     _check_float("bias", bias, device)
     wanted = ((1, sizes.batch), (1, sizes.q_heads), (sizes.q_len,), (kv_seq_len,))
     if len(bias.shape) != 4 or any(
-        size not in ok for size, ok in zip(bias.shape, wanted, strict=True)
+        size not in known for size, known in zip(bias.shape, wanted, strict=True)
     ):
         raise ValueError(
             f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
@@ -210,7 +210,7 @@ def check_dense_mask(
             f"mask must be a ring_core.Mask or an array of booleans, got one of {mask.dtype}; numbers "
             f"to be added to the scores are a bias"
         )
-    if len(shape) != 4 or any(n not in ok for n, ok in zip(shape, wanted, strict=True)):
+    if len(shape) != 4 or any(n not in known for n, known in zip(shape, wanted, strict=True)):
         raise ValueError(
             f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
             f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "

@@ -331,8 +331,8 @@ def _run(
     sent[2:] += grad * sizes.grad + helps * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
-    transfer = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
-    time_s = np.maximum(compute, transfer).sum()
+    moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
+    time_s = np.maximum(compute, moved).sum()
     return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
 
 
@@ -346,12 +346,12 @@ def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     """
     rows, kv = _rows(program.plan, model)
     helped = any(step.helps != "none" for step in program.steps)
-    moves = program.num_steps > 1
-    slots = 2 * kv * model.bytes_per_element if moves else 0
+    several = program.num_steps > 1
+    slots = 2 * kv * model.bytes_per_element if several else 0
     q, dout = (rows * dim * model.bytes_per_element for dim in (model.head_dim, model.value_dim))
     out, dq = (rows * dim * _FLOAT32 for dim in (model.value_dim, model.head_dim))
     forward = slots + out + (q + out if helped else 0)
     if not backward:
         return forward
-    grads = (3 if moves else 1) * kv * _FLOAT32
+    grads = (3 if several else 1) * kv * _FLOAT32
     return max(forward, slots + dq + grads + (q + dout + dq if helped else 0))

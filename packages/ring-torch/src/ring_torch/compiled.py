@@ -82,7 +82,7 @@ class Numbers(NamedTuple):
     seed_high: int
 
     @property
-    def shape_the_plan(self) -> bool:
+    def has_plan_numbers(self) -> bool:
         """Whether there are numbers that the plan depends on, and no compiler knows."""
         return any(x is not None for x in self[:5])
 
@@ -165,7 +165,7 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
 
     options = static.options(numbers)
     named = (strategy_config(options.strategy).name, options.transport)
-    if numbers.shape_the_plan and "auto" in named:
+    if numbers.has_plan_numbers and "auto" in named:
         widest = checked(static.options(_widest(numbers)))[0]
         options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
     return checked(options)
@@ -244,7 +244,7 @@ def attention(
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     out, lse, saved = forward_pass(call, inputs)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     # Operations return as many tensors each time, which share no memory.
     return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *rest]
@@ -269,7 +269,7 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     return out, lse, [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 

@@ -162,7 +162,7 @@ class ContextParallel:
             UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
         """
         if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
-            hooks.check_sum()
+            hooks.check_reduction()
         reduce_gradients(self._sharding.ring, model)
 
     @overload

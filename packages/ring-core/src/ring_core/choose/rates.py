@@ -103,8 +103,8 @@ class Case:
 
     def describe(self) -> str:
         """In words."""
-        qk, v = self.dims
-        return f"{self.gpu}, {self.option}, head dim {qk if qk == v else f'{qk} and {v}'}"
+        dim, v = self.dims
+        return f"{self.gpu}, {self.option}, head dim {dim if dim == v else f'{dim} and {v}'}"
 
 
 @dataclass(frozen=True)

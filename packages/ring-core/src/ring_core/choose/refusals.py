@@ -73,15 +73,13 @@ def require(
     reasons = refusals(capabilities, request, program)
     if not reasons:
         return
-    able = [other.name for other in others if not refusals(other, request, program)]
-    instead = (
-        f"use kernel={_either([repr(name) for name in able])} or 'auto'"
-        if able
+    names = [other.name for other in others if not refusals(other, request, program)]
+    words = (
+        f"use kernel={_either([repr(name) for name in names])} or 'auto'"
+        if names
         else "no kernel here can do this call"
     )
-    raise UnsupportedError(
-        f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {instead}"
-    )
+    raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {words}")
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:

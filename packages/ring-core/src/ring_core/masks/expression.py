@@ -38,8 +38,8 @@ _TRIED = 64  # positions on each side at which an expression is compared with it
 def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
     """What an expression says of positions, by somebody's operators; numpy's by default."""
     if isinstance(expression, tuple):
-        name, *arguments = expression
-        return operators[name](*(evaluated(x, q, k, operators) for x in arguments))
+        name, *args = expression
+        return operators[name](*(evaluated(x, q, k, operators) for x in args))
     return {"q": q, "k": k}[expression] if isinstance(expression, str) else expression
 
 

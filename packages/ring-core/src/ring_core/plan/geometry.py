@@ -75,7 +75,7 @@ class BandGeometry:
         if half is not None:
             rows = self._half(q_rank, kv_rank, rows, half)
         if self.boundaries is not None:
-            rows = self._without_dead(q_rank, kv_rank, rows)
+            rows = self._live_only(q_rank, kv_rank, rows)
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
 
     def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> RectangleTable:
@@ -89,7 +89,7 @@ class BandGeometry:
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
-        return self._without_dead(q_rank, 0, self._in_cells(rect, q_pos - q_local, k_pos - k_local))
+        return self._live_only(q_rank, 0, self._in_cells(rect, q_pos - q_local, k_pos - k_local))
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
@@ -156,15 +156,13 @@ class BandGeometry:
         cell = np.searchsorted(boundaries, position, side="right") - 1
         return np.clip(cell, 0, boundaries.size - 2)
 
-    def _without_dead(
+    def _live_only(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
     ) -> RectangleTable:
         """Drop rectangles whose band never meets a cell they span."""
-        dead = self._count(q_rank, kv_rank, rows) == 0
-        rect = Rectangles(*(np.where(dead, 0, x) for x in rows.rect))
-        return RectangleTable(
-            rect, np.where(dead, 0, rows.doc_start), np.where(dead, 0, rows.doc_stop)
-        )
+        live = self._count(q_rank, kv_rank, rows) > 0
+        parts = [np.where(live, x, 0) for x in (*rows.rect, *rows[1:])]
+        return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
     def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable) -> Ints:
         shown = _count(rows.rect)
@@ -177,7 +175,7 @@ class BandGeometry:
     def _count_in_cells(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of rectangles that span several cells (zero for the others)."""
         if self.q_layout.stride > 1:
-            return self._count_strided(rows, q_zero, k_zero)
+            return self._count_by_cell(rows, q_zero, k_zero)
         several = rows.doc_stop > 0
         first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
         # Between the first and the last, cells lie whole inside the rectangle.
@@ -196,7 +194,7 @@ class BandGeometry:
         k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
         return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
 
-    def _count_strided(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
+    def _count_by_cell(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Striped layouts cut every cell differently on every rank: count cell by cell."""
         cells = known(self.boundaries).size - 1
         flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))

@@ -288,5 +288,5 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
     inside = [
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]
-    edges = [span.start, *(edge for part in inside for edge in part), span.stop]
+    edges = [span.start, *(x for part in inside for x in part), span.stop]
     return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -200,7 +200,7 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
     """Run the forward program; returns the K/V each rank holds at the end."""
     held = [rank.own for rank in ranks]
     for stage in program.forward:
-        arriving = _rotate(held, stage.kv_hop)
+        arriving = _hop(held, stage.kv_hop)
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
                 kv = rank.own if item.kv_rank == r else held[r]
@@ -223,7 +223,7 @@ def _backward(
     home = [_zero_grad(rank.own) for rank in ranks]
     for stage in program.backward:
         own_block = program.steps[stage.step].shift == 0
-        arriving = _rotate(held, stage.kv_hop)
+        arriving = _hop(held, stage.kv_hop)
         step_grads = home if own_block else [_zero_grad(message) for message in held]
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
@@ -235,7 +235,7 @@ def _backward(
                 assert grad.owner == other.owner
                 grad.dk[:] += other.dk
                 grad.dv[:] += other.dv
-        arrived = _rotate(step_grads, stage.grad_hop)
+        arrived = _hop(step_grads, stage.grad_hop)
         held = arriving
     return home
 
@@ -263,7 +263,7 @@ def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
     rank.out[:, rows] = merged.swapaxes(1, 2)
 
 
-def _rotate[T](held: list[T], hop: int | None) -> list[T]:
+def _hop[T](held: list[T], hop: int | None) -> list[T]:
     """Everybody sends to the rank ``hop`` ahead, and so receives from the rank ``hop`` behind."""
     return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
 

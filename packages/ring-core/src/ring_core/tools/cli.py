@@ -138,13 +138,13 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
         "K/V messages",
     )
     rows: list[tuple[str, ...]] = []
-    refused: list[ValueError] = []
+    found: list[ValueError] = []
     pairs = tuple(pairs_of(ALL_LAYOUTS))
     for layout, strategy in pairs:
         try:
             program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
-            refused.append(error)
+            found.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
         helped = sum(step.helps != "none" for step in program.steps)
@@ -153,8 +153,8 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}", str(helped),
             str(viz.kv_messages(program)),
         ))  # fmt: skip
-    if len(refused) == len(pairs):
-        raise refused[0]
+    if len(found) == len(pairs):
+        raise found[0]
     return _table(header, rows)
 
 
@@ -207,13 +207,13 @@ def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of equal width; a row of two cells is a name and a remark."""
     full = [row for row in rows if len(row) == len(header)]
-    widths = [max(map(len, column)) for column in zip(header, *full, strict=True)]
-    widths[0] = max(len(row[0]) for row in (header, *rows))
+    sizes = [max(map(len, column)) for column in zip(header, *full, strict=True)]
+    sizes[0] = max(len(row[0]) for row in (header, *rows))
     lines = []
     for row in (header, *rows):
-        cells = [row[0].ljust(widths[0])]
+        cells = [row[0].ljust(sizes[0])]
         if len(row) == len(header):
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[1:], sizes[1:], strict=True)]
         else:
             cells.append(row[1])
         lines.append("  ".join(cells))

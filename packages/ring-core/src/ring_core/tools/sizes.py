@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-_UNITS = {"k": 1 << 10, "m": 1 << 20}
+_UNIT_SIZES = {"k": 1 << 10, "m": 1 << 20}
 
 
 def size(text: str) -> int:
@@ -14,7 +14,7 @@ def size(text: str) -> int:
         argparse.ArgumentTypeError: It is none.
     """
     word = text.strip().lower()
-    unit = _UNITS.get(word[-1:], 1)
+    unit = _UNIT_SIZES.get(word[-1:], 1)
     try:
         return int(word[:-1] if unit > 1 else word) * unit
     except ValueError:

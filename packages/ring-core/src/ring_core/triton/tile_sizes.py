@@ -30,7 +30,7 @@ HOPPER = 90  # the first compute capability with a copy engine for tiles
 
 # Bytes of shared memory that a block may have, by compute capability.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-_SHARED_ELSEWHERE = 99 << 10
+_SHARED_DEFAULT = 99 << 10
 _BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
 
 
@@ -141,7 +141,7 @@ def stages_that_fit(
             held += 4 * q * max(k, dim) // itemsize
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
-    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
+    shared = _SHARED.get(capability, _SHARED_DEFAULT)
     left = (shared - _BARRIERS) // itemsize - held
     if left < fetched // 2:  # one stage may fetch one array after the other
         raise UnsupportedError(

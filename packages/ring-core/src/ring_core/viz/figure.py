@@ -29,11 +29,11 @@ def draw_program(program: RingProgram, figure: Figure) -> None:
     turbo = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
     colors = ListedColormap(0.7 * turbo + 0.3).with_extremes(under="black")
-    halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
-    left = halves[0].subgridspec(2, 1, height_ratios=(1, 18))
+    parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
+    left = parts[0].subgridspec(2, 1, height_ratios=(1, 18))
     _draw_layout(plan, figure.add_subplot(left[0]), colors)
     _draw_mask(program, figure.add_subplot(left[1]), colors)
-    _draw_work(program, figure.add_subplot(halves[1]))
+    _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f", {program.strategy}"
     figure.suptitle(
@@ -81,9 +81,9 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
         axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40).set_label("rank")
         return
     if not striped:
-        for layout, line in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
+        for layout, draw in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
             for n in range(1, count_pieces(layout)):
-                line(n * layout.run_length, color="white", linewidth=0.5)
+                draw(n * layout.run_length, color="white", linewidth=0.5)
     handles = [Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)]
     axes.legend(
         handles=handles, title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
@@ -119,8 +119,8 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
-    idle = " (hatched: idle)" if (share == 0).any() else ""
-    axes.set_title(f"who works when{idle}", loc="left")
+    words = " (hatched: idle)" if (share == 0).any() else ""
+    axes.set_title(f"who works when{words}", loc="left")
 
 
 def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:

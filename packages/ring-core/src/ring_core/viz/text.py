@@ -40,14 +40,14 @@ def describe(
     plan = program.plan
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f" strategy={program.strategy}"
-    heading = (
+    title = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:
-        return "\n".join([heading, *_summary(program)])
+        return "\n".join([title, *_summary(program)])
     parts = [
-        [heading],
+        [title],
         _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
         _layout_lines(plan, color, width),
         _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
@@ -103,8 +103,8 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
         columns = width // pieces * pieces or width
         index = (2 * np.arange(columns) + 1) * layout.seq_len // (2 * columns)
     ranks = located(layout, index)[0].tolist()
-    strip = "".join(_painted(_symbol(plan, rank), rank, color) for rank in ranks)
-    return [f"who holds what: {title}", strip]
+    cells = "".join(_painted(_symbol(plan, rank), rank, color) for rank in ranks)
+    return [f"who holds what: {title}", cells]
 
 
 def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
@@ -119,12 +119,12 @@ def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
         f"shift {shifts}  total",
     ]
     for rank in range(ranks):
-        label = _painted(f"{rank:>5}", rank, color)
+        name = _painted(f"{rank:>5}", rank, color)
         cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
-        lines.append(f"{label} {cells}  {percent(float(totals[rank])):>5}")
-    more = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
-    if hidden := [f"{n} more {what}" for n, what in more if n]:
-        lines.append(f"  ... {', '.join(hidden)}")
+        lines.append(f"{name} {cells}  {percent(float(totals[rank])):>5}")
+    left = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
+    if words := [f"{n} more {what}" for n, what in left if n]:
+        lines.append(f"  ... {', '.join(words)}")
     return lines
 
 

@@ -26,8 +26,8 @@ from ring_torch.comm.ranks import (
     QueuedPass,
     Ranks,
     header_device,
-    naming,
     others,
+    peer_errors,
     state_of,
 )
 from ring_torch.comm.signature import CallSignature
@@ -168,7 +168,7 @@ def agree(
     if not has_agreed(ring, signature):
         digest = signature.for_call(number, seed)
         patience = timeout_of(ring.group, device)
-        with naming(others(ring)):
+        with peer_errors(others(ring)):
             note = agreement.wait_for_all(digest, ring.size, patience)
         if note is not None:
             raise RankMismatchError(note)

@@ -130,7 +130,7 @@ class Ranks:
             for tensor, peer in pairs
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
-        with naming(peers):
+        with peer_errors(peers):
             works = dist.batch_isend_irecv(queued) if queued else []
         return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
 
@@ -152,7 +152,7 @@ class Transfer:
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
-        with naming(self.peers):
+        with peer_errors(self.peers):
             for work in self.works:
                 work.wait()
 
@@ -161,7 +161,7 @@ DONE = Transfer()
 
 
 @contextmanager
-def naming(peers: Sequence[int]) -> Iterator[None]:
+def peer_errors(peers: Sequence[int]) -> Iterator[None]:
     """Name the ranks of the group that something inside is exchanged with, if that fails.
 
     Raises:
@@ -182,7 +182,7 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
     """
     state_of(ring).check()
     try:
-        with naming(others(ring)):
+        with peer_errors(others(ring)):
             yield
     except PeerError as error:
         raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error

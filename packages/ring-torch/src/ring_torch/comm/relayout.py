@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_torch.comm.ranks import Ranks, naming, others
+from ring_torch.comm.ranks import Ranks, others, peer_errors
 
 Ints = npt.NDArray[np.int64]
 Guard = Callable[[], AbstractContextManager[None]]
@@ -60,7 +60,7 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
         device: Where the rows lie.
     """
     rank = ring.rank
-    owner, wanted = _owners(source), _owners(target)
+    owner, wanted = _owner_of(source), _owner_of(target)
     to, came = wanted[source[rank]], owner[target[rank]]
     # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
     arriving = np.concatenate([row[wanted[row] == rank] for row in source])
@@ -73,12 +73,12 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
                  torch.as_tensor(after, device=device))  # fmt: skip
 
 
-def _owners(positions: Ints) -> Ints:
+def _owner_of(positions: Ints) -> Ints:
     """The rank of each position."""
-    owners = np.empty(positions.size, dtype=np.int64)
+    owner = np.empty(positions.size, dtype=np.int64)
     for rank, row in enumerate(positions):
-        owners[row] = rank
-    return owners
+        owner[row] = rank
+    return owner
 
 
 class _Move(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _Move(torch.autograd.Function):
 def _move(x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
-    with guard(), naming(others(moves.ring)):
+    with guard(), peer_errors(others(moves.ring)):
         dist.all_to_all_single(
             arrived, rows, list(moves.received), list(moves.sent), group=moves.ring.group
         )

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
-from ring_torch.hf.register import is_registered, register
+from ring_torch.hf.register import is_ring, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
 from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
@@ -197,7 +197,7 @@ def _attend(model: Any) -> Callable[[], object]:
     Towers that see images or sound see whole ones, and keep theirs.
     """
     own = _attention_of(model)
-    if is_registered(own):
+    if is_ring(own):
         return lambda: None
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
     change = model.set_attn_implementation

@@ -90,7 +90,7 @@ def register(
     return name
 
 
-def is_registered(name: str) -> bool:
+def is_ring(name: str) -> bool:
     """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
     return isinstance(AttentionInterface().get(name, None), RingAttention)
 

@@ -312,7 +312,7 @@ class WrittenAttention:
     def __init__(self, form: Written, config: Any) -> None:
         self.form = form
         self.config = config
-        self.running: list[_Products] = []
+        self.products: list[_Products] = []
 
     def __deepcopy__(self, _: object) -> WrittenAttention:
         """Another, which does not run."""
@@ -326,13 +326,13 @@ class WrittenAttention:
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         products = _Products(self, module, masks)
         products.__enter__()  # type: ignore[no-untyped-call]
-        self.running.append(products)
+        self.products.append(products)
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """After it, also where it failed."""
-        products = self.running.pop()
+        products = self.products.pop()
         products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and products.calls != 1:
             raise UnsupportedError(

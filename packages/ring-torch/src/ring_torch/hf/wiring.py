@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
-from ring_torch.models.check import takes_embeddings, text_parts
+from ring_torch.models.check import text_parts
 from ring_torch.models.hooks import ModelHooks
 from ring_torch.models.masks import ShardedMask
 from ring_torch.models.merged import Merged, text_model
@@ -51,8 +51,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_pre_hook(part.gather, with_kwargs=True).remove
             yield module.register_forward_hook(part.scatter).remove
     yield from _slopes(model)
-    text = text_model(model, takes_embeddings)
-    if text is not None:
+    if (text := text_model(model)) is not None:
         hooks.is_merging = True
         yield text.register_forward_pre_hook(Merged(hooks.part).split, with_kwargs=True).remove
     if hooks.is_pair:

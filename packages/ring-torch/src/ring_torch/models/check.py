@@ -36,7 +36,7 @@ from ring_torch.models.written import is_recurrent
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 
 #: Heads whose loss of token ``i`` is of label ``i``.
-_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")
+_SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 #: Parts that see images or sound, not the sequence of tokens.
 _TOWERS = re.compile(r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec")
@@ -378,7 +378,7 @@ def _counts_real_tokens(module: nn.Module) -> bool:
 
 def _shifts(model: Any) -> bool:
     """Whether the model's loss shifts labels, or takes them as they are."""
-    if any(word in base.__name__ for word in _AS_THEY_ARE for base in type(model).__mro__):
+    if any(word in base.__name__ for word in _SAME_LABELS for base in type(model).__mro__):
         return False
     names = names_in_forward(type(model))
     if "loss_function" in names:

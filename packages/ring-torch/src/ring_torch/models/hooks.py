@@ -104,7 +104,8 @@ class ModelHooks:
 
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        return not self.is_pooling and (self.shifts_labels or _reads_items(model))
+        divides = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
+        return not self.is_pooling and (self.shifts_labels or divides)
 
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
@@ -268,7 +269,7 @@ class ModelHooks:
             )
         return bool(asked)
 
-    def check_sum(self) -> None:
+    def check_reduction(self) -> None:
         """Refuse to sum gradients that are multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ring.size > 1:
             raise ValueError(
@@ -291,11 +292,6 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
             if isinstance(owner, ModelHooks):
                 return owner
     return None
-
-
-def _reads_items(module: nn.Module) -> bool:
-    """Whether the loss divides by ``num_items_in_batch``; others take the mean, whatever it is."""
-    return "loss_function" in names_in_forward(type(unwrapped(module)))
 
 
 def _averaging(module: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ the embeddings that it holds, so that their sum over ranks counts each once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.models.batch import shard_batch, tokens_of
-from ring_torch.models.check import ModelReport
+from ring_torch.models.check import ModelReport, takes_embeddings
 from ring_torch.models.code import by_name, parameters_of
 from ring_torch.models.documents import STATED
 from ring_torch.models.labels import Sealed
@@ -142,10 +142,10 @@ class Merged:
         return rows[self._along(numbers, 1)[self._along(visual, 1)].to(rows.device)]
 
 
-def text_model(model: Any, takes: Callable[[nn.Module], bool]) -> nn.Module | None:
+def text_model(model: Any) -> nn.Module | None:
     """The part that is given embeddings, of a model of more than text."""
     if not getattr(model.config, "sub_configs", None) or not hasattr(model, "get_decoder"):
         return None
     decoder = model.get_decoder()
     is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
-    return decoder if is_part and takes(decoder) else None
+    return decoder if is_part and takes_embeddings(decoder) else None

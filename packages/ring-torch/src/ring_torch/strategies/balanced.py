@@ -59,10 +59,10 @@ class RemoteQueries:
             chunk.transfer.wait()
             self._next_chunk = self._send_queries()
             results = [(item.out_rank, compute(item, x)) for item, x in chunk.arriving]
-            self.collect()
+            self.finish()
             self._return_results(step, piece, results)
 
-    def collect(self) -> None:
+    def finish(self) -> None:
         """Wait for results sent home, and add each in its place."""
         for transfer, expected in self._in_flight:
             transfer.wait()

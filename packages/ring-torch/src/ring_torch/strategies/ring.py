@@ -82,7 +82,7 @@ class Ring:
                     [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
                 )
             _attend(call, rows, columns, own, stage.step, into)
-            remote.collect()
+            remote.finish()
             if stage.helps:
                 remote.help(stage.step, attend_remote)
             transfer.wait()
@@ -92,7 +92,7 @@ class Ring:
                 columns = call.columns(
                     ring.behind(program.steps[stage.step + 1].shift), packing.views(kv)
                 )
-        remote.collect()
+        remote.finish()
         return into, () if kv is None else (kv,)
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
@@ -122,7 +122,7 @@ class Ring:
                     [(kv, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
                 )
             _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, key_grads)
-            remote.collect()
+            remote.finish()
             if stage.helps:
                 remote.help(stage.step, differentiate_remote)
             key_grads.hop(stage.grad_hop, home=program.steps[stage.step].shift == 0)
@@ -133,7 +133,7 @@ class Ring:
                 columns = call.columns(
                     ring.behind(program.steps[stage.step - 1].shift), packing.views(kv)
                 )
-        remote.collect()
+        remote.finish()
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 

@@ -35,7 +35,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 LIBRARIES = ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "CUDA", "cuDNN")
 
 _CAP, _DROPOUT, _DOCUMENT = 20.0, 0.1, 1500
-_SHARP = 3.0  # what queries are multiplied by where scores have to be large for the cap to matter
+_SCALE = 3.0  # what queries are multiplied by where scores have to be large for the cap to matter
 _STRIPE, _FIRST = 512, 64  # of the predicate
 _TURN, _MOST_CALLS = 0.02, 20  # a turn takes so many seconds, unless these are more calls
 
@@ -218,7 +218,7 @@ def _given(
         return x.to(DTYPES[device][0]).to(dtype)
 
     (heads, kv_heads), (dim, v_dim) = sizes.heads, sizes.dims
-    scale = _SHARP if sizes.option == "softcap" else 1.0
+    scale = _SCALE if sizes.option == "softcap" else 1.0
     q = random(1, length, heads, dim, scale=scale).requires_grad_()
     k, v = (random(1, length, kv_heads, n).requires_grad_() for n in (dim, v_dim))
     dout = random(1, length, heads, v_dim)

@@ -162,7 +162,7 @@ _count: ContextVar[Callable[[int], None] | None] = ContextVar("count", default=N
 
 
 @contextmanager
-def counting(count: Callable[[int], None]) -> Iterator[None]:
+def counted_by(count: Callable[[int], None]) -> Iterator[None]:
     """Call ``count`` with the bytes of each tensor that is read inside."""
     token = _count.set(count)
     try:

@@ -205,7 +205,7 @@ class OneKernel:
         from ring_torch.transports.exchange_kernel import reduce_from_peers
 
         requests = requests_to(self.spec, own=gather.own)
-        spans = _apart([one for _, one in requests])
+        spans = _cut_spans([one for _, one in requests])
         starts = [where(span).start for span in spans]
         parts = max(self.spec.ranks.size - 1, 1)
         pairs = list(zip(spans, starts, strict=True))
@@ -289,7 +289,7 @@ def _arrived(fetches: int | None) -> None:
     """Nothing to wait for: the kernel is on the stream of those that read what it fetched."""
 
 
-def _apart(fetches: Sequence[Fetch]) -> list[slice]:
+def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
     """What is fetched of a rank's keys, in slices that no fetch cuts."""
     edges = sorted({edge for one in fetches for edge in (one.source.start, one.source.stop)})
     return [

@@ -64,7 +64,7 @@ class Messages:
             if one.rank != ring.rank
             for x in tensors
         ]
-        receives = [(_place_for(place), peer) for place, peer in places]
+        receives = [(x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in places]
         staged = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
         pending = [(ring.start(sends, receives), staged)]
 
@@ -116,8 +116,3 @@ class Messages:
                 add_staged(sums.parts(total, length, where(one.source)), [came])
 
         return PendingGrads(add_to)
-
-
-def _place_for(place: Tensor) -> Tensor:
-    """Where a message arrives: in its place if that is contiguous."""
-    return place if place.is_contiguous() else torch.empty_like(place)

@@ -103,10 +103,10 @@ class PeerCopies:
             places = [x[:, one.target] for x in tensors]
             if here is not None and one.rank == self.spec.ranks.rank:
                 inputs, ready = here
-                stream = window.copying(one.rank, after=ready)
+                stream = window.stream_for(one.rank, after=ready)
                 keys.write(places, inputs, one.source)
             else:
-                stream = window.copying(one.rank, after=met)
+                stream = window.stream_for(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
                 note_reads(places if one.rank != self.spec.ranks.rank else ())
                 for place, source in zip(places, theirs, strict=True):
@@ -153,7 +153,7 @@ class PeerCopies:
             home = [(window.stream, window.stream.record_event())]
             if copied:
                 for (peer, _), places, parts in zip(requests, staged, theirs, strict=True):
-                    stream = window.copying(peer, after=met)
+                    stream = window.stream_for(peer, after=met)
                     for place, part in zip(places, parts, strict=True):
                         copy(place, part)
                     home.append((stream, stream.record_event()))
@@ -234,7 +234,7 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         return
     strides = [x.stride(0) * x.itemsize for x in (target, source)]
-    module = _runtime()
+    module = _cuda()
     if module is None or max(strides) > _MOST_STRIDE:
         for to, x in zip(target.unbind(), source.unbind(), strict=True):
             to.copy_(x)
@@ -251,7 +251,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 @cache
-def _runtime() -> ModuleType | None:
+def _cuda() -> ModuleType | None:
     """NVIDIA's bindings of the CUDA runtime, if there are any."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return None

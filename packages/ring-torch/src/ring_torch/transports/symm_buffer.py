@@ -114,7 +114,7 @@ class SymmBuffer:
         met: torch.cuda.Event = self.stream.record_event()
         return met
 
-    def copying(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
+    def stream_for(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
         """Go on on the stream for copies from a rank, once something has happened on another."""
         stream = self.near if rank == self.ring.rank else self.far
         stream.wait_event(after)

@@ -18,7 +18,7 @@ from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.head_groups import ONE_GROUP
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
-from ring_torch.transports.api import counting
+from ring_torch.transports.api import counted_by
 
 _SEND = "c10d::send"  # all that strategies send are messages
 
@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
     """Counts the bytes that are sent or read from peers inside, and takes the time.
 
     Messages are counted at torch's own operations; copies out of the peers' memory, which are none
-    of a process group, by :func:`ring_torch.transports.api.counting`.
+    of a process group, by :func:`ring_torch.transports.api.counted_by`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Watch(TorchDispatchMode):
         self.read = 0
         self._device = device
         self._marks: list[Any] = []
-        self._reads = counting(self._add_read)
+        self._reads = counted_by(self._add_read)
 
     def __enter__(self) -> Self:
         self._mark()

@@ -57,13 +57,13 @@ class Flash4:
         )  # fmt: skip
         if known in self._launches:
             launch, before, after = self._launches[known]
-            lse = place.lse if _writes_lse(q, v, options) else None
+            lse = place.lse if _has_lse(q, v, options) else None
             launch(
                 q.detach(), k.detach(), v.detach(), place.out, lse, *before, modded.sinks,
                 modded.launched_lists(q), modded.launched_numbers(), *after,
             )  # fmt: skip
         else:
-            with recorded(_interface()._flash_attn_fwd) as (calls,):
+            with recorded(_module()._flash_attn_fwd) as (calls,):
                 _forward(q, k, v, options, modded, place)
             ((launch, given),) = calls
             if len(self._launches) >= _MOST_LAUNCHES:
@@ -83,7 +83,7 @@ class Flash4:
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
         modded = Modded.of("backward", q, v, options)
-        dq, dk, dv = _interface()._flash_attn_bwd(
+        dq, dk, dv = _module()._flash_attn_bwd(
             q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
             score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
             block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
@@ -98,10 +98,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: AttentionState | None
 ) -> tuple[Tensor, Tensor]:
     """By the library's own way."""
-    needs_lse = place is None or _writes_lse(q, v, options)
+    needs_lse = place is None or _has_lse(q, v, options)
     where = {} if place is None else {"out": place.out, "lse": place.lse if needs_lse else None}
     q, k, v = q.detach(), k.detach(), v.detach()
-    out, lse, *_ = _interface()._flash_attn_fwd(
+    out, lse, *_ = _module()._flash_attn_fwd(
         q, k, v, return_lse=needs_lse, learnable_sink=modded.sinks, score_mod=modded.score_mod,
         mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
         **where, **_arguments(options),
@@ -109,7 +109,7 @@ def _forward(
     return out, lse if place is None else place.lse
 
 
-def _writes_lse(q: Tensor, v: Tensor, options: Options) -> bool:
+def _has_lse(q: Tensor, v: Tensor, options: Options) -> bool:
     """Whether a launch writes an ``lse``, too, that nobody may need.
 
     Without one it is faster at unlike head dims, and slower at like ones.
@@ -166,7 +166,7 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 
 
 @cache
-def _interface() -> Any:
+def _module() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
@@ -177,7 +177,7 @@ def _missing() -> str | None:
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
-        module = _interface()
+        module = _module()
     except ImportError as error:
         return f"flash-attn-4 {found} does not load: {error}"
     if not hasattr(module, "_bwd_postprocess_convert"):

@@ -20,7 +20,7 @@ from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
-_OLDEST = 80  # compute capability
+_LEAST_CAPABILITY = 80  # compute capability
 
 #: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
@@ -244,7 +244,7 @@ def _start(
 def _capability(device: torch.device) -> int:
     """As in ``sm_90``; of the oldest GPU that has it all where kernels are interpreted."""
     if device.type != "cuda":
-        return _OLDEST
+        return _LEAST_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
