@@ -125,8 +125,8 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
         held = weights[chunks]
         load = held.sum(axis=1)
         busiest = int(load.argmax())
-        less = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
-        after = np.maximum(load[busiest] - less, load[:, None] + less)
+        moved = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
+        after = np.maximum(load[busiest] - moved, load[:, None] + moved)
         mine, rank, theirs = map(int, np.unravel_index(int(after.argmin()), after.shape))
         if after[mine, rank, theirs] >= load[busiest]:
             break

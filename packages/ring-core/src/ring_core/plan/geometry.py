@@ -85,7 +85,7 @@ class BandGeometry:
         """
         assert self.k_layout.cp_size == 1
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
-        rect = self._untrimmed(q_local, k_local, q_pos, k_pos)
+        rect = self._rect_of_runs(q_local, k_local, q_pos, k_pos)
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
@@ -94,7 +94,7 @@ class BandGeometry:
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
-            return _count(self._untrimmed(*self._runs(q_rank, kv_rank))).sum(axis=-1)
+            return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
         rows = self._pieces(q_rank, kv_rank)
         if half is not None:
             rows = self._half(q_rank, kv_rank, rows, half)
@@ -115,13 +115,13 @@ class BandGeometry:
     def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> RectangleTable:
         """One trimmed rectangle for every pair of runs."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        rect = band.trim(self._untrimmed(q_local, k_local, q_pos, k_pos))
+        rect = band.trim(self._rect_of_runs(q_local, k_local, q_pos, k_pos))
         if self.boundaries is None:
             zero = np.zeros_like(rect.lo)
             return RectangleTable(rect, zero, zero)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
-    def _untrimmed(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
+    def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
         lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
         q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
@@ -136,16 +136,16 @@ class BandGeometry:
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
         for _ in range(2):  # the band may cut further, and then fewer cells are touched
-            first, last = self._touched(rect, q_zero, k_zero)
+            first, last = self._shared_cells(rect, q_zero, k_zero)
             inside = rect.live & (first <= last)
             first, last = np.where(inside, first, 0), np.where(inside, last, 0)
             start, stop = cells[first], np.where(inside, cells[last + 1], cells[first])
             rect = band.clip(rect, start - q_zero, stop - q_zero, start - k_zero, stop - k_zero)
-        first, last = self._touched(rect, q_zero, k_zero)
+        first, last = self._shared_cells(rect, q_zero, k_zero)
         several = rect.live & (last > first)
         return RectangleTable(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
 
-    def _touched(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
+    def _shared_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
         """First and last cell that hold both a query and a key of each rectangle."""
         q_first, q_last = self._cell(rect.q_start + q_zero), self._cell(rect.q_stop + q_zero - 1)
         k_first, k_last = self._cell(rect.k_start + k_zero), self._cell(rect.k_stop + k_zero - 1)

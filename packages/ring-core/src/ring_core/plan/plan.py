@@ -111,17 +111,19 @@ class Plan:
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
-        extra: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if doc_stop > doc_start:
             cuts = known(self.boundaries)[doc_start : doc_stop + 1]
-            extra["cu_q"] = np.searchsorted(self.q_positions(q_rank)[q_start:q_stop], cuts)
-            extra["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
+            options["cu_q"] = np.searchsorted(self.q_positions(q_rank)[q_start:q_stop], cuts)
+            options["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
         if self.blocks is not None:
             q_tiles = slice(q_start // TILE, -(-q_stop // TILE))
             k_tiles = slice(k_start // TILE, -(-k_stop // TILE))
-            extra["tiles"] = self.blocks.kinds[q_rank, kv_rank, q_tiles, k_tiles]
+            options["tiles"] = self.blocks.kinds[q_rank, kv_rank, q_tiles, k_tiles]
         bounds = (None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
-        return WorkItem(q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop, *bounds, **extra)
+        return WorkItem(
+            q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop, *bounds, **options
+        )
 
 
 def make_plan(

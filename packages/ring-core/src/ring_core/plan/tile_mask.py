@@ -56,7 +56,7 @@ class BlockGeometry:
             self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
         )
         self._check_predicate()
-        kinds, pairs = self._classified()
+        kinds, pairs = self._kinds_and_pairs()
         store(self, "kinds", kinds)
         store(self, "pairs", pairs)
 
@@ -146,7 +146,7 @@ class BlockGeometry:
                 f"in (q_pos - k_pos) % 2 == 0"
             )
 
-    def _classified(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    def _kinds_and_pairs(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
         pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)

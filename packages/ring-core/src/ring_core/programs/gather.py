@@ -141,7 +141,7 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
 def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
-    items = _coalesced([_to_buffer(item, spans) for item in by_position])
+    items = _coalesced([_in_columns(item, spans) for item in by_position])
     runs = plan.k_runs
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -214,7 +214,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
             yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
 
 
-def _to_buffer(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
+def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     """An item over positions as one over the columns of a buffer that holds these spans."""
     before = sum(
         span.within(Interval(0, item.k_start)).stop - span.start

@@ -90,5 +90,5 @@ def _cuts(item: WorkItem, tile: int) -> npt.NDArray[np.int64]:
     if item.cu_q is not None:
         return item.cu_q
     rows = item.q_stop - item.q_start
-    margin = 1 if tile == 1 else 2 * tile
-    return np.concatenate([[0], np.arange(margin, rows - margin + 1, tile), [rows]])
+    least = 1 if tile == 1 else 2 * tile
+    return np.concatenate([[0], np.arange(least, rows - least + 1, tile), [rows]])

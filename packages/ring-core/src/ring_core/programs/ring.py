@@ -117,8 +117,8 @@ class RingProgram:
     @property
     def lockstep_imbalance(self) -> float:
         """What a ring in lockstep waits for: the slowest rank of every step, over the mean rank."""
-        mean = self._work.sum(axis=0).mean()
-        return float(self._work.max(axis=1).sum() / mean) if mean else 1.0
+        per_rank = self._work.sum(axis=0).mean()
+        return float(self._work.max(axis=1).sum() / per_rank) if per_rank else 1.0
 
     def _rank_items(self, rank: int) -> tuple[tuple[WorkItem, ...], ...]:
         """The items of one rank in every step, from one pass over all steps that help alike."""

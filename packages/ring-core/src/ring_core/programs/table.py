@@ -36,10 +36,10 @@ class ItemCounts:
     several_documents: int
 
 
-def count_items(tables: Iterable[Table]) -> ItemCounts:
+def count_items(every: Iterable[Table]) -> ItemCounts:
     """Which kinds of items tables have."""
     counts = np.zeros(4, dtype=np.int64)
-    for table in tables:
+    for table in every:
         rows = table.reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
         q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
         live, square = q_stop > q_start, q_stop - q_start == k_stop - k_start

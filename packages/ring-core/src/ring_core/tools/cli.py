@@ -92,13 +92,13 @@ def _plan(args: argparse.Namespace) -> str:
     parts = []
     if named or not (args.advise or args.layout):
         program = _one_program(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
-        parts.append(viz.describe(program, color=_colored(args.color)))
+        parts.append(viz.describe(program, color=_has_color(args.color)))
         if args.png:
             viz.plot(program, args.png)
     if args.layout == "all":
         parts += [_layout_table(args, mask, n) for n in ranks]
     if args.advise:
-        parts.append(_advice(args, mask, ranks, draw=not named))
+        parts.append(_cost_text(args, mask, ranks, draw=not named))
     return "\n\n".join(parts)
 
 
@@ -158,7 +158,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
     return _table(header, rows)
 
 
-def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
+def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
     """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
     given = {name: getattr(args, name) for name in MODEL_OPTIONS}
     heads, kv_heads, head_dim = (
@@ -247,7 +247,7 @@ def _integer(option: str, text: str) -> int:
         raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None
 
 
-def _colored(choice: str) -> bool:
+def _has_color(choice: str) -> bool:
     if choice == "auto":
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return choice == "always"

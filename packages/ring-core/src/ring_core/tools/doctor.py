@@ -97,8 +97,10 @@ def compared(
     same device, and 16 ulps (``eps``) of the largest number.
     """
     for what, got, near, exact in zip(RESULTS, found, plain, example.expected, strict=True):
-        error, usual = (float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near))
-        limit = 4 * usual + 16 * eps * float(np.abs(exact).max())
+        error, plain_error = (
+            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near)
+        )
+        limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
         number = error if error < float("inf") else None  # neither is NaN less
         yield Check(name, where, what, number, limit, passed=error <= limit)
 
@@ -195,10 +197,10 @@ def _self_test(ranks: int) -> Iterator[Check]:
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:
     """The first lines of what a doctor says."""
     unknown = "not known: pip install packaging"
-    said = (unknown,) if clashes is None else tuple(clashes) or ("none",)
+    found = (unknown,) if clashes is None else tuple(clashes) or ("none",)
     return [
         *(f"{name:14}{has}" for name, has in versions.items()),
-        *(f"{'clashes':14}{words}" for words in said),
+        *(f"{'clashes':14}{words}" for words in found),
     ]
 
 

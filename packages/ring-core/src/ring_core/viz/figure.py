@@ -64,8 +64,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    stripes = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
-    ranks = sampled(program, stripes if striped else _DRAWN_CELLS)
+    most = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
+    ranks = sampled(program, most if striped else _DRAWN_CELLS)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -98,11 +98,11 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     work, cp_size = program.work(), program.plan.cp_size
     rank_every, step_every = -(-cp_size // _DRAWN), -(-program.num_steps // _DRAWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
-    heat = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
+    colors = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
     box = (-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5)
     axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
     image = axes.imshow(
-        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * heat + 0.25), vmin=0, vmax=200,
+        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * colors + 0.25), vmin=0, vmax=200,
         aspect="auto", interpolation="nearest", extent=box,
     )  # fmt: skip
     bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40, extend="max")
