@@ -31,7 +31,7 @@ from ring_torch.capture import owned
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies.choose import ask_peers
+from ring_torch.strategies.choose import peer_refusals
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -54,7 +54,7 @@ def static_text(
 ) -> str:
     """What is static about a call, as text, which the compiler takes for a constant."""
     ring = ranks_of(group)
-    ask_peers(ring)  # operations may not, while they are traced
+    peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],

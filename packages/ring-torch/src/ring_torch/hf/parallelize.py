@@ -12,7 +12,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
 from ring_torch.hf.register import is_ring, register
-from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
     has_router_loss,
@@ -92,7 +92,7 @@ def parallelize(
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
-    if is_trainer(model):
+    if trainer_class(model) is not None:
         return _trainer(model, cp, logits, reduction)
     return _model(model, cp, logits, reduction or "sum")
 

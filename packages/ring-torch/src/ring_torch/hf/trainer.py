@@ -17,13 +17,8 @@ from ring_torch.hf.wiring import replace_attribute
 from ring_torch.models.hooks import ModelHooks
 
 
-def is_trainer(x: object) -> bool:
-    """Whether it is a ``transformers.Trainer``, without importing that."""
-    return _base(x) is not None
-
-
-def _base(x: object) -> Any:
-    """The class ``transformers.Trainer``, where it is one."""
+def trainer_class(x: object) -> Any:
+    """The class ``transformers.Trainer``, where it is one, without importing that."""
     name = ("transformers.trainer", "Trainer")
     return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
 
@@ -79,7 +74,7 @@ class TrainerHooks:
         counts_all = trainer.args.average_tokens_across_devices
         # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
         # then, in what the sum is divided by and in what it is multiplied by.
-        is_asked = "get_tp_size" in _base(trainer).compute_loss.__code__.co_names
+        is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
         self.counts_once = counts_all and is_asked
         if counts_all and not is_asked:
             if not hooks.divides_by_items(trainer.model):

@@ -184,9 +184,12 @@ class Sample(NamedTuple):
             return None
         lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(words) if text)
         return (
-            f"call {call.checked} ({what}) is wrong. {lines}. {_described(call)}. Every rank of the "
-            f"group raises this. To find out more: python -m ring_torch doctor, and the same call with "
-            f"kernel='eager' and strategy='ring'"
+            f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
+            f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
+            f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+            f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
+            f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
+            f"strategy='ring'"
         )
 
 
@@ -272,11 +275,3 @@ def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
     return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()
-
-
-def _described(call: Call) -> str:
-    return (
-        f"Kernel {call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
-        f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
-        f"{call.plan.mask.describe()!r}, {call.ring.size} ranks"
-    )

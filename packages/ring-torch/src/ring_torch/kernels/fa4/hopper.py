@@ -54,9 +54,10 @@ class HopperSplitBackward:
         """One launch."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
         batch, length, heads, dim = q.shape
-        causal, sides = _sides(item)
+        is_causal = item.window == (None, 0)  # which the compiled function takes beside a window
+        sides: Window = (None, None) if is_causal else item.window
         given = tuple(side is not None for side in sides)
-        compiled = _compiled(q.dtype, dim, heads // k.shape[2], causal, given)
+        compiled = _compiled(q.dtype, dim, heads // k.shape[2], is_causal, given)
         padded = -(-length // compiled.tile) * compiled.tile
         size = (batch, heads, padded * compiled.dim)
         dq_sums = torch.empty(size, dtype=torch.float32, device=q.device)
@@ -99,11 +100,6 @@ def _in_whole_tiles(plan: Plan) -> bool:
         item.cu_q is None and min(item.k_stop - item.k_start, item.q_stop - item.q_start) > KEYS
         for item in items
     )
-
-
-def _sides(item: WorkItem) -> tuple[bool, Window]:
-    """Whether it is causal, and the window beside that, as the compiled function takes it."""
-    return (True, (None, None)) if item.window == (None, 0) else (False, item.window)
 
 
 @lru_cache(maxsize=32)
