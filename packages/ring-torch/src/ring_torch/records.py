@@ -213,7 +213,7 @@ def unseen_state(q: Tensor, v_dim: int, *, covered: bool = False) -> AttentionSt
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim)
-    lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
+    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
     if not covered:
         out.zero_()
         lse.fill_(-torch.inf)

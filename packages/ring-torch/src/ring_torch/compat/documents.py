@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Layout, LayoutName, UnsupportedError
+from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
 from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
@@ -61,7 +61,7 @@ def attend_documents(
     lengths = np.diff(offsets)
     check_longest("max_seqlen", max_seqlen, int(lengths.max(initial=0)))
     check_slopes(options.alibi_slopes, int(np.count_nonzero(lengths)))
-    odd = np.flatnonzero(lengths % _pieces(layout))
+    odd = np.flatnonzero(lengths % divisor_of(layout, 1))
     if odd.size:
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
@@ -217,17 +217,12 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
     """
     starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
     start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
-    pieces = _pieces(layout)
+    pieces = divisor_of(layout, 1)  # chunks of a document that a rank holds
     run, inside = np.divmod(np.arange(offsets[-1]) - start, length // pieces)
     chunks = np.stack(
         [Layout(layout, pieces * cp_size, cp_size).positions(rank) for rank in range(cp_size)]
     )
     return cp_size * start + chunks[:, run] * (length // pieces) + inside
-
-
-def _pieces(layout: LayoutName) -> int:
-    """Chunks of a sequence that a rank holds."""
-    return 2 if layout == "zigzag" else 1
 
 
 def _shortened(offsets: tuple[int, ...]) -> str:

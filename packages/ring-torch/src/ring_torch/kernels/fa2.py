@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.flash_library import Options, document_arguments, rounded_to_8
+from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -60,7 +60,7 @@ def _arguments(options: Options) -> dict[str, Any]:
     return {
         "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
         "window_size_left": left, "window_size_right": right, "softcap": 0.0,
-        **document_arguments(options.documents),
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, document_arguments, rounded_to_8
+from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -58,7 +58,7 @@ def _call(name: str, given: dict[str, Any], options: Options) -> Any:
     known = given | {
         "softmax_scale": options.scale, "causal": False, "is_causal": False,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
-        "softcap": 0.0, **document_arguments(options.documents),
+        "softcap": 0.0, **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
     required = {key: None for key, is_required in parameters.items() if is_required}
     return function(**required | {key: known[key] for key in parameters.keys() & known.keys()})

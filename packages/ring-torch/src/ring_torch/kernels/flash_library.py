@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,10 +22,8 @@ class Documents(NamedTuple):
     max_k: int
 
 
-def document_arguments(documents: Documents | None) -> dict[str, Any]:
-    """As functions of FlashAttention take them."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {} if documents is None else dict(zip(names, documents, strict=True))
+#: What functions of FlashAttention call them.
+DOCUMENT_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class Mods(NamedTuple):

@@ -15,10 +15,10 @@ from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorde
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.flash_library import (
+    DOCUMENT_ARGUMENTS,
     HeadDims,
     Options,
     Pass,
-    document_arguments,
     rounded_up,
 )
 from ring_torch.records import AttentionState
@@ -121,7 +121,7 @@ def _arguments(options: Options) -> dict[str, Any]:
     left, right = options.window
     return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
-        **document_arguments(options.documents),
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
 
 

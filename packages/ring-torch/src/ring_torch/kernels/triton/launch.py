@@ -84,7 +84,8 @@ class Launch:
             **(numbers or {}),
         }  # fmt: skip
         if name == "bwd_dbias":
-            bias = known(self.rows.bias)
+            bias = self.rows.bias
+            assert bias is not None
             programs = (num_k_blocks, num_q_blocks, bias.shape[0] * bias.shape[1])
         else:
             values |= self._block_index(blocks, k_major=k_major)
@@ -169,7 +170,8 @@ class Launch:
             found["q_ids"] = rows.segments.contiguous()
             found["k_ids"] = columns.segments.contiguous()
         if item.tiles is not None:
-            geometry = known(self.params.blocks)
+            geometry = self.params.blocks
+            assert geometry is not None
             found["bits"] = _bits(geometry, device)
             found["tiles"] = _tiles(item, geometry, device)
         elif item.cu_q is not None:
