@@ -49,8 +49,9 @@ def _mask_refusals(can: Capabilities, program: RingProgram) -> list[str]:
         "has no blocks of several documents or chunks": (
             counts.several_documents and not can.documents
         ),
-        f"takes full blocks only, and this plan has {others} others": can.bands == "full"
-        and others,
+        f"takes full blocks only, and this plan has {others} others": (
+            can.bands == "full" and others
+        ),
         f"takes full and square causal blocks only, and this plan has {banded} with windows": (
             can.bands == "causal" and banded
         ),
