@@ -97,7 +97,7 @@ def _ring_reversed() -> Patches:
     def rotate(held: Any, hop: int | None) -> Any:
         return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
 
-    patches: Patches = [(simulator, "_rotate", rotate)]
+    patches: Patches = [(simulator, "_hop", rotate)]
     if comm := _torch("ranks"):
 
         def start(ring: Any, sends: Any, receives: Any) -> Any:

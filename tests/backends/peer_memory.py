@@ -76,7 +76,7 @@ class BufferOnFiles:
         dist.barrier()
         return self.stream
 
-    def copying(self, rank: int, *, after: Now) -> Now:
+    def stream_for(self, rank: int, *, after: Now) -> Now:
         del rank
         return after
 

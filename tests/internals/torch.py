@@ -24,7 +24,7 @@ from ring_torch.comm import handshake as handshake, ranks as ranks, store as sto
 from ring_torch.comm.handshake import (
     _COMPARED as _COMPARED,
     Header as Header,
-    _compare_on_stream as _compare_on_stream,
+    _check_on_stream as _check_on_stream,
     agree as agree,
 )
 from ring_torch.comm.ranks import (

@@ -40,7 +40,7 @@ class Tiled:
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         del q, k, v, params
-        self.used.append(hopper._is_tiled(plan))
+        self.used.append(hopper._in_whole_tiles(plan))
         return self.used[-1]
 
     def accumulate(

@@ -66,7 +66,7 @@ def on_a_rank(
         patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
         patched.setattr(torch.cuda, "set_stream", lambda _: None)
         patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
-        patched.setattr(peer_copies, "_runtime", lambda: None)
+        patched.setattr(peer_copies, "_cuda", lambda: None)
         patched.setattr(peer_copies, "has_triton", lambda: triton)
         patched.setattr(sessions, "TRANSPORTS", {"symm_mem": opened})
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))

@@ -345,7 +345,7 @@ def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tripwire_traffic, "_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(tripwire_traffic, "peak_tflops", lambda _: 989.5)
     with ring_torch.check():
         attend(0)  # a CPU is slower than that
         monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)

@@ -85,7 +85,7 @@ def on_a_rank(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
-        patched.setattr(one_kernel.ExchangeState, "_follow", lambda _: None)
+        patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
         patched.setattr(sessions, "TRANSPORTS", dict.fromkeys(("p2p", "symm_mem"), opened))
         if checked:  # as on GPUs that reach each other's memory
             patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))

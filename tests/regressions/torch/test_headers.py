@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import _COMPARED, CallSignature, Header, _compare_on_stream, ranks_of
+from internals.torch import _COMPARED, CallSignature, Header, _check_on_stream, ranks_of
 
 from ring_core import ChunkLayout, Mask
 from ring_torch import ring_attention
@@ -95,7 +95,7 @@ def _on_stream(rank: int, what: str) -> str:
     if what == "fields" and rank:
         signature = CallSignature.of(FIELDS | {"mask": "full"}, "forward")
     try:
-        _compare_on_stream(ranks_of(None), number, seed, signature, torch.device("cpu"))
+        _check_on_stream(ranks_of(None), number, seed, signature, torch.device("cpu"))
     except RuntimeError as error:
         return str(error)
     return "the same"

@@ -59,18 +59,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
                 f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}"
             )
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"q, k and v must share a dtype, got {q.dtype} for q and {x.dtype} for {name}"
-            )
-        if x.device != q.device:
-            raise ValueError(
-                f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}"
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"q, k and v must share a batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}"
-            )
+        for what, ours, theirs in (
+            ("share a dtype", q.dtype, x.dtype), ("be on one device", q.device, x.device),
+            ("share a batch size", q.shape[0], x.shape[0]),
+        ):  # fmt: skip
+            if ours != theirs:
+                raise ValueError(
+                    f"q, k and v must {what}, got {ours} for q and {theirs} for {name}"
+                )
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"k and v must have the same sequence length and heads, got {k.shape[1:3]} and {v.shape[1:3]}"
@@ -183,7 +179,7 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
     _check_float("bias", bias, device)
     wanted = ((1, sizes.batch), (1, sizes.q_heads), (sizes.q_len,), (kv_seq_len,))
     if len(bias.shape) != 4 or any(
-        size not in ok for size, ok in zip(bias.shape, wanted, strict=True)
+        size not in known for size, known in zip(bias.shape, wanted, strict=True)
     ):
         raise ValueError(
             f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
@@ -214,7 +210,7 @@ def check_dense_mask(
             f"mask must be a ring_core.Mask or an array of booleans, got one of {mask.dtype}; numbers "
             f"to be added to the scores are a bias"
         )
-    if len(shape) != 4 or any(n not in ok for n, ok in zip(shape, wanted, strict=True)):
+    if len(shape) != 4 or any(n not in known for n, known in zip(shape, wanted, strict=True)):
         raise ValueError(
             f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
             f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "

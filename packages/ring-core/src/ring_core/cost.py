@@ -94,9 +94,8 @@ def hardware(name: str) -> Hardware:
         ValueError: No such preset.
     """
     if not isinstance(name, str) or name not in HARDWARE:
-        known = ", ".join(HARDWARE)
         raise ValueError(
-            f"unknown hardware {name!r}; known: {known}; or describe yours as "
+            f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}; or describe yours as "
             f"ring_core.cost.Hardware(...)"
         )
     return HARDWARE[name]
@@ -205,8 +204,8 @@ def estimate(
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        volumes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, slowest * rate, volumes, hardware))
+        sizes = _backward_bytes(plan, model)
+        passes.append(_run(program.backward, slowest * rate, sizes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,
@@ -266,8 +265,7 @@ def compare(
         plan = make_plan(
             mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len
         )
-        program = ring_program(plan, strategy)
-        costs[pair] = estimate(program, model, hardware, backward=backward)
+        costs[pair] = estimate(ring_program(plan, strategy), model, hardware, backward=backward)
     return costs
 
 
@@ -312,7 +310,7 @@ def _rows(plan: Plan, model: Model) -> tuple[int, int]:
 def _run(
     stages: Sequence[Stage],
     step_s: npt.NDArray[np.floating[Any]],
-    volumes: _Bytes,
+    sizes: _Bytes,
     hardware: Hardware,
 ) -> _Pass:
     """One pass; ``step_s [num_steps]`` is what the slowest rank computes in each step.
@@ -323,18 +321,18 @@ def _run(
     grad = np.array([s.grad_hop is not None for s in stages])
     helps = np.array([s.helps for s in stages])
     # The first piece for a helper travels in the slot before, the last result in the slot after.
-    ship, results = volumes.ship / HELP_PIECES, volumes.results / HELP_PIECES
+    ship, results = sizes.ship / HELP_PIECES, sizes.results / HELP_PIECES
     messages, sent = np.zeros((2, len(stages) + 2))
     messages[:-2] += helps
     messages[1:-1] += kv + 2 * (HELP_PIECES - 1) * helps
     messages[2:] += grad.astype(int) + helps
     sent[:-2] += helps * ship
-    sent[1:-1] += kv * volumes.kv + (HELP_PIECES - 1) * helps * (ship + results)
-    sent[2:] += grad * volumes.grad + helps * results
+    sent[1:-1] += kv * sizes.kv + (HELP_PIECES - 1) * helps * (ship + results)
+    sent[2:] += grad * sizes.grad + helps * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
-    transfer = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
-    time_s = np.maximum(compute, transfer).sum()
+    moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
+    time_s = np.maximum(compute, moved).sum()
     return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
 
 
@@ -348,12 +346,12 @@ def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     """
     rows, kv = _rows(program.plan, model)
     helped = any(step.helps != "none" for step in program.steps)
-    moves = program.num_steps > 1
-    slots = 2 * kv * model.bytes_per_element if moves else 0
+    several = program.num_steps > 1
+    slots = 2 * kv * model.bytes_per_element if several else 0
     q, dout = (rows * dim * model.bytes_per_element for dim in (model.head_dim, model.value_dim))
     out, dq = (rows * dim * _FLOAT32 for dim in (model.value_dim, model.head_dim))
     forward = slots + out + (q + out if helped else 0)
     if not backward:
         return forward
-    grads = (3 if moves else 1) * kv * _FLOAT32
+    grads = (3 if several else 1) * kv * _FLOAT32
     return max(forward, slots + dq + grads + (q + dout + dq if helped else 0))

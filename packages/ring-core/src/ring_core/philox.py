@@ -24,8 +24,7 @@ def philox(
     counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
     """Four words of each counter ``(c0, c1, c2, c3)``, arrays that broadcast, all 32 bits wide."""
-    wide = [np.asarray(word).astype(np.uint64) for word in counter]
-    c0, c1, c2, c3 = np.broadcast_arrays(*wide)
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in counter))
     k0, k1 = key
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)

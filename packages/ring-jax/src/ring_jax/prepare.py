@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
-    KernelConfig,
     LayoutSpec,
     Mask,
     Request,
@@ -23,6 +22,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
 from ring_jax.dense_mask import split_mask, with_mask
 from ring_jax.kernels import Selection, choose, kernel_names
@@ -77,7 +77,7 @@ def check_call(
     request, scale, cap = _request(options, sizes, described[0].dtype, whole, dense is not None)
     way = choose_strategy(named.name, program)
     q_ids, k_ids = _check_others(sizes, keys, options)
-    config = _kernel_config(options.kernel, kernels)
+    config = kernel_config(options.kernel, kernel_names(kernels))
     seed = options.dropout_seed
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
@@ -129,14 +129,6 @@ def _request(
         q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
     )  # fmt: skip
     return request, scale, cap
-
-
-def _kernel_config(kernel: str | KernelConfig, kernels: Sequence[Kernel]) -> KernelConfig:
-    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
-    if not isinstance(config, KernelConfig):
-        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
-    checks.check_choice("kernel", config.name, kernel_names(kernels))
-    return config
 
 
 def device_kind(x: Array, *meshes: AbstractMesh) -> str:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError
+from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_torch.autograd import RingAttention
 from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled import attend_in_graph
-from ring_torch.dense_mask import with_dense_mask
 from ring_torch.prepare import check_call
 
 
@@ -155,11 +154,41 @@ def attend(
     run = _run
     if torch.compiler.is_compiling():
         plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
-        run = attend_in_graph if plain else _run_outside
+        run = attend_in_graph if plain else _run_alone
     if options.return_lse is False:  # what is no bool is refused below
         options = options._replace(drops_lse=True)
     out, lse = run(group, layout, x, options)
     return (out, lse) if options.return_lse else out
+
+
+def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands, Options]:
+    """Options without an array for a mask, and tensors with a bias that says the same, by ``-inf``.
+
+    Kernels skip the blocks of which nothing else is left.
+
+    Args:
+        x: A call's tensors; its bias is added where the mask is true.
+        options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
+            T_local, T_kv]``, rows in layout order, columns for all keys in natural order.
+        ranks: That hold a sequence.
+
+    Raises:
+        ValueError: The mask is malformed or too large.
+    """
+    mask, (q, k), bias = options.mask, x[:2], x.bias
+    if not isinstance(mask, Tensor):
+        return x, options
+    if q.ndim != 4 or k.ndim != 4:
+        return x, options._replace(mask=None)  # which is refused for that
+    fact = checks.Tensor(
+        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
+    )
+    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
+    shown = mask if mask.ndim == 4 else mask[None, None]
+    zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+    hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
+    masked = torch.where(shown, zero, hidden)
+    return x._replace(bias=masked), options._replace(mask=None, bias_masks=True)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -210,4 +239,4 @@ def _check_transforms() -> None:
         )
 
 
-_run_outside = torch.compiler.disable(_run)
+_run_alone = torch.compiler.disable(_run)

@@ -20,7 +20,7 @@ from ring_torch.strategies.finalize import attend
 from ring_torch.strategies.single import folded
 
 _DELTA_ROWS = 4096
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
+_NO_WATCH: AbstractContextManager[None] = nullcontext()
 
 
 class RingAttention(torch.autograd.Function):
@@ -50,8 +50,7 @@ class RingAttention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         count = len(Inputs._fields)
         inputs, (out, lse, *saved) = Inputs(*tensors[:count]), tensors[count:]
-        grads = backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
-        return None, *grads
+        return None, *backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
@@ -62,7 +61,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         _without_autocast(inputs.q.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
-        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             (out, lse), saved = attend(call, inputs)
         out, wrong = out.to(call.dtype), None
         if seen is not None:
@@ -90,12 +89,10 @@ def backward_pass(
         _without_autocast(out.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
-        delta = None
-        if call.kernel.needs_delta:
-            delta = _delta(dout, out, call.acc_dtype)
-            delta = delta if dlse is None else delta - dlse
+        needs_delta = call.kernel.needs_delta
+        delta = _delta(dout, out, dlse, call.acc_dtype) if needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with tripwire.Watch(call.device) if call.checked else _UNWATCHED as seen:
+        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:
@@ -121,19 +118,23 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _delta(dout: Tensor, out: Tensor, acc_dtype: torch.dtype) -> Tensor:
-    """``rowsum(dout * out)`` as ``[B, H, T_local]``, some rows at a time: the product is wide."""
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
+    """``rowsum(dout * out) - dlse`` as ``[B, H, T_local]``.
+
+    Some rows at a time: the product is wide.
+    """
     if _has_passes(out, acc_dtype):
         from ring_torch.memory_ops import row_dots_on_gpu
 
-        return row_dots_on_gpu(dout, out)
-    batch, length, heads, _ = out.shape
-    delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
-    for start in range(0, length, _DELTA_ROWS):
-        rows = slice(start, start + _DELTA_ROWS)
-        product = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
-        delta[:, :, rows] = product.sum(dim=-1).transpose(1, 2)
-    return delta
+        delta = row_dots_on_gpu(dout, out)
+    else:
+        batch, length, heads, _ = out.shape
+        delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
+        for start in range(0, length, _DELTA_ROWS):
+            rows = slice(start, start + _DELTA_ROWS)
+            products = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)
+            delta[:, :, rows] = products.sum(dim=-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
 
 
 def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
@@ -146,14 +147,13 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
         sums = sink_sums_on_gpu(dout, out, lse, one)
     else:
         if delta is None:
-            delta = _delta(dout, out, lse.dtype)
-            delta = delta if dlse is None else delta - dlse
+            delta = _delta(dout, out, dlse, lse.dtype)
         safe = lse.masked_fill(lse == -torch.inf, torch.inf)
         sums = (torch.exp(one[:, None] - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:
         return -sums.to(sinks.dtype)
-    shares = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
-    return -(shares * sums[:, None]).to(sinks.dtype)
+    weights = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
+    return -(weights * sums[:, None]).to(sinks.dtype)
 
 
 def _has_passes(x: Tensor, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16
+_ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BufferSpec:
         offsets, at = [], 0
         for shape, dtype in parts:
             offsets.append(at)
-            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
         shapes = tuple(tuple(shape) for shape, _ in parts)
         return cls(shapes, tuple(dtype for _, dtype in parts), tuple(offsets), at)
 

@@ -41,29 +41,25 @@ class Strategy(Protocol):
     @property
     def name(self) -> StrategyName:
         """What ``strategy=`` calls it."""
-        ...
 
     @property
     def depends_on_kernel(self) -> bool:
         """Whether what travels is another with another kernel."""
-        ...
 
     @property
     def adds_sinks(self) -> bool:
         """Whether the state that the forward returns includes the sinks."""
-        ...
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
-        ...
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, /
+    ) -> Grads:
         """Gradients of this rank's shards, wide or in the inputs' dtype."""
-        ...
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
-        ...
 
 
 class Call(NamedTuple):

@@ -36,17 +36,17 @@ def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Calla
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @lru_cache(maxsize)
-        def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+        def cache(*args: P.args, **kwargs: P.kwargs) -> T:
             with torch.inference_mode(mode=False):  # calls that train share them
                 return function(*args, **kwargs)
 
-        captured: dict[int, T] = {}
+        kept: dict[int, T] = {}
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            result: T = cached(*args, **kwargs)  # type: ignore[arg-type] # they are hashable
+            result: T = cache(*args, **kwargs)  # type: ignore[arg-type] # they are hashable
             if is_capturing():
-                captured[id(result)] = result
+                kept[id(result)] = result
             return result
 
         return call

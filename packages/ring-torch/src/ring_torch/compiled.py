@@ -31,7 +31,7 @@ from ring_torch.capture import owned
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies.choose import ask_peers
+from ring_torch.strategies.choose import peer_refusals
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -54,7 +54,7 @@ def static_text(
 ) -> str:
     """What is static about a call, as text, which the compiler takes for a constant."""
     ring = ranks_of(group)
-    ask_peers(ring)  # operations may not, while they are traced
+    peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
     facts = {
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
@@ -65,11 +65,6 @@ def static_text(
         **dict(zip(PLAIN, plain, strict=True)),
     }
     return json.dumps(facts)
-
-
-def _group(name: str) -> Any:
-    """The process group of a name, which has no public way to it."""
-    return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))  # type: ignore[attr-defined] # noqa: SLF001
 
 
 class Numbers(NamedTuple):
@@ -87,7 +82,7 @@ class Numbers(NamedTuple):
     seed_high: int
 
     @property
-    def shape_the_plan(self) -> bool:
+    def has_plan_numbers(self) -> bool:
         """Whether there are numbers that the plan depends on, and no compiler knows."""
         return any(x is not None for x in self[:5])
 
@@ -115,8 +110,12 @@ class _Static(NamedTuple):
         Raises:
             ValueError: It is gone, or has other ranks.
         """
+        group: Any = None
         try:
-            ring = ranks_of(None if self.group is None else _group(self.group))
+            if self.group is not None:  # there is no public way from a name
+                name = distributed_c10d.GroupName(self.group)
+                group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined] # noqa: SLF001
+            ring = ranks_of(group)
         except RuntimeError as error:
             raise ValueError(f"{_OTHER_GROUP}: {error}") from error
         if (ring.rank, ring.size) != self.ranks:
@@ -166,7 +165,7 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
 
     options = static.options(numbers)
     named = (strategy_config(options.strategy).name, options.transport)
-    if numbers.shape_the_plan and "auto" in named:
+    if numbers.has_plan_numbers and "auto" in named:
         widest = checked(static.options(_widest(numbers)))[0]
         options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
     return checked(options)
@@ -245,10 +244,10 @@ def attention(
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     out, lse, saved = forward_pass(call, inputs)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
-    unsaved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     # Operations return as many tensors each time, which share no memory.
-    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *unsaved]
+    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *rest]
 
 
 @attention.register_fake
@@ -270,7 +269,7 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.shape_the_plan)
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     return out, lse, [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 

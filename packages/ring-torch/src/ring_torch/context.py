@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import with_options_of
-from ring_torch.attention import ring_attention
+from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
-from ring_torch.dense_mask import with_dense_mask
 from ring_torch.gradients import reduce_gradients
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
@@ -163,7 +162,7 @@ class ContextParallel:
             UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
         """
         if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
-            hooks.check_sum()
+            hooks.check_reduction()
         reduce_gradients(self._sharding.ring, model)
 
     @overload

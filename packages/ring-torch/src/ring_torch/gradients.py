@@ -39,7 +39,7 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
         if is_used:  # on some rank; this one's part may be nothing
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients.append(weight.grad)
-    for bucket in _buckets(gradients):
+    for bucket in _each_bucket(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         if flat.dtype in {torch.bfloat16, torch.float16}:
             flat = flat.float()
@@ -50,7 +50,7 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+def _each_bucket(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype and device, up to a size."""
     bucket: list[Tensor] = []
     size = 0

@@ -47,11 +47,10 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     plan = program.plan
     pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
     flops = 2 * pairs * sizes.q_heads * dims
-    longest = longest_gather(plan).length
-    size = longest * sizes.batch * sizes.kv_heads * dims * itemsize
-    fetched = size if size <= MAX_SAVED_BYTES else 2 * size
+    size = longest_gather(plan).length * sizes.batch * sizes.kv_heads * dims * itemsize
+    moved = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
-    if fetched > MIN_BYTES_PER_FLOP * flops:
+    if moved > MIN_BYTES_PER_FLOP * flops:
         most = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
         groups = max(n for n in range(1, max(most, 1) + 1) if sizes.kv_heads % n == 0)
     return HeadGroups(groups, groups, early=flops > EARLY_RETURN_FLOPS)

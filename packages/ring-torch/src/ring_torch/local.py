@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ring_core import checks
+
 # Modules that ranks are forked with, for they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
@@ -68,8 +70,7 @@ class LocalRanks:
                 real and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-        if not isinstance(cuda, bool):
-            raise ValueError(f"cuda must be True or False, got {cuda!r}")
+        checks.check_flag("cuda", cuda)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._patience = patience
@@ -85,7 +86,7 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._owed = [0] * world_size  # answers that have not been read, by rank
+        self._pending = [0] * world_size  # answers that have not been read, by rank
 
     def __len__(self) -> int:
         return len(self._pipes)
@@ -101,9 +102,9 @@ class LocalRanks:
             LocalRankError: A rank raised, died or did not answer.
         """
         answers = self.answers(function, *args, grace=_GRACE)
-        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
-        if failures:
-            raise LocalRankError("\n".join(failures))
+        words = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if words:
+            raise LocalRankError("\n".join(words))
         return [value for _, value in answers]
 
     def answers(
@@ -114,20 +115,20 @@ class LocalRanks:
         ``grace`` is how many seconds others may still take after the first failure.
         """
         for rank, pipe in enumerate(self._pipes):
-            self._owed[rank] += 1
+            self._pending[rank] += 1
             with suppress(OSError):  # it died before; reading its answer says so
                 pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
         until = math.inf if self._patience is None else time.monotonic() + self._patience
-        while waiting := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
+        while pending := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
             left = until - time.monotonic()
-            ready = wait(waiting, None if left == math.inf else max(0.0, left))
+            ready = wait(pending, None if left == math.inf else max(0.0, left))
             if not ready:
                 break
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
                 answer = self._answer(rank)
-                self._owed[rank] -= 1
-                if self._owed[rank]:  # of a call before this one, too late
+                self._pending[rank] -= 1
+                if self._pending[rank]:  # of a call before this one, too late
                     continue
                 answers[rank] = answer
                 if not answers[rank][0] and grace is not None:

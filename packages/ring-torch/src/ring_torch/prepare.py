@@ -23,6 +23,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
@@ -77,13 +78,12 @@ def check_call(
     else:
         bias_grad = grad and bias is not None
     every = checked_every()
-    seed, options = options.dropout_seed, _keyed(options, every)
+    seed, options = options.dropout_seed, _as_key(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
         *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
     )
-    types = tuple(map(type, options))
-    given = (ring, layout, facts, options, types, (grad, bias_grad), number > 0)
+    given = (ring, layout, facts, options, tuple(map(type, options)), (grad, bias_grad), number > 0)
     try:
         hash(given)
     except TypeError:
@@ -102,7 +102,7 @@ def check_call(
     return call._replace(number=number, checked=checked), inputs
 
 
-def _keyed(options: Options, every: int) -> Options:
+def _as_key(options: Options, every: int) -> Options:
     """Options as calls are known again by: one mask, whatever gave it, and no seed.
 
     Raises:
@@ -197,7 +197,7 @@ def _prepare(
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
-    executing = strategy_for(
+    chosen = strategy_for(
         strategy, program, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _prepare(
     }  # fmt: skip
     return Call(
         ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], executing, transport, 0, CallSignature.of(fields, "forward"),
+        grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"),
     )  # fmt: skip
 
@@ -280,7 +280,7 @@ def _check_options(
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
     )  # fmt: skip
-    return request, _config(options.kernel)
+    return request, kernel_config(options.kernel, KERNEL_NAMES)
 
 
 def _params(
@@ -321,14 +321,6 @@ def _in_words(numbers: tuple[object, ...] | None) -> str | None:
     text = str(numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
-
-
-def _config(kernel: str | KernelConfig) -> KernelConfig:
-    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
-    if not isinstance(config, KernelConfig):
-        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
-    checks.check_choice("kernel", config.name, KERNEL_NAMES)
-    return config
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

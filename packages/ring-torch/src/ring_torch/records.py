@@ -51,8 +51,7 @@ def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
     """The runs of tokens at some positions, as few as there are."""
     if positions.size == 0:
         return ()
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    edges = [0, *cuts.tolist(), positions.size]
+    edges = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
     return tuple(Run(a, b, int(positions[a])) for a, b in pairwise(edges))
 
 
@@ -77,14 +76,12 @@ class QueryBlock(NamedTuple):
 
     def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
-        segments = None if self.segments is None else self.segments[:, part]
-        bias = None if self.bias is None else self.bias[:, :, part]
         return QueryBlock(
             self.q[:, part],
             _part(self.indices, part),
             _part(self.position, part),
-            segments,
-            bias,
+            None if self.segments is None else self.segments[:, part],
+            None if self.bias is None else self.bias[:, :, part],
             self.slopes,
             _runs_in(self.runs, part),
         )
@@ -107,10 +104,14 @@ class KeyBlock(NamedTuple):
 
     def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
-        segments = None if self.segments is None else self.segments[:, part]
-        position, aligned8 = _part(self.position, part), self.aligned8 and part.start % 8 == 0
-        runs = _runs_in(self.runs, part)
-        return KeyBlock(self.k[:, part], self.v[:, part], position, segments, aligned8, runs)
+        return KeyBlock(
+            self.k[:, part],
+            self.v[:, part],
+            _part(self.position, part),
+            None if self.segments is None else self.segments[:, part],
+            self.aligned8 and part.start % 8 == 0,
+            _runs_in(self.runs, part),
+        )
 
     def share(self, n: int, groups: int) -> KeyBlock:
         """The same for the ``n``-th of so many groups of heads."""
@@ -185,15 +186,6 @@ class KeyGrads(NamedTuple):
         return KeyGrads(self.dk[:, part], self.dv[:, part])
 
 
-class ItemGrads(NamedTuple):
-    """The gradients of one item alone, in the inputs' dtype or wider."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None
-
-
 def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
     """A view of the ``n``-th of so many equal groups of heads, which are the dimension ``dim``."""
     size = x.shape[dim] // groups
@@ -211,6 +203,20 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     dtype = acc_dtype(q.dtype)
     out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
+    return AttentionState(out, lse)
+
+
+def unseen_state(q: Tensor, v_dim: int, *, covered: bool = False) -> AttentionState:
+    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype.
+
+    They see nothing, unless they are ``covered``: all will be written.
+    """
+    batch, length, heads, _ = q.shape
+    out = q.new_empty(batch, length, heads, v_dim)
+    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    if not covered:
+        out.zero_()
+        lse.fill_(-torch.inf)
     return AttentionState(out, lse)
 
 
@@ -238,7 +244,7 @@ class Inputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """This rank's gradients in the accumulators' dtype."""
+    """Gradients of an item, or of all that a rank holds, in the inputs' dtype or wider."""
 
     dq: Tensor
     dk: Tensor

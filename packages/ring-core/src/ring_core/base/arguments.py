@@ -99,12 +99,13 @@ def as_reals(name: str, value: Any, shape: Sequence[int] | None = None) -> Float
     array = _as_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise ValueError(f"{name} must be an array of real numbers, got one of {array.dtype}")
-    _check_shape(name, array, shape)
+    if shape is not None and array.shape != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {array.shape}")
     return array.astype(np.float64, copy=False)
 
 
-def as_integers(name: str, value: Any, shape: Sequence[int] | None = None) -> Ints:
-    """An array of whole numbers as int64, of a shape if one is given.
+def as_integers(name: str, value: Any) -> Ints:
+    """An array of whole numbers as int64.
 
     Raises:
         ValueError: It is not.
@@ -112,7 +113,6 @@ def as_integers(name: str, value: Any, shape: Sequence[int] | None = None) -> In
     array = _as_array(name, value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be an array of integers, got one of {array.dtype}")
-    _check_shape(name, array, shape)
     return array.astype(np.int64, copy=False)
 
 
@@ -128,8 +128,8 @@ def as_positions(name: str, value: Any) -> Ints:
     return array
 
 
-def check_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> None:
-    """A numpy array of floats, of a shape if one is given.
+def check_floats(name: str, value: Any) -> None:
+    """A numpy array of floats.
 
     Raises:
         ValueError: It is not.
@@ -137,7 +137,6 @@ def check_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> N
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise ValueError(f"{name} must be a numpy array of floats, got {got}")
-    _check_shape(name, value, shape)
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
@@ -145,11 +144,6 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be an array: {error}") from error
-
-
-def _check_shape(name: str, array: npt.NDArray[Any], shape: Sequence[int] | None) -> None:
-    if shape is not None and array.shape != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {array.shape}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -169,8 +163,8 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
 
     Those before its first option, ``causal``, say where the function runs: the method knows that.
     """
-    keywords = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    options = keywords[[x.name for x in keywords].index("causal") :]
+    params = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    options = params[[x.name for x in params].index("causal") :]
 
     def shown(method: F) -> F:
         own = signature(method)
@@ -179,3 +173,9 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
         return method
 
     return shown
+
+
+def known[T](x: T | None) -> T:
+    """What cannot be ``None`` here."""
+    assert x is not None
+    return x

@@ -5,10 +5,11 @@ The same records drive refusals, their tests, the doctor and the support matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ring_core.base.arguments import check_flag
+from ring_core.base.arguments import check_choice, check_flag
 
 Band = Literal["full", "causal", "any"]
 
@@ -96,6 +97,19 @@ class KernelConfig:
                 )
         if self.fused_backward is not None:
             check_flag("fused_backward", self.fused_backward)
+
+
+def kernel_config(kernel: str | KernelConfig, names: Sequence[str]) -> KernelConfig:
+    """What a call's ``kernel`` says.
+
+    Raises:
+        ValueError: None of these names, or neither a name nor a :class:`KernelConfig`.
+    """
+    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(config, KernelConfig):
+        raise ValueError(f"kernel must be a name or a KernelConfig, got {type(kernel).__name__}")
+    check_choice("kernel", config.name, names)
+    return config
 
 
 @dataclass(frozen=True)

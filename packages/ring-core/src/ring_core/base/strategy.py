@@ -14,7 +14,7 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 RingStrategy = Literal["ring", "balanced"]  # those that go round in steps
 RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 
-_FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
+_NAMES_OF: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
 _LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
 
 
@@ -56,11 +56,11 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         check_choice("strategy name", self.name, ("auto", *STRATEGIES))
-        meant = ("name", *_FIELDS.get(self.name, ()))
+        known = ("name", *_NAMES_OF.get(self.name, ()))
         for field in fields(self):
             given = getattr(self, field.name)
             is_default = type(given) is type(field.default) and given == field.default
-            if field.name not in meant and not is_default:
+            if field.name not in known and not is_default:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
 
     @property

@@ -103,8 +103,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
 def _pairs(mask: Mask, seq_len: int, keys: int, chunks: int) -> Ints:
     """Visible pairs of the queries of each of so many equal chunks."""
     queries, every_key = Layout("contiguous", seq_len, chunks), Layout("contiguous", keys, 1)
-    geometry = BandGeometry(mask, queries, every_key, keys - seq_len)
-    return geometry.count(np.arange(chunks), 0)
+    return BandGeometry(mask, queries, every_key, keys - seq_len).count(np.arange(chunks), 0)
 
 
 def _assign(weights: Ints, cp_size: int) -> Ints:
@@ -126,8 +125,8 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
         held = weights[chunks]
         load = held.sum(axis=1)
         busiest = int(load.argmax())
-        less = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
-        after = np.maximum(load[busiest] - less, load[:, None] + less)
+        moved = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
+        after = np.maximum(load[busiest] - moved, load[:, None] + moved)
         mine, rank, theirs = map(int, np.unravel_index(int(after.argmin()), after.shape))
         if after[mine, rank, theirs] >= load[busiest]:
             break

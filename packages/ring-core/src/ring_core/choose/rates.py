@@ -103,8 +103,8 @@ class Case:
 
     def describe(self) -> str:
         """In words."""
-        qk, v = self.dims
-        return f"{self.gpu}, {self.option}, head dim {qk if qk == v else f'{qk} and {v}'}"
+        dim, v = self.dims
+        return f"{self.gpu}, {self.option}, head dim {dim if dim == v else f'{dim} and {v}'}"
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ def expected(
     size = request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
     work = int(program.work().sum(axis=0).max()) * size
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
-        counted = [case for case in cases if len(case.took(names, grad=grad)) >= least]
+        timed = [case for case in cases if len(case.took(names, grad=grad)) >= least]
         near = [
-            _nearest(counted, option, request) for option in options_of(request, program.plan.mask)
+            _nearest(timed, option, request) for option in options_of(request, program.plan.mask)
         ]
         found = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
@@ -281,9 +281,9 @@ def _case(given: Any) -> Case:
         raise ValueError(f"tokens, pairs, heads and dims are integers >= 1, got {given!r}")
     if type(given["capability"]) is not int or given["capability"] < 0:
         raise ValueError(f"capability is an integer, as 90, or 0 for the host, got {given!r}")
-    for name, choices in (("framework", FRAMEWORKS), ("option", OPTIONS)):
-        if given[name] not in choices:
-            raise ValueError(f"{name} is one of {', '.join(choices)}, got {given[name]!r}")
+    for name, known in (("framework", FRAMEWORKS), ("option", OPTIONS)):
+        if given[name] not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, got {given[name]!r}")
     versions, kernels = given["versions"], given["kernels"]
     if not isinstance(given["gpu"], str) or not isinstance(versions, dict):
         raise ValueError(f"gpu is a name, versions are names and versions, got {given!r}")

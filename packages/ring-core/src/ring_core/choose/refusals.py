@@ -12,43 +12,51 @@ from ring_core.programs.ring import RingProgram
 
 def refusals(capabilities: Capabilities, request: Request, program: RingProgram) -> tuple[str, ...]:
     """Every reason why a kernel cannot do a call; empty if it can."""
-    can, reasons = capabilities, []
-    if can.devices and request.device not in can.devices:
-        reasons.append(f"runs on {_either(can.devices)}, not on {request.device}")
-    if can.dtypes and request.dtype not in can.dtypes:
-        reasons.append(f"takes {_either(can.dtypes)}, not {request.dtype}")
-    largest = max(request.head_dim, request.v_head_dim)
-    if can.max_head_dim is not None and largest > can.max_head_dim:
-        reasons.append(f"takes head dims up to {can.max_head_dim}, not {largest}")
-    if not can.mixed_head_dims and request.head_dim != request.v_head_dim:
-        reasons.append(f"needs V's head dim {request.v_head_dim} to equal Q's {request.head_dim}")
-    for option, words in OPTION_WORDS.items():
-        if getattr(request, option) and not getattr(can, option):
-            reasons.append(f"has no {words}")
-    most = can.deterministic_head_dim
-    if request.deterministic and can.deterministic and most is not None and largest > most:
-        reasons.append(f"is deterministic for head dims up to {most}, not {largest}")
-    if request.grad and not can.backward:
-        reasons.append("has no backward")
-    return (*reasons, *_mask_refusals(can, program))
+    can, dims = capabilities, (request.head_dim, request.v_head_dim)
+    largest, most = max(dims), can.deterministic_head_dim
+    reasons = {
+        f"runs on {_either(can.devices)}, not on {request.device}": (
+            can.devices and request.device not in can.devices
+        ),
+        f"takes {_either(can.dtypes)}, not {request.dtype}": (
+            can.dtypes and request.dtype not in can.dtypes
+        ),
+        f"takes head dims up to {can.max_head_dim}, not {largest}": (
+            can.max_head_dim is not None and largest > can.max_head_dim
+        ),
+        f"needs V's head dim {dims[1]} to equal Q's {dims[0]}": (
+            not can.mixed_head_dims and dims[0] != dims[1]
+        ),
+        **{
+            f"has no {words}": getattr(request, option) and not getattr(can, option)
+            for option, words in OPTION_WORDS.items()
+        },
+        f"is deterministic for head dims up to {most}, not {largest}": (
+            request.deterministic and can.deterministic and most is not None and largest > most
+        ),
+        "has no backward": request.grad and not can.backward,
+    }
+    found = (reason for reason, applies in reasons.items() if applies)
+    return (*found, *_mask_refusals(can, program))
 
 
 def _mask_refusals(can: Capabilities, program: RingProgram) -> list[str]:
     if program.plan.mask.predicate is not None:
         return [] if can.predicate else ["has no predicate masks"]
-    reasons = []
     counts = program.item_counts
-    if counts.several_documents and not can.documents:
-        reasons.append("has no blocks of several documents or chunks")
-    if can.bands == "full" and counts.causal + counts.banded:
-        reasons.append(
-            f"takes full blocks only, and this plan has {counts.causal + counts.banded} others"
-        )
-    if can.bands == "causal" and counts.banded:
-        reasons.append(
-            f"takes full and square causal blocks only, and this plan has {counts.banded} with windows"
-        )
-    return reasons
+    banded, others = counts.banded, counts.causal + counts.banded
+    reasons = {
+        "has no blocks of several documents or chunks": (
+            counts.several_documents and not can.documents
+        ),
+        f"takes full blocks only, and this plan has {others} others": (
+            can.bands == "full" and others
+        ),
+        f"takes full and square causal blocks only, and this plan has {banded} with windows": (
+            can.bands == "causal" and banded
+        ),
+    }
+    return [reason for reason, applies in reasons.items() if applies]
 
 
 def require(
@@ -66,15 +74,13 @@ def require(
     reasons = refusals(capabilities, request, program)
     if not reasons:
         return
-    able = [other.name for other in others if not refusals(other, request, program)]
-    instead = (
-        f"use kernel={_either([repr(name) for name in able])} or 'auto'"
-        if able
+    names = [other.name for other in others if not refusals(other, request, program)]
+    words = (
+        f"use kernel={_either([repr(name) for name in names])} or 'auto'"
+        if names
         else "no kernel here can do this call"
     )
-    raise UnsupportedError(
-        f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {instead}"
-    )
+    raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {words}")
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:
@@ -99,7 +105,7 @@ def _cell(value: object) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def require_heads(request: Request, cp_size: int) -> None:

@@ -56,8 +56,8 @@ class ChunkLayout:
             raise ValueError(f"chunks must be 0..{len(flat) - 1}, each once, got {sorted(flat)}")
         if any(a > b for chunks in self.chunks for a, b in pairwise(chunks)):
             raise ValueError(f"chunks must ascend on every rank, got {self.chunks!r}")
-        plain = tuple(tuple(map(int, chunks)) for chunks in self.chunks)
-        object.__setattr__(self, "chunks", plain)  # the dataclass is frozen
+        # The dataclass is frozen.
+        object.__setattr__(self, "chunks", tuple(tuple(map(int, x)) for x in self.chunks))
 
     def __repr__(self) -> str:
         return f"chunks({self.cp_size}x{self.chunks_per_rank})"
@@ -165,11 +165,8 @@ class Layout:
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of one rank, in local order."""
         check_index("rank", rank, self.cp_size)
-        starts = self.run_positions(rank).tolist()
-        return tuple(
-            Run(local, self.run_length, position, self.stride)
-            for local, position in zip(self.run_starts, starts, strict=True)
-        )
+        starts = zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
+        return tuple(Run(local, self.run_length, start, self.stride) for local, start in starts)
 
     def positions(self, rank: int) -> Ints:
         """Global position of each local index of a rank, ``[local_len]``."""

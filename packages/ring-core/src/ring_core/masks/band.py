@@ -64,11 +64,11 @@ def trim(rect: Rectangles) -> Rectangles:
     q0, q1 = np.maximum(rect.lo, 0), np.minimum(k_len + rect.hi, q_len)
     k0, k1 = np.maximum(-rect.hi, 0), np.minimum(q_len - rect.lo, k_len)
     live = (q0 < q1) & (k0 < k1) & (rect.lo <= rect.hi)
-    corners = rect.q_start + q0, rect.q_start + q1, rect.k_start + k0, rect.k_start + k1
+    sides = rect.q_start + q0, rect.q_start + q1, rect.k_start + k0, rect.k_start + k1
     moved_lo, moved_hi = rect.lo - q0 + k0, rect.hi - q0 + k0
     lo: Ints = np.where(moved_lo <= -(k1 - k0 - 1), -UNBOUNDED, moved_lo)
     hi: Ints = np.where(moved_hi >= q1 - q0 - 1, UNBOUNDED, moved_hi)
-    return Rectangles(*(np.where(live, part, 0) for part in (*corners, lo, hi)))
+    return Rectangles(*(np.where(live, part, 0) for part in (*sides, lo, hi)))
 
 
 def clip(
@@ -80,8 +80,7 @@ def clip(
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
     down, right = q0 - rect.q_start, k0 - rect.k_start
     lo: Ints = rect.lo - down + right
-    hi: Ints = rect.hi - down + right
-    return trim(Rectangles(q0, q1, k0, k1, lo, hi))
+    return trim(Rectangles(q0, q1, k0, k1, lo, rect.hi - down + right))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:

@@ -35,6 +35,15 @@ _LARGEST = 256  # operators: what is used again counts again, as a kernel would 
 _TRIED = 64  # positions on each side at which an expression is compared with its mask
 
 
+def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
+    """What an expression says of positions, by somebody's operators; numpy's by default."""
+    if isinstance(expression, tuple):
+        name, *args = expression
+        return operators[name](*(evaluated(x, q, k, operators) for x in args))
+    return {"q": q, "k": k}[expression] if isinstance(expression, str) else expression
+
+
+@lru_cache(maxsize=64)
 def expression_of(
     mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
 ) -> Expression | None:
@@ -43,21 +52,6 @@ def expression_of(
     ``None`` if it is not made of operators on integers alone, is long, has documents, or has
     numbers in it that do not fit.
     """
-    return _expression_of(mask, q_span, k_span)
-
-
-def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
-    """What an expression says of positions, by somebody's operators; numpy's by default."""
-    if isinstance(expression, tuple):
-        name, *arguments = expression
-        return operators[name](*(evaluated(x, q, k, operators) for x in arguments))
-    return {"q": q, "k": k}[expression] if isinstance(expression, str) else expression
-
-
-@lru_cache(maxsize=64)
-def _expression_of(
-    mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
-) -> Expression | None:
     if mask.cu_seqlens is not None:
         return None
     q, k = (_Traced(name, span[0], span[1] - 1) for name, span in (("q", q_span), ("k", k_span)))
@@ -69,8 +63,8 @@ def _expression_of(
         return None
     rows, columns = _some(q_span)[:, None], _some(k_span)
     with np.errstate(all="ignore"):
-        alike = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
-    return rule.node if np.all(alike) else None
+        same = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
+    return rule.node if np.all(same) else None
 
 
 def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
@@ -107,11 +101,11 @@ class _Traced:
 
     def __add__(self, other: object) -> _Traced:
         a, b = _number(self), _number(other)
-        return _made("add", (a, b), a.low + b.low, a.high + b.high)
+        return _of_two("add", (a, b), a.low + b.low, a.high + b.high)
 
     def __sub__(self, other: object) -> _Traced:
         a, b = _number(self), _number(other)
-        return _made("sub", (a, b), a.low - b.high, a.high - b.low)
+        return _of_two("sub", (a, b), a.low - b.high, a.high - b.low)
 
     def __rsub__(self, other: object) -> _Traced:
         return _number(other) - self
@@ -122,28 +116,29 @@ class _Traced:
     def __mul__(self, other: object) -> _Traced:
         a, b = _number(self), _number(other)
         ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-        return _made("mul", (a, b), min(ends), max(ends))
+        return _of_two("mul", (a, b), min(ends), max(ends))
 
     def __abs__(self) -> _Traced:
-        back = -self
-        high = max(self.high, back.high)
-        return _made("max", (self, back), max(self.low, back.low, 0), high)
+        other = -self
+        return _of_two(
+            "max", (self, other), max(self.low, other.low, 0), max(self.high, other.high)
+        )
 
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
-        up, times = self._raised(by)
+        one, times = self._moved_above(by)
         power = by & (by - 1) == 0
         name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
-        found = _made(name, (up, _number(number)), up.low // by, up.high // by)
+        found = _of_two(name, (one, _number(number)), one.low // by, one.high // by)
         return found - times if times else found
 
     def __mod__(self, other: object) -> _Traced:
         by = _divisor(other)
-        up, _ = self._raised(by)
+        one, _ = self._moved_above(by)
         name, number = ("bits", by - 1) if by & (by - 1) == 0 else ("mod", by)
-        return _made(name, (up, _number(number)), 0, by - 1)
+        return _of_two(name, (one, _number(number)), 0, by - 1)
 
-    def _raised(self, by: int) -> tuple[_Traced, int]:
+    def _moved_above(self, by: int) -> tuple[_Traced, int]:
         """This and so many times a number that it is no less than 0, and how many."""
         number = _number(self)
         times = max(0, -(number.low // by))
@@ -182,7 +177,7 @@ class _Traced:
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
 
-def _made(
+def _of_two(
     name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
 ) -> _Traced:
     """What an operator makes of two."""
@@ -207,7 +202,7 @@ def _divisor(x: object) -> int:
 
 
 def _compared(name: str, a: object, b: object) -> _Traced:
-    return _made(name, (_number(a), _number(b)), 0, 1, is_bool=True)
+    return _of_two(name, (_number(a), _number(b)), 0, 1, is_bool=True)
 
 
 def _joined(name: str, a: _Traced, b: object) -> _Traced:
@@ -217,7 +212,7 @@ def _joined(name: str, a: _Traced, b: object) -> _Traced:
     ):
         raise TypeError("is no truth value")
     if isinstance(b, _Traced):
-        return _made(name, (a, b), 0, 1, is_bool=True)
+        return _of_two(name, (a, b), 0, 1, is_bool=True)
     if (name, bool(b)) in (("and", True), ("or", False), ("ne", False)):
         return a
-    return _made(name, (a, _number(int(b))), 0, 1, is_bool=True)
+    return _of_two(name, (a, _number(int(b))), 0, 1, is_bool=True)

@@ -212,9 +212,9 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
         )
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {int(offsets[0])}")
-    falls = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
-    if falls.size:
-        at = int(falls[0])
+    found = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
+    if found.size:
+        at = int(found[0])
         raise ValueError(
             f"cu_seqlens must be ascending; entry {at + 1} is {int(offsets[at + 1])} after "
             f"{int(offsets[at])}"

@@ -27,12 +27,12 @@ def mask_of(
         ValueError: An option is malformed.
     """
     sides = tuple(window) if isinstance(window, tuple | list) else (window,)
-    # Equal options of unlike types are not the same: 1 is no flag.
+    # Equal options of unlike types are not the same, 1 is no flag: so types are part of the key.
     types = (type(causal), type(window), type(chunk_size), *map(type, sides))
     options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
     try:
         if type(cu_seqlens) is tuple:
-            return _of_tuple(options, types, _Same(cu_seqlens))
+            return _of_ints(options, types, _Same(cu_seqlens))
         return _of_array(options, types, _Array.of(cu_seqlens))
     except (TypeError, ValueError, RuntimeError):  # malformed, or of no kind that can be a key
         return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class _Array(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    values: bytes
 
     @classmethod
     def of(cls, values: Any) -> _Array | None:
@@ -76,12 +76,11 @@ class _Array(NamedTuple):
 
     def array(self) -> np.ndarray[Any, Any]:
         """The array."""
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        return np.frombuffer(self.values, self.dtype).reshape(self.shape)
 
 
 @lru_cache(maxsize=256)
-def _of_tuple(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Same) -> Mask:
-    del types  # it only tells options apart
+def _of_ints(options: tuple[Any, ...], _types: tuple[type, ...], offsets: _Same) -> Mask:
     if not all(type(offset) is int for offset in offsets.value):
         raise TypeError("what is inside may change in place")
     causal, window, chunk_size = options
@@ -89,8 +88,7 @@ def _of_tuple(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Same)
 
 
 @lru_cache(maxsize=256)
-def _of_array(options: tuple[Any, ...], types: tuple[type, ...], offsets: _Array | None) -> Mask:
-    del types  # it only tells options apart
+def _of_array(options: tuple[Any, ...], _types: tuple[type, ...], offsets: _Array | None) -> Mask:
     causal, window, chunk_size = options
     documents: Any = None if offsets is None else offsets.array()
     return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=documents)

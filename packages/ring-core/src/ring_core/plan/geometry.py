@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ring_core.base.arguments import known
 from ring_core.layouts.layout import Layout
 from ring_core.masks import band
 from ring_core.masks.band import UNBOUNDED, Rectangles
@@ -42,17 +43,14 @@ class Geometry(Protocol):
     @property
     def boundaries(self) -> Ints | None:
         """Ascending positions of chunk and document borders, if there are any."""
-        ...
 
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
         """What queries of one rank meet of keys of another, for each pair of ranks."""
-        ...
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """How many (query, key) pairs that shows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class BandGeometry:
         if half is not None:
             rows = self._half(q_rank, kv_rank, rows, half)
         if self.boundaries is not None:
-            rows = self._without_dead(q_rank, kv_rank, rows)
+            rows = self._live_only(q_rank, kv_rank, rows)
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
 
     def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> RectangleTable:
@@ -87,18 +85,16 @@ class BandGeometry:
         """
         assert self.k_layout.cp_size == 1
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
-        rect = self._untrimmed(q_local, k_local, q_pos, k_pos)
+        rect = self._rect_of_runs(q_local, k_local, q_pos, k_pos)
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
-        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
-        return self._without_dead(q_rank, 0, rows)
+        return self._live_only(q_rank, 0, self._in_cells(rect, q_pos - q_local, k_pos - k_local))
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
-            rect = self._untrimmed(*self._runs(q_rank, kv_rank))
-            return _count(rect).sum(axis=-1)
+            return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
         rows = self._pieces(q_rank, kv_rank)
         if half is not None:
             rows = self._half(q_rank, kv_rank, rows, half)
@@ -119,13 +115,13 @@ class BandGeometry:
     def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> RectangleTable:
         """One trimmed rectangle for every pair of runs."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        rect = band.trim(self._untrimmed(q_local, k_local, q_pos, k_pos))
+        rect = band.trim(self._rect_of_runs(q_local, k_local, q_pos, k_pos))
         if self.boundaries is None:
             zero = np.zeros_like(rect.lo)
             return RectangleTable(rect, zero, zero)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
-    def _untrimmed(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
+    def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
         lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
         q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
@@ -135,41 +131,38 @@ class BandGeometry:
 
         ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
         """
-        assert self.boundaries is not None
-        cells = self.boundaries
+        cells = known(self.boundaries)
         if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
         for _ in range(2):  # the band may cut further, and then fewer cells are touched
-            first, last = self._touched(rect, q_zero, k_zero)
+            first, last = self._shared_cells(rect, q_zero, k_zero)
             inside = rect.live & (first <= last)
             first, last = np.where(inside, first, 0), np.where(inside, last, 0)
             start, stop = cells[first], np.where(inside, cells[last + 1], cells[first])
             rect = band.clip(rect, start - q_zero, stop - q_zero, start - k_zero, stop - k_zero)
-        first, last = self._touched(rect, q_zero, k_zero)
+        first, last = self._shared_cells(rect, q_zero, k_zero)
         several = rect.live & (last > first)
         return RectangleTable(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
 
-    def _touched(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
+    def _shared_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
         """First and last cell that hold both a query and a key of each rectangle."""
         q_first, q_last = self._cell(rect.q_start + q_zero), self._cell(rect.q_stop + q_zero - 1)
         k_first, k_last = self._cell(rect.k_start + k_zero), self._cell(rect.k_stop + k_zero - 1)
         return np.maximum(q_first, k_first), np.minimum(q_last, k_last)
 
     def _cell(self, position: Ints) -> Ints:
-        assert self.boundaries is not None
-        cell = np.searchsorted(self.boundaries, position, side="right") - 1
-        return np.clip(cell, 0, self.boundaries.size - 2)
+        boundaries = known(self.boundaries)
+        cell = np.searchsorted(boundaries, position, side="right") - 1
+        return np.clip(cell, 0, boundaries.size - 2)
 
-    def _without_dead(
+    def _live_only(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
     ) -> RectangleTable:
         """Drop rectangles whose band never meets a cell they span."""
-        dead = self._count(q_rank, kv_rank, rows) == 0
-        rect = Rectangles(*(np.where(dead, 0, x) for x in rows.rect))
-        return RectangleTable(
-            rect, np.where(dead, 0, rows.doc_start), np.where(dead, 0, rows.doc_stop)
-        )
+        live = self._count(q_rank, kv_rank, rows) > 0
+        parts = [np.where(live, x, 0) for x in (*rows.rect, *rows[1:])]
+        return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
     def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable) -> Ints:
         shown = _count(rows.rect)
@@ -182,7 +175,7 @@ class BandGeometry:
     def _count_in_cells(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of rectangles that span several cells (zero for the others)."""
         if self.q_layout.stride > 1:
-            return self._count_strided(rows, q_zero, k_zero)
+            return self._count_by_cell(rows, q_zero, k_zero)
         several = rows.doc_stop > 0
         first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
         # Between the first and the last, cells lie whole inside the rectangle.
@@ -194,18 +187,16 @@ class BandGeometry:
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of each rectangle inside one cell each."""
-        assert self.boundaries is not None
-        stride = self.q_layout.stride
-        start, stop = self.boundaries[cell], self.boundaries[cell + 1]
+        boundaries, stride = known(self.boundaries), self.q_layout.stride
+        start, stop = boundaries[cell], boundaries[cell + 1]
         # Local index n of a run stands at position zero + stride * n: round up to the next one.
         q_start, q_stop = -((q_zero - start) // stride), -((q_zero - stop) // stride)
         k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
         return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
 
-    def _count_strided(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
+    def _count_by_cell(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Striped layouts cut every cell differently on every rank: count cell by cell."""
-        assert self.boundaries is not None
-        cells = self.boundaries.size - 1
+        cells = known(self.boundaries).size - 1
         flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
         q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
         total = np.zeros(flat.lo.shape[0], dtype=np.int64)
@@ -220,8 +211,7 @@ class BandGeometry:
     @cached_property
     def _pairs_before(self) -> Ints:
         """Visible pairs of all whole cells before each boundary."""
-        assert self.boundaries is not None
-        length = np.diff(self.boundaries)
+        length = np.diff(known(self.boundaries))
         lo, hi = band.local_band(0, 0, 1, self.mask.band)
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
 
@@ -234,8 +224,8 @@ class BandGeometry:
         q_start, q_stop = below, above
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
-            upper = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
-            enough = 2 * upper >= total
+            shown = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
+            enough = 2 * shown >= total
             below, above = np.where(enough, below, middle), np.where(enough, middle, above)
         bounds = (q_start, above) if half == 0 else (above, q_stop)
         return self._cut(q_rank, kv_rank, rows, *bounds)
@@ -263,8 +253,7 @@ class BandGeometry:
         bind in none are open (local positions ascend, so the self step of a causal zigzag is one
         causal block, and adjacent full rectangles are one).
         """
-        rect = rows.rect
-        live = rect.live
+        rect, live = rows.rect, rows.rect.live
         far = np.iinfo(np.int64).max
         q0 = np.where(live, rect.q_start, far).min(axis=-1, keepdims=True)
         k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
@@ -295,8 +284,9 @@ class BandGeometry:
     @staticmethod
     def _packed(rows: RectangleTable) -> RectangleTable:
         """Live rectangles first; columns no pair uses are dropped."""
-        order = np.argsort(~rows.rect.live, axis=-1, kind="stable")
-        width = max(1, int(rows.rect.live.sum(axis=-1).max(initial=0)))
+        live = rows.rect.live
+        order = np.argsort(~live, axis=-1, kind="stable")
+        width = max(1, int(live.sum(axis=-1).max(initial=0)))
         take = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*rows.rect, *rows[1:])]
         return RectangleTable(Rectangles(*take[:6]), take[6], take[7])
 

@@ -113,8 +113,8 @@ class WorkItem:
     def each_document(self) -> Iterator[WorkItem]:
         """Its documents as items of their own, whose rectangles count from this one's corner."""
         assert self.cu_q is not None and self.cu_k is not None
-        spans = zip(*(pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k)), strict=True)
-        for (q_start, q_stop), (k_start, k_stop) in spans:
+        sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
+        for (q_start, q_stop), (k_start, k_stop) in zip(*sides, strict=True):
             one = self._part((0, 0), q_start, q_stop, k_start, k_stop)
             if one is not None:
                 yield one
@@ -150,8 +150,7 @@ class WorkItem:
         down = q_start - k_start
         lo = -UNBOUNDED if self.lo is None else self.lo - down
         hi = UNBOUNDED if self.hi is None else self.hi - down
-        sides = q_start, q_stop, k_start, k_stop, lo, hi
-        rect = Rectangles(*(np.array(side) for side in sides))
+        rect = Rectangles(*(np.array(side) for side in (q_start, q_stop, k_start, k_stop, lo, hi)))
         q0, q1, k0, k1, lo, hi = (int(side) for side in (trim(rect) if trimmed else rect))
         if q0 >= q1:
             return None

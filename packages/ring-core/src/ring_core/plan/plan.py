@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_record, check_size
+from ring_core.base.arguments import check_index, check_record, check_size, known
 from ring_core.base.tiles import TILE
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
@@ -111,19 +111,19 @@ class Plan:
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
-        extra: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if doc_stop > doc_start:
-            assert self.boundaries is not None
-            cuts = self.boundaries[doc_start : doc_stop + 1]
-            q_first = self.q_positions(q_rank)[q_start:q_stop]
-            extra["cu_q"] = np.searchsorted(q_first, cuts)
-            extra["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
+            cuts = known(self.boundaries)[doc_start : doc_stop + 1]
+            options["cu_q"] = np.searchsorted(self.q_positions(q_rank)[q_start:q_stop], cuts)
+            options["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
         if self.blocks is not None:
             q_tiles = slice(q_start // TILE, -(-q_stop // TILE))
             k_tiles = slice(k_start // TILE, -(-k_stop // TILE))
-            extra["tiles"] = self.blocks.kinds[q_rank, kv_rank, q_tiles, k_tiles]
+            options["tiles"] = self.blocks.kinds[q_rank, kv_rank, q_tiles, k_tiles]
         bounds = (None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
-        return WorkItem(q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop, *bounds, **extra)
+        return WorkItem(
+            q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop, *bounds, **options
+        )
 
 
 def make_plan(
@@ -172,5 +172,5 @@ def _make_plan(
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
     check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
-    geometry = kind(mask, q_layout, k_layout, keys - seq_len)
-    return Plan(mask, seq_len, cp_size, keys, q_layout, k_layout, geometry)
+    sides = q_layout, k_layout
+    return Plan(mask, seq_len, cp_size, keys, *sides, kind(mask, *sides, keys - seq_len))

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ring_core.base.arguments import known
 from ring_core.base.tiles import EMPTY, FULL, PARTIAL, TILE
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
@@ -55,7 +56,7 @@ class BlockGeometry:
             self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
         )
         self._check_predicate()
-        kinds, pairs = self._classified()
+        kinds, pairs = self._kinds_and_pairs()
         store(self, "kinds", kinds)
         store(self, "pairs", pairs)
 
@@ -72,8 +73,7 @@ class BlockGeometry:
         k_stop = np.minimum((_last(columns) + 1) * TILE, k_len)
         zero = np.zeros_like(q_stop)
         box = (q_start, q_stop, k_start, k_stop, zero - UNBOUNDED, zero + UNBOUNDED)
-        rect = Rectangles(*(np.where(live, x, 0) for x in box))
-        return RectangleTable(rect, zero, zero)
+        return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible pairs of each pair of ranks."""
@@ -116,8 +116,8 @@ class BlockGeometry:
         pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
             return pairs
-        upto = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
-        first_half = (2 * upto <= upto[..., -1:])[..., None]
+        total = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
+        first_half = (2 * total <= total[..., -1:])[..., None]
         return np.where(first_half if half == 0 else ~first_half, pairs, 0)
 
     def _q_positions(self, rank: int) -> Ints:
@@ -129,11 +129,11 @@ class BlockGeometry:
         Raises:
             ValueError: It fails, or does not return booleans.
         """
-        assert self.mask.predicate is not None
         q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
         k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
+        predicate = known(self.mask.predicate)
         try:
-            seen = np.asarray(self.mask.predicate(q_pos, k_pos))
+            seen = np.asarray(predicate(q_pos, k_pos))
             np.broadcast_to(seen, (q_pos.size, k_pos.size))
         except Exception as error:
             raise ValueError(
@@ -146,11 +146,10 @@ class BlockGeometry:
                 f"in (q_pos - k_pos) % 2 == 0"
             )
 
-    def _classified(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    def _kinds_and_pairs(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
-        shape = (size, size, -(-q_len // TILE), -(-k_len // TILE))
-        pairs = np.zeros(shape, dtype=np.int32)
+        pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)
         k_edges = np.arange(0, k_len, TILE)
         for q_rank in range(size):
             for start in range(0, q_len, _ROWS_AT_ONCE):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_record
+from ring_core.base.arguments import check_index, check_record, known
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
@@ -141,16 +141,14 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
 def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
-    items = _coalesced([_to_buffer(item, spans) for item in by_position])
+    items = _coalesced([_in_columns(item, spans) for item in by_position])
     runs = plan.k_runs
     fetches: list[Fetch] = []
     waits_for: list[int] = []
     done: list[Interval] = []
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
-        needed = [
-            one for missing in _subtract(columns, done) for one in _fetches(runs, spans, missing)
-        ]
+        needed = [one for span in _subtract(columns, done) for one in _fetches(runs, spans, span)]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
@@ -182,17 +180,17 @@ def longest_gather(plan: Plan) -> Longest:
 def _longest_gather(plan: Plan) -> Longest:
     """Without the fetches, of which there are as many as pairs of ranks."""
     needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
-    lengths = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
-    return Longest(max(lengths), any(in_place for _, in_place, _ in needed))
+    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
+    return Longest(max(sizes), any(in_place for _, in_place, _ in needed))
 
 
 def _needed(
     plan: Plan, rank: int, *, own: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    everything = Interval(0, plan.kv_seq_len)
+    whole = Interval(0, plan.kv_seq_len)
     mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in _subtract(everything, mine) for item in _items(plan, rank, span)]
+    items = [item for span in _subtract(whole, mine) for item in _items(plan, rank, span)]
     in_place: list[WorkItem] = []
     if own:
         items, in_place = split_own_key_rows(plan, rank, items)
@@ -208,8 +206,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         cu_q = cu_k = None
         if doc_stop > doc_start:
-            assert geometry.boundaries is not None
-            cuts = geometry.boundaries[doc_start : doc_stop + 1]
+            cuts = known(geometry.boundaries)[doc_start : doc_stop + 1]
             cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
             cu_k = np.clip(cuts, k_start, k_stop) - k_start
         band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi
@@ -217,7 +214,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
             yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
 
 
-def _to_buffer(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
+def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     """An item over positions as one over the columns of a buffer that holds these spans."""
     before = sum(
         span.within(Interval(0, item.k_start)).stop - span.start
@@ -291,6 +288,5 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
     inside = [
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]
-    edges = [span.start, *(edge for part in inside for edge in part), span.stop]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Interval(a, b) for a, b in pairs if a < b]
+    edges = [span.start, *(x for part in inside for x in part), span.stop]
+    return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -30,12 +30,12 @@ def split_own_key_rows(
 
     Only where that leaves most of the own keys to them alone: else all stay as they are.
     """
-    stretches = _own_key_spans(plan, rank)
+    spans = _own_key_spans(plan, rank)
     tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
     rest: list[WorkItem] = []
     in_place: list[WorkItem] = []
     for item in items:
-        found = [(own, part) for own in stretches if (part := _inside(item, own, tile))]
+        found = [(own, part) for own in spans if (part := _inside(item, own, tile))]
         if not found:
             rest.append(item)
             continue
@@ -44,8 +44,8 @@ def split_own_key_rows(
         in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         rest += [side for side in sides if side is not None]
-    still = union(Interval(item.k_start, item.k_stop) for item in rest)
-    parts = (span.within(Interval(own.start, own.stop)) for own in stretches for span in still)
+    left = union(Interval(item.k_start, item.k_stop) for item in rest)
+    parts = (span.within(Interval(own.start, own.stop)) for own in spans for span in left)
     needed = sum(part.stop - part.start for part in parts)
     return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
 
@@ -90,5 +90,5 @@ def _cuts(item: WorkItem, tile: int) -> npt.NDArray[np.int64]:
     if item.cu_q is not None:
         return item.cu_q
     rows = item.q_stop - item.q_start
-    margin = 1 if tile == 1 else 2 * tile
-    return np.concatenate([[0], np.arange(margin, rows - margin + 1, tile), [rows]])
+    least = 1 if tile == 1 else 2 * tile
+    return np.concatenate([[0], np.arange(least, rows - least + 1, tile), [rows]])

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_index, check_record
+from ring_core.base.arguments import check_choice, check_index, check_record, known
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.plan.items import WorkItem
@@ -79,10 +79,9 @@ class RingProgram:
         if helps == "none":
             return ()
         if (rank, step) not in self._remote:
-            helper = np.array([(rank + shift) % self.plan.cp_size])
-            _, rows = step_rows(helps, self.plan.geometry, helper, np.array([rank]))
-            assert rows is not None
-            self._remote[rank, step] = self.plan.work_items(rows, 0, rank, int(helper[0]))
+            other = np.array([(rank + shift) % self.plan.cp_size])
+            _, rows = step_rows(helps, self.plan.geometry, other, np.array([rank]))
+            self._remote[rank, step] = self.plan.work_items(known(rows), 0, rank, int(other[0]))
         return self._remote[rank, step]
 
     def table(self, step: int) -> Table:
@@ -112,14 +111,14 @@ class RingProgram:
     @property
     def imbalance(self) -> float:
         """Visible pairs of the busiest rank over the mean; 1.0 is even."""
-        totals = self._work.sum(axis=0)
-        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+        work = self._work.sum(axis=0)
+        return float(work.max() / work.mean()) if work.any() else 1.0
 
     @property
     def lockstep_imbalance(self) -> float:
         """What a ring in lockstep waits for: the slowest rank of every step, over the mean rank."""
-        mean = self._work.sum(axis=0).mean()
-        return float(self._work.max(axis=1).sum() / mean) if mean else 1.0
+        per_rank = self._work.sum(axis=0).mean()
+        return float(self._work.max(axis=1).sum() / per_rank) if per_rank else 1.0
 
     def _rank_items(self, rank: int) -> tuple[tuple[WorkItem, ...], ...]:
         """The items of one rank in every step, from one pass over all steps that help alike."""

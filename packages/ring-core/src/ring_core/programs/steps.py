@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -50,33 +51,20 @@ class Stage:
 
 def forward_stages(steps: Sequence[Step]) -> tuple[Stage, ...]:
     """Stages of the forward pass; the last one moves nothing."""
-    stages = []
-    for n, step in enumerate(steps):
-        following = steps[n + 1] if n + 1 < len(steps) else None
-        stages.append(
-            Stage(
-                step=n,
-                kv_hop=following.shift - step.shift if following else None,
-                helps=step.helps != "none",
-            )
-        )
-    return tuple(stages)
+    hops = [*(b.shift - a.shift for a, b in pairwise(steps)), None]
+    return tuple(
+        Stage(step=n, kv_hop=hop, helps=step.helps != "none")
+        for n, (step, hop) in enumerate(zip(steps, hops, strict=True))
+    )
 
 
 def backward_stages(steps: Sequence[Step]) -> tuple[Stage, ...]:
     """Stages of the backward pass; the own block, run last, needs no K/V from afar."""
-    stages = []
-    for n in range(len(steps) - 1, -1, -1):
-        hop = steps[n - 1].shift - steps[n].shift if n > 0 else None
-        stages.append(
-            Stage(
-                step=n,
-                kv_hop=hop if n > 1 else None,
-                grad_hop=hop,
-                helps=steps[n].helps != "none",
-            )
-        )
-    return tuple(stages)
+    hops = [None, *(a.shift - b.shift for a, b in pairwise(steps))]
+    return tuple(
+        Stage(n, hops[n] if n > 1 else None, grad_hop=hops[n], helps=steps[n].helps != "none")
+        for n in reversed(range(len(steps)))
+    )
 
 
 Ints = npt.NDArray[np.int64]
@@ -105,23 +93,13 @@ def active_steps(
 
     ``num_runs`` are those of a rank. Step 0, the rank's own block, is always there.
     """
-    ranks = np.arange(cp_size)
-    steps: list[Step] = []
-    work: list[Ints] = []
-    if strategy != "balanced":
-        for shifts in _chunks(np.arange(cp_size), cp_size * num_runs**2):
-            pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)
-            for shift, row in zip(shifts.tolist(), pairs, strict=True):
-                if shift == 0 or row.any():
-                    steps.append(Step(shift))
-                    work.append(row)
-        return tuple(steps), np.stack(work)
-    for step, row in _balanced_steps(geometry, cp_size):
-        if step.shift == 0 or row.any():
-            steps.append(step)
-            work.append(row)
-    order = sorted(range(len(steps)), key=lambda n: steps[n].shift)
-    return tuple(steps[n] for n in order), np.stack([work[n] for n in order])
+    if strategy == "balanced":
+        found = _balanced_steps(geometry, cp_size)
+    else:
+        found = _ring_steps(geometry, cp_size, num_runs)
+    live = [(step, row) for step, row in found if step.shift == 0 or row.any()]
+    live.sort(key=lambda each: each[0].shift)
+    return tuple(step for step, _ in live), np.stack([row for _, row in live])
 
 
 def step_rows(
@@ -136,25 +114,33 @@ def step_rows(
     return geometry.rows(ranks, behind), geometry.rows(behind, ranks) if helps == "mirror" else None
 
 
+def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
+    """Every rank computes for its own queries alone."""
+    ranks = np.arange(cp_size)
+    for shifts in _chunks(ranks, cp_size * num_runs**2):
+        pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)
+        yield from zip(map(Step, shifts.tolist()), pairs, strict=True)
+
+
 def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, Ints]]:
     """Fold the far half of the ring onto the near half wherever that shortens the slowest rank."""
     ranks = np.arange(cp_size)
     yield Step(0), geometry.count(ranks, ranks)
     for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
         behind = (ranks - shifts[:, None]) % cp_size
-        own, mirrored = geometry.count(ranks, behind), geometry.count(behind, ranks)
+        own, others = geometry.count(ranks, behind), geometry.count(behind, ranks)
         for n, shift in enumerate(shifts.tolist()):
             if 2 * shift == cp_size:
-                split = geometry.count(ranks, behind[n], half=0) + geometry.count(
+                both = geometry.count(ranks, behind[n], half=0) + geometry.count(
                     behind[n], ranks, half=1
                 )
-                folds = split.max() < own[n].max()
-                yield Step(shift, "half" if folds else "none"), split if folds else own[n]
-            elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():
-                yield Step(shift, "mirror"), own[n] + mirrored[n]
+                helps = both.max() < own[n].max()
+                yield Step(shift, "half" if helps else "none"), both if helps else own[n]
+            elif (own[n] + others[n]).max() < own[n].max() + others[n].max():
+                yield Step(shift, "mirror"), own[n] + others[n]
             else:
                 yield Step(shift), own[n]
-                yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
+                yield Step(cp_size - shift), np.roll(others[n], -shift)
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:

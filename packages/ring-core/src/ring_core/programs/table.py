@@ -36,10 +36,10 @@ class ItemCounts:
     several_documents: int
 
 
-def count_items(tables: Iterable[Table]) -> ItemCounts:
+def count_items(every: Iterable[Table]) -> ItemCounts:
     """Which kinds of items tables have."""
     counts = np.zeros(4, dtype=np.int64)
-    for table in tables:
+    for table in every:
         rows = table.reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
         q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
         live, square = q_stop > q_start, q_stop - q_start == k_stop - k_start
@@ -54,9 +54,9 @@ def count_items(tables: Iterable[Table]) -> ItemCounts:
 def table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
     """Rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
     rect = rows.rect
-    wide = np.zeros_like(rect.lo)
+    zero = np.zeros_like(rect.lo)
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
-    ranks = [x[:, None] + wide for x in (q_rank, kv_rank, q_rank)]
+    ranks = [x[:, None] + zero for x in (q_rank, kv_rank, q_rank)]
     columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], rows.doc_start, rows.doc_stop]
     return np.stack(columns, axis=-1).astype(np.int32)
 

@@ -234,11 +234,11 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
         dsinks = (share * -delta).sum(axis=(0, 2)).reshape(sinks.shape)
-    dbias = None if bias is None else _sum_to(dlogits, bias.shape)
+    dbias = None if bias is None else _add_to(dlogits, bias.shape)
     dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
     return Grads(dq, dk, dv, dsinks, dbias)
 
 
-def _sum_to(x: Floats, shape: tuple[int, ...]) -> Floats:
+def _add_to(x: Floats, shape: tuple[int, ...]) -> Floats:
     axes = tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1)
     return x.sum(axis=axes, keepdims=True) if axes else x

@@ -54,9 +54,9 @@ def check_inputs(
         None if x is None else as_reals(name, x)
         for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
     )
-    checks.check_sinks(_optional(sinks), sizes, _HERE)
-    checks.check_bias(_optional(bias), sizes, sizes.k_len, _HERE)
-    checks.check_alibi_slopes(_optional(slopes), sizes, _HERE)
+    checks.check_sinks(_optional(sinks), sizes, _DEVICE)
+    checks.check_bias(_optional(bias), sizes, sizes.k_len, _DEVICE)
+    checks.check_alibi_slopes(_optional(slopes), sizes, _DEVICE)
     q_ids = k_ids = None
     if segment_ids is not None:
         q_ids, k_ids = (
@@ -70,11 +70,11 @@ def check_inputs(
     )
 
 
-_HERE = "cpu"
+_DEVICE = "cpu"
 
 
 def _described(x: Floats) -> checks.Tensor:
-    return checks.Tensor(x.shape, "float64", _HERE)
+    return checks.Tensor(x.shape, "float64", _DEVICE)
 
 
 def _optional(x: Floats | None) -> checks.Tensor | None:
@@ -83,7 +83,7 @@ def _optional(x: Floats | None) -> checks.Tensor | None:
 
 def _ids(ids: Any, sizes: checks.Sizes, side: str) -> Ints:
     found = as_integers("segment_ids", ids)
-    checks.check_segment_ids(checks.Tensor(found.shape, "int32", _HERE), sizes, side, _HERE)
+    checks.check_segment_ids(checks.Tensor(found.shape, "int32", _DEVICE), sizes, side, _DEVICE)
     if found.size and not _INT32.min <= found.min() <= found.max() <= _INT32.max:
         raise ValueError(f"segment_ids of the {side} must fit into int32")
     return found

@@ -47,16 +47,16 @@ class Side(NamedTuple):
         return Side(self.indices[part], self.position[part], segments)
 
 
-class RectangleTable(NamedTuple):
+class QueryRows(NamedTuple):
     """What belongs to query rows besides Q, and travels with them."""
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
     slopes: Floats | None  # [B or 1, H]
 
-    def take(self, part: slice) -> RectangleTable:
+    def take(self, part: slice) -> QueryRows:
         """The same for a slice of the rows."""
-        return RectangleTable(
+        return QueryRows(
             self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes
         )
 
@@ -87,7 +87,7 @@ def forward(
     q: Floats,
     k: Floats,
     v: Floats,
-    rows: RectangleTable,
+    rows: QueryRows,
     columns: Side,
     item: WorkItem,
     params: Params,
@@ -106,7 +106,7 @@ def forward(
 
 
 def backward(
-    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: RectangleTable,
+    dout: Floats, q: Floats, k: Floats, v: Floats, lse: Floats, delta: Floats, rows: QueryRows,
     columns: Side,
     item: WorkItem, params: Params,
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
@@ -129,7 +129,7 @@ def backward(
 
 
 def _logits(
-    q: Floats, k: Floats, rows: RectangleTable, columns: Side, item: WorkItem, params: Params
+    q: Floats, k: Floats, rows: QueryRows, columns: Side, item: WorkItem, params: Params
 ) -> Logits:
     visible = _visible(rows.side, columns, item, params.mask)
     x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
@@ -169,7 +169,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     return both[:, None]
 
 
-def _keep(rows: RectangleTable, columns: Side, q: Floats, params: Params) -> Floats | float:
+def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
     """Dropout's factor: 0 or ``1 / (1 - p)``."""
     if params.dropout_seed is None:
         return 1.0
@@ -188,8 +188,8 @@ def _heads(x: Floats, heads: int) -> Floats:
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
     """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
-    grouped = x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
-    return grouped.sum(axis=2).swapaxes(1, 2)
+    group = x.shape[1] // kv_heads
+    return x.reshape(len(x), kv_heads, group, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
 
 
 def masked_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:

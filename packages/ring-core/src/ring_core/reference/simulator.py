@@ -6,7 +6,7 @@ step program are right before any device runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import check_choice, check_record
+from ring_core.base.arguments import check_choice, check_record, known
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
 from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
-from ring_core.reference.item_kernel import Params, Precision, RectangleTable, Side
+from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Rank:
     """What one rank holds."""
 
     q: Floats
-    rows: RectangleTable
+    rows: QueryRows
     own: Message
     out: Floats
     lse: Floats
@@ -58,7 +58,7 @@ class Rank:
     dq: Floats | None = None
     dbias: Floats | None = None
 
-    def queries_of(self, item: WorkItem) -> tuple[Floats, RectangleTable]:
+    def queries_of(self, item: WorkItem) -> tuple[Floats, QueryRows]:
         """The item's query rows and what belongs to them."""
         return self.q[:, item.q_slice], self.rows.take(item.q_slice)
 
@@ -119,8 +119,7 @@ def simulate(
     )  # fmt: skip
     if dout is None:
         return result.out, result.lse
-    assert result.dq is not None and result.dk is not None and result.dv is not None
-    return result.out, result.lse, result.dq, result.dk, result.dv
+    return result.out, result.lse, *map(known, (result.dq, result.dk, result.dv))
 
 
 def run(
@@ -172,27 +171,26 @@ def _results(
     upstream: tuple[Floats, Floats | None] | None,
 ) -> Simulation:  # fmt: skip
     plan, precision = program.plan, params.precision
-    ranks = _deal(plan, given, precision)
+    ranks = _ranks_of(plan, given, precision)
     folded = None if given.sinks is None else item_kernel.round_to(given.sinks, precision)
 
     last = _forward(program, ranks, params)
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
-    out = item_kernel.round_to(_gather(plan, [rank.out for rank in ranks], axis=1), precision)
-    lse = _gather(plan, [rank.lse for rank in ranks], axis=2)
+    out = _gather(plan.positions, [rank.out for rank in ranks], axis=1)
+    out = item_kernel.round_to(out, precision)
+    lse = _gather(plan.positions, [rank.lse for rank in ranks], axis=2)
     if upstream is None:
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
     home = _backward(program, ranks, params, last)
-    dq = _gather(plan, [_given(rank.dq) for rank in ranks], axis=1)
-    dk = _gather_keys(plan, [grad.dk for grad in home])
-    dv = _gather_keys(plan, [grad.dv for grad in home])
-    dbias = (
-        None
-        if given.bias is None
-        else _gather(plan, [_given(rank.dbias) for rank in ranks], axis=2)
-    )
+    dq = _gather(plan.positions, [known(rank.dq) for rank in ranks], axis=1)
+    dk = _gather(plan.k_positions, [grad.dk for grad in home], axis=1)
+    dv = _gather(plan.k_positions, [grad.dv for grad in home], axis=1)
+    dbias = None
+    if given.bias is not None:
+        dbias = _gather(plan.positions, [known(rank.dbias) for rank in ranks], axis=2)
     dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
@@ -202,7 +200,7 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
     """Run the forward program; returns the K/V each rank holds at the end."""
     held = [rank.own for rank in ranks]
     for stage in program.forward:
-        arriving = _rotate(held, stage.kv_hop)
+        arriving = _hop(held, stage.kv_hop)
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
                 kv = rank.own if item.kv_rank == r else held[r]
@@ -225,7 +223,7 @@ def _backward(
     home = [_zero_grad(rank.own) for rank in ranks]
     for stage in program.backward:
         own_block = program.steps[stage.step].shift == 0
-        arriving = _rotate(held, stage.kv_hop)
+        arriving = _hop(held, stage.kv_hop)
         step_grads = home if own_block else [_zero_grad(message) for message in held]
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
@@ -233,24 +231,24 @@ def _backward(
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)
         if arrived is not None:
-            for grad, earlier in zip(step_grads, arrived, strict=True):
-                assert grad.owner == earlier.owner
-                grad.dk[:] += earlier.dk
-                grad.dv[:] += earlier.dv
-        arrived = _rotate(step_grads, stage.grad_hop)
+            for grad, other in zip(step_grads, arrived, strict=True):
+                assert grad.owner == other.owner
+                grad.dk[:] += other.dk
+                grad.dv[:] += other.dv
+        arrived = _hop(step_grads, stage.grad_hop)
         held = arriving
     return home
 
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
     q, rows = rank.queries_of(item)
-    dout, delta = _given(rank.dout)[:, item.q_slice], _given(rank.delta)[:, :, item.q_slice]
+    dout, delta = known(rank.dout)[:, item.q_slice], known(rank.delta)[:, :, item.q_slice]
     k, v, lse = kv.k[:, item.k_slice], kv.v[:, item.k_slice], rank.lse[:, :, item.q_slice]
     columns = kv.side.take(item.k_slice)
     dq, dk, dv, dlogits = item_kernel.backward(
         dout, q, k, v, lse, delta, rows, columns, item, params
     )
-    _given(rank.dq)[:, item.q_slice] += dq
+    known(rank.dq)[:, item.q_slice] += dq
     grad.dk[:, item.k_slice] += dk
     grad.dv[:, item.k_slice] += dv
     if rank.dbias is not None:
@@ -265,14 +263,14 @@ def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
     rank.out[:, rows] = merged.swapaxes(1, 2)
 
 
-def _rotate[T](held: list[T], hop: int | None) -> list[T]:
+def _hop[T](held: list[T], hop: int | None) -> list[T]:
     """Everybody sends to the rank ``hop`` ahead, and so receives from the rank ``hop`` behind."""
     return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
 
 
-def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
+def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
     """Give every rank its slices."""
-    qg, kg, vg = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
+    q, k, v = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
         for x in (given.bias, given.slopes)
@@ -283,11 +281,11 @@ def _deal(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
         q_at, k_at = plan.positions(r), plan.k_positions(r)
         q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
         k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
-        rows = RectangleTable(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
-        q_local = qg[:, q_at]
-        out = np.zeros((*q_local.shape[:3], vg.shape[3]), qg.dtype)
-        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, qg.dtype)
-        ranks.append(Rank(q_local, rows, Message(r, kg[:, k_at], vg[:, k_at], k_side), out, lse))
+        rows = QueryRows(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
+        q_local = q[:, q_at]
+        out = np.zeros((*q_local.shape[:3], v.shape[3]), q.dtype)
+        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, q.dtype)
+        ranks.append(Rank(q_local, rows, Message(r, k[:, k_at], v[:, k_at], k_side), out, lse))
     return ranks
 
 
@@ -315,7 +313,7 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
     for rank in ranks:
         safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
-        total -= (share * _given(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
+        total -= (share * known(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
     return total
 
 
@@ -323,17 +321,7 @@ def _zero_grad(message: Message) -> Grad:
     return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
 
 
-def _gather(plan: Plan, parts: Iterable[Floats], axis: int) -> Floats:
-    """Local slices of queries back into one global array."""
-    order = np.concatenate([plan.positions(r) for r in range(plan.cp_size)])
-    return np.take(np.concatenate(list(parts), axis=axis), np.argsort(order), axis=axis)
-
-
-def _gather_keys(plan: Plan, parts: Iterable[Floats]) -> Floats:
-    order = np.concatenate([plan.k_positions(r) for r in range(plan.cp_size)])
-    return np.take(np.concatenate(list(parts), axis=1), np.argsort(order), axis=1)
-
-
-def _given(x: Floats | None) -> Floats:
-    assert x is not None
-    return x
+def _gather(positions: Callable[[int], Ints], parts: Sequence[Floats], axis: int) -> Floats:
+    """Each rank's local slice back into one global array."""
+    order = np.concatenate([positions(r) for r in range(len(parts))])
+    return np.take(np.concatenate(parts, axis=axis), np.argsort(order), axis=axis)

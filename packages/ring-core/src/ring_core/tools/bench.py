@@ -79,14 +79,16 @@ class Timing:
     @property
     def check_cost(self) -> float:
         """What checking every call (``RING_CHECK=1``) adds to it, as a share: the median."""
-        pairs = zip(self.checked, self.ring, strict=True)
-        return statistics.median(checked / ring - 1 for checked, ring in pairs)
+        return statistics.median(
+            checked / ring - 1 for checked, ring in zip(self.checked, self.ring, strict=True)
+        )
 
     @property
     def efficiencies(self) -> list[float]:
         """For each round: the rate a device of the ring keeps, over that of one alone."""
-        pairs = zip(self.one, self.ring, strict=True)
-        return sorted(self.work_fraction * one / ring for one, ring in pairs)
+        return sorted(
+            self.work_fraction * one / ring for one, ring in zip(self.one, self.ring, strict=True)
+        )
 
     @property
     def efficiency(self) -> float:
@@ -153,11 +155,11 @@ def timings(
     with progress(MOST_ROUNDS, "round") as bar:
         for run in every:
             run(0)
-        until = time.monotonic() + seconds
+        end = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
             rounds.append(tuple(run(n) for run in every))
             bar.update()
-            if n >= LEAST_ROUNDS and time.monotonic() >= until:
+            if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
     forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
@@ -177,7 +179,6 @@ class Progress(Protocol):
 
     def update(self) -> object:
         """Another one is done."""
-        ...
 
 
 @dataclass
@@ -222,10 +223,8 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
     for timing in found:
         one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
-        spread = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
-        lines.append(
-            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({spread})"
-        )
+        words = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
+        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({words})")
     cost = found[-1].check_cost
     lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

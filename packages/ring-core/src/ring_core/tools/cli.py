@@ -16,12 +16,12 @@ from typing import Any
 from ring_core import __version__, viz
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
-from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, hardware
+from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
-from ring_core.tools.sizes import size, window
+from ring_core.tools.sizes import size
 
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DEFAULT_HARDWARE = "h200-nvlink"
@@ -48,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ring_core", description="Look at ring plans.")
     parser.add_argument("--version", action="version", version=f"ring-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    plan = commands.add_parser("plan", help="show who computes what, and when")
-    add = plan.add_argument
+    add = commands.add_parser("plan", help="show who computes what, and when").add_argument
     add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
     add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
@@ -93,13 +92,13 @@ def _plan(args: argparse.Namespace) -> str:
     parts = []
     if named or not (args.advise or args.layout):
         program = _one_program(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
-        parts.append(viz.describe(program, color=_colored(args.color)))
+        parts.append(viz.describe(program, color=_has_color(args.color)))
         if args.png:
             viz.plot(program, args.png)
     if args.layout == "all":
         parts += [_layout_table(args, mask, n) for n in ranks]
     if args.advise:
-        parts.append(_advice(args, mask, ranks, draw=not named))
+        parts.append(_cost_text(args, mask, ranks, draw=not named))
     return "\n\n".join(parts)
 
 
@@ -111,8 +110,9 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     if args.strategy != "ring" and (args.layout == "all" or (args.advise and not named)):
         raise ValueError("--strategy is of one plan; a table of layouts has every strategy")
     if args.png and args.layout == "all" and not args.advise:
-        known = ", ".join(ALL_LAYOUTS)
-        raise ValueError(f"--png draws one plan, or costs; pass --layout {known}, or --advise")
+        raise ValueError(
+            f"--png draws one plan, or costs; pass --layout {', '.join(ALL_LAYOUTS)}, or --advise"
+        )
     if several and (named or not (args.advise or args.layout)):
         raise ValueError(
             f"one plan is of one number of ranks, got --cp {args.cp}; several are compared with "
@@ -138,30 +138,27 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
         "K/V messages",
     )
     rows: list[tuple[str, ...]] = []
-    refused: list[ValueError] = []
+    found: list[ValueError] = []
     pairs = tuple(pairs_of(ALL_LAYOUTS))
     for layout, strategy in pairs:
         try:
             program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
-            refused.append(error)
+            found.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
-        live = f"{program.num_steps} of {cp_size}"
         helped = sum(step.helps != "none" for step in program.steps)
-        figures = (
-            f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}",
-            live,
-            str(helped),
-        )
-        rows.append((f"{layout}/{strategy}", *figures, str(viz.kv_messages(program))))
-    if len(refused) == len(pairs):
-        raise refused[0]
+        rows.append((
+            f"{layout}/{strategy}", f"{program.imbalance:.3f}",
+            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}", str(helped),
+            str(viz.kv_messages(program)),
+        ))  # fmt: skip
+    if len(found) == len(pairs):
+        raise found[0]
     return _table(header, rows)
 
 
-def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
+def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
     """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
     given = {name: getattr(args, name) for name in MODEL_OPTIONS}
     heads, kv_heads, head_dim = (
@@ -169,11 +166,14 @@ def _advice(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw:
     )
     device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     model = Model(heads, kv_heads, head_dim)
-    costs = {n: _costs(args, mask, n, model, device) for n in ranks}
+    sizes = {"seq_len": args.seq_len, "kv_seq_len": args.kv_seq_len}
+    costs = {n: compare(mask, **sizes, cp_size=n, model=model, hardware=device) for n in ranks}
     if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
         raise ValueError(next(iter(costs[ranks[0]].values())))
-    words = f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}"
-    words = f"{words}, bfloat16; forward and backward"
+    words = (
+        f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}, "
+        f"bfloat16; forward and backward"
+    )
     parts = [
         f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_pairs)}"
         for n, of_pairs in costs.items()
@@ -195,19 +195,6 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
     return f"{_table(header, rows)}\nleast time: {least}"
 
 
-def _costs(
-    args: argparse.Namespace, mask: Mask, cp_size: int, model: Model, device: Hardware
-) -> dict[str, Cost | str]:
-    return compare(
-        mask,
-        seq_len=args.seq_len,
-        cp_size=cp_size,
-        model=model,
-        hardware=device,
-        kv_seq_len=args.kv_seq_len,
-    )
-
-
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
     if isinstance(cost, str):
         return (cost,)
@@ -220,13 +207,13 @@ def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of equal width; a row of two cells is a name and a remark."""
     full = [row for row in rows if len(row) == len(header)]
-    widths = [max(map(len, column)) for column in zip(header, *full, strict=True)]
-    widths[0] = max(len(row[0]) for row in (header, *rows))
+    sizes = [max(map(len, column)) for column in zip(header, *full, strict=True)]
+    sizes[0] = max(len(row[0]) for row in (header, *rows))
     lines = []
     for row in (header, *rows):
-        cells = [row[0].ljust(widths[0])]
+        cells = [row[0].ljust(sizes[0])]
         if len(row) == len(header):
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[1:], sizes[1:], strict=True)]
         else:
             cells.append(row[1])
         lines.append("  ".join(cells))
@@ -234,10 +221,19 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _window(text: str | None) -> Window | None:
+    """``LEFT`` or ``LEFT,RIGHT``, keys besides a query's own."""
+    if text is None:
+        return None
+    words = [word.strip().lower() for word in text.split(",")]
     try:
-        return None if text is None else window(text)
+        sides = [None if word == "none" else size(word) for word in words]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--window: {error}") from error
+    if len(sides) > 2:
+        raise ValueError(
+            f"--window: {text!r} is no LEFT or LEFT,RIGHT such as 4096, 4096,0 or 4096,none"
+        )
+    return sides[0], sides[1] if len(sides) == 2 else 0
 
 
 def _offsets(text: str | None) -> tuple[int, ...] | None:
@@ -251,7 +247,7 @@ def _integer(option: str, text: str) -> int:
         raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None
 
 
-def _colored(choice: str) -> bool:
+def _has_color(choice: str) -> bool:
     if choice == "auto":
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return choice == "always"

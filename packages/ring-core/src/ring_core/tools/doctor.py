@@ -72,8 +72,7 @@ class Example:
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
     """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens per rank."""
     random = np.random.default_rng(0)
-    shapes = [(1, TOKENS * ranks, heads, head_dim) for heads in _HEADS]
-    return tuple(random.standard_normal(shape) for shape in shapes)
+    return tuple(random.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
 
 
 def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
@@ -97,9 +96,11 @@ def compared(
     The error may be four times that of ``plain``, a dense implementation in the same dtype on the
     same device, and 16 ulps (``eps``) of the largest number.
     """
-    for what, got, near, true in zip(RESULTS, found, plain, example.expected, strict=True):
-        error, usual = (float(np.abs(np.asarray(x, np.float64) - true).max()) for x in (got, near))
-        limit = 4 * usual + 16 * eps * float(np.abs(true).max())
+    for what, got, near, exact in zip(RESULTS, found, plain, example.expected, strict=True):
+        error, plain_error = (
+            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near)
+        )
+        limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
         number = error if error < float("inf") else None  # neither is NaN less
         yield Check(name, where, what, number, limit, passed=error <= limit)
 
@@ -136,8 +137,8 @@ def clashes(found: Mapping[str, str]) -> tuple[str, ...] | None:
     except ImportError:
         return None
     ours = {name: has for name in OURS if (has := installed(name))}
-    apart = ", ".join(f"{name} {has}" for name, has in ours.items())
-    several = [f"packages of unlike releases: {apart}"] if len(set(ours.values())) > 1 else []
+    words = ", ".join(f"{name} {has}" for name, has in ours.items())
+    several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
     asked = [
         (name, Requirement(text))
         for name in found
@@ -196,10 +197,10 @@ def _self_test(ranks: int) -> Iterator[Check]:
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:
     """The first lines of what a doctor says."""
     unknown = "not known: pip install packaging"
-    said = (unknown,) if clashes is None else tuple(clashes) or ("none",)
+    found = (unknown,) if clashes is None else tuple(clashes) or ("none",)
     return [
         *(f"{name:14}{has}" for name, has in versions.items()),
-        *(f"{'clashes':14}{words}" for words in said),
+        *(f"{'clashes':14}{words}" for words in found),
     ]
 
 
@@ -208,18 +209,17 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
     lines = ["", f"self-test: {title} against dense attention in float64"]
     names = max((len(check.name) for check in checks), default=0) + 2
     for check in checks:
-        state = "ok" if check.passed else "FAILED"
+        result = "ok" if check.passed else "FAILED"
         error = "not finite" if check.error is None else f"{check.error:.1e}"
         numbers = f"error {error}, limit {check.limit:.1e}"
         name = f"{check.name:{names}}{check.where:18}{check.what:6}"
-        lines.append(f"  {name}{state:8}{check.trace or numbers}")
+        lines.append(f"  {name}{result:8}{check.trace or numbers}")
     return [*lines, "", "all is well" if healthy else "something is wrong"]
 
 
 def shown(found: Diagnosis) -> str:
     """A diagnosis for people."""
-    title = "a causal ring in float64"
+    lines = shown_versions(found.versions, found.clashes)
     return "\n".join(
-        shown_versions(found.versions, found.clashes)
-        + shown_checks(title, found.checks, healthy=found.healthy)
+        lines + shown_checks("a causal ring in float64", found.checks, healthy=found.healthy)
     )

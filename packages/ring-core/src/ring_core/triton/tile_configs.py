@@ -101,15 +101,15 @@ def read(path: str) -> Table:
             f"{path} is no table of blocks: {error}. Write one with 'python -m ring_jax_gpu tune "
             f"FILE', or unset {VARIABLE} for the package's own"
         ) from None
-    missing = [
+    needed = [
         f"{kernel} of {itemsize} bytes"
         for kernel in PASSES
         for itemsize in (2, 4)
         if not any(row.fits(kernel, itemsize, LARGEST, per_score_inputs=False) for row in rows)
     ]
-    if missing:
+    if needed:
         raise ValueError(
-            f"{path} has no row for {', '.join(missing)} with head dims up to {LARGEST} that is "
+            f"{path} has no row for {', '.join(needed)} with head dims up to {LARGEST} that is "
             "not only for per-score inputs. Add these rows"
         )
     return rows

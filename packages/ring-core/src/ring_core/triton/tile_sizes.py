@@ -30,7 +30,7 @@ HOPPER = 90  # the first compute capability with a copy engine for tiles
 
 # Bytes of shared memory that a block may have, by compute capability.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-_SHARED_ELSEWHERE = 99 << 10
+_SHARED_DEFAULT = 99 << 10
 _BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
 
 
@@ -92,8 +92,8 @@ def heads_per_swizzle(
 def positions_aligned8(positions: npt.NDArray[np.int64]) -> bool:
     """Whether every eighth position is a multiple of 8, and those behind it follow."""
     first = positions[::8]
-    followed = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
-    return bool((first % 8 == 0).all() and (positions == followed).all())
+    expected = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
+    return bool((first % 8 == 0).all() and (positions == expected).all())
 
 
 def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
@@ -141,13 +141,13 @@ def stages_that_fit(
             held += 4 * q * max(k, dim) // itemsize
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
-    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
-    room = (shared - _BARRIERS) // itemsize - held
-    if room < fetched // 2:  # one stage may fetch one array after the other
+    shared = _SHARED.get(capability, _SHARED_DEFAULT)
+    left = (shared - _BARRIERS) // itemsize - held
+    if left < fetched // 2:  # one stage may fetch one array after the other
         raise UnsupportedError(
             f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "
             f"{dims[1]} need more than the {shared >> 10} KiB of shared memory of this GPU. "
             "Instead: leave out block_q and block_k, or choose smaller ones"
         )
     most = blocks.stages if capability >= HOPPER else 2  # threads that fetch need registers for it
-    return max(1, min(blocks.stages, most, room // fetched))
+    return max(1, min(blocks.stages, most, left // fetched))

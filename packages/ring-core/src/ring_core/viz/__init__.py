@@ -56,7 +56,7 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
         raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
     for name, found in costs.items():
         check_record(f"costs[{name!r}]", found, Mapping)
-    from ring_core.viz.costs import draw_costs
+    from ring_core.viz.figure import draw_costs
 
     _save(partial(draw_costs, costs, title), (9, 4.5), path)
 

@@ -33,9 +33,9 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     q_rank, q_local = (x[:, None] for x in located(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in located(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
-    places = (q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
-    pairs = _Pairs(*np.broadcast_arrays(*places))
-    claims, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
+    same = _same_cell(plan, q, k)
+    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, same))
+    counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
         own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
@@ -45,12 +45,12 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
         for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
             some = _Pairs(*(x[which] for x in pairs))
             shown = _shown(table[by[which]].astype(np.int64), some)
-            claims[which] += shown
+            counts[which] += shown
             rank[which] = np.where(shown > 0, by[which], rank[which])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
         kinds = plan.blocks.kinds[q_rank, k_rank, q_local // TILE, k_local // TILE]
-        claims *= (kinds == FULL) | ((kinds != EMPTY) & visible)
-    return np.where((claims > 1) | ((claims > 0) != visible), WRONG, np.where(claims, rank, NOBODY))
+        counts *= (kinds == FULL) | ((kinds != EMPTY) & visible)
+    return np.where((counts > 1) | ((counts > 0) != visible), WRONG, np.where(counts, rank, NOBODY))
 
 
 class _Pairs(NamedTuple):
@@ -85,10 +85,10 @@ def located(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
     """Rank and local index of tokens."""
     starts = layout.run_positions(np.arange(layout.cp_size)).reshape(-1)
     order = np.argsort(starts)
-    nearest = index % layout.stride if layout.stride > 1 else index
-    run = order[np.searchsorted(starts[order], nearest, side="right") - 1]
-    rank, nth = np.divmod(run, len(layout.run_starts))
-    return rank, np.asarray(layout.run_starts)[nth] + (index - starts[run]) // layout.stride
+    at = index % layout.stride if layout.stride > 1 else index
+    run = order[np.searchsorted(starts[order], at, side="right") - 1]
+    rank, n = np.divmod(run, len(layout.run_starts))
+    return rank, np.asarray(layout.run_starts)[n] + (index - starts[run]) // layout.stride
 
 
 def count_pieces(layout: Layout) -> int:
@@ -110,8 +110,8 @@ def _samples(layout: Layout, most: int) -> Ints:
     cells = _cells(layout, most)
     edges = np.arange(cells + 1) * layout.seq_len // cells
     start, size = edges[:-1], np.diff(edges)
-    drift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
-    middle = start + (size // 2 + drift) % size
+    shift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
+    middle = start + (size // 2 + shift) % size
     return np.stack([middle, start, edges[1:] - 1], axis=1)
 
 

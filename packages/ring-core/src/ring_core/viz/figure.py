@@ -1,11 +1,13 @@
-"""A ring's program drawn to a file: who computes what, who holds what, who works when."""
+"""Drawn to a file: who computes, holds and does what in a ring, and when; and what layouts cost."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ring_core.cost import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
@@ -27,11 +29,11 @@ def draw_program(program: RingProgram, figure: Figure) -> None:
     turbo = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
     colors = ListedColormap(0.7 * turbo + 0.3).with_extremes(under="black")
-    halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
-    left = halves[0].subgridspec(2, 1, height_ratios=(1, 18))
+    parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
+    left = parts[0].subgridspec(2, 1, height_ratios=(1, 18))
     _draw_layout(plan, figure.add_subplot(left[0]), colors)
     _draw_mask(program, figure.add_subplot(left[1]), colors)
-    _draw_work(program, figure.add_subplot(halves[1]))
+    _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f", {program.strategy}"
     figure.suptitle(
@@ -62,8 +64,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    stripes = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
-    ranks = sampled(program, stripes if striped else _DRAWN_CELLS)
+    most = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
+    ranks = sampled(program, most if striped else _DRAWN_CELLS)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -76,13 +78,12 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
         axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlabel="key", ylabel="query")
     if plan.cp_size > _LEGEND:
-        bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40)
-        bar.set_label("rank")
+        axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40).set_label("rank")
         return
     if not striped:
-        for layout, line in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
+        for layout, draw in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
             for n in range(1, count_pieces(layout)):
-                line(n * layout.run_length, color="white", linewidth=0.5)
+                draw(n * layout.run_length, color="white", linewidth=0.5)
     handles = [Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)]
     axes.legend(
         handles=handles, title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
@@ -97,11 +98,11 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     work, cp_size = program.work(), program.plan.cp_size
     rank_every, step_every = -(-cp_size // _DRAWN), -(-program.num_steps // _DRAWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
-    heat = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
+    colors = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
     box = (-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5)
     axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
     image = axes.imshow(
-        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * heat + 0.25), vmin=0, vmax=200,
+        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * colors + 0.25), vmin=0, vmax=200,
         aspect="auto", interpolation="nearest", extent=box,
     )  # fmt: skip
     bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40, extend="max")
@@ -118,5 +119,35 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
-    idle = " (hatched: idle)" if (share == 0).any() else ""
-    axes.set_title(f"who works when{idle}", loc="left")
+    words = " (hatched: idle)" if (share == 0).any() else ""
+    axes.set_title(f"who works when{words}", loc="left")
+
+
+def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
+    """A group of bars for each number of ranks; a layout that cannot divide has none."""
+    from matplotlib import colormaps
+
+    times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = list(dict.fromkeys(name for of_pairs in costs.values() for name in of_pairs))
+    colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
+    width = 0.8 / len(names)
+    for n, of_pairs in enumerate(costs.values()):
+        for m, pair in enumerate(names):
+            cost, x = of_pairs.get(pair), n - 0.4 + (m + 0.5) * width
+            if not isinstance(cost, Cost):
+                continue
+            look = {"width": 0.9 * width, "color": colors[pair]}
+            label = pair if n == 0 else None
+            times.bar(x, 1e3 * cost.compute_s, label=label, **look)
+            times.bar(
+                x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",
+                edgecolor="white", **look,
+            )  # fmt: skip
+            memory.bar(x, cost.memory_bytes / 2**20, **look)
+    for axes, what in ((times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB")):
+        axes.set_title(what, loc="left")
+        axes.set_xticks(range(len(costs)), [str(ranks) for ranks in costs])
+        axes.set_xlabel("ranks")
+        axes.margins(y=0.05)
+    times.legend(frameon=False)
+    figure.suptitle(title, fontsize=10)

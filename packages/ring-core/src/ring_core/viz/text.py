@@ -40,18 +40,18 @@ def describe(
     plan = program.plan
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f" strategy={program.strategy}"
-    heading = (
+    title = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:
-        return "\n".join([heading, *_summary(program)])
+        return "\n".join([title, *_figure_lines(program)])
     parts = [
-        [heading],
+        [title],
         _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
         _layout_lines(plan, color, width),
         _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
-        _summary(program),
+        _figure_lines(program),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -67,7 +67,7 @@ def _ranks_a_symbol(plan: Plan) -> int:
     return -(-plan.cp_size // len(_SYMBOLS))
 
 
-def _painted(text: str, rank: int, color: bool) -> str:
+def _in_color(text: str, rank: int, color: bool) -> str:
     if not color or rank == NOBODY:
         return text
     paint = "97;41" if rank == WRONG else f"30;48;5;{_BACKGROUNDS[rank % len(_BACKGROUNDS)]}"
@@ -77,14 +77,15 @@ def _painted(text: str, rank: int, color: bool) -> str:
 def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
     plan, ranks = program.plan, sampled(program, most)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
-    size = f"{q_size:g} x {k_size:g}"
-    lines = [f"who computes what: queries down, keys across, a cell is {size}; . nobody"]
+    lines = [
+        f"who computes what: queries down, keys across, a cell is {q_size:g} x {k_size:g}; . nobody"
+    ]
     if _ranks_a_symbol(plan) > 1:
         lines.append(f"a character stands for {_ranks_a_symbol(plan)} ranks")
     if (ranks == WRONG).any():
         lines.append("! marks cells where the plan and the mask disagree")
     for row in ranks.tolist():
-        cells = (_painted(_symbol(plan, rank) + " ", rank, color) for rank in row)
+        cells = (_in_color(_symbol(plan, rank) + " ", rank, color) for rank in row)
         lines.append("".join(cells).rstrip())
     return lines
 
@@ -102,8 +103,8 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
         columns = width // pieces * pieces or width
         index = (2 * np.arange(columns) + 1) * layout.seq_len // (2 * columns)
     ranks = located(layout, index)[0].tolist()
-    strip = "".join(_painted(_symbol(plan, rank), rank, color) for rank in ranks)
-    return [f"who holds what: {title}", strip]
+    cells = "".join(_in_color(_symbol(plan, rank), rank, color) for rank in ranks)
+    return [f"who holds what: {title}", cells]
 
 
 def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
@@ -111,19 +112,19 @@ def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
     work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
     steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)
-    totals = work.sum(axis=0)[:ranks] * (share / program.num_steps)
+    total = work.sum(axis=0)[:ranks] * (share / program.num_steps)
     shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
         "who works when: 100 is the mean of all ranks and steps, - is idle",
         f"shift {shifts}  total",
     ]
     for rank in range(ranks):
-        label = _painted(f"{rank:>5}", rank, color)
+        name = _in_color(f"{rank:>5}", rank, color)
         cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
-        lines.append(f"{label} {cells}  {percent(float(totals[rank])):>5}")
-    more = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
-    if hidden := [f"{n} more {what}" for n, what in more if n]:
-        lines.append(f"  ... {', '.join(hidden)}")
+        lines.append(f"{name} {cells}  {percent(float(total[rank])):>5}")
+    left = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
+    if words := [f"{n} more {what}" for n, what in left if n]:
+        lines.append(f"  ... {', '.join(words)}")
     return lines
 
 
@@ -136,7 +137,7 @@ def percent(share: float) -> str:
     return f"{share:.0f}" if share < 999.5 else f"{share / 100:.0f}x"
 
 
-def _summary(program: RingProgram) -> list[str]:
+def _figure_lines(program: RingProgram) -> list[str]:
     helped = sum(step.helps != "none" for step in program.steps)
     lines = [
         f"imbalance   {program.imbalance:.3f}  the busiest rank's pairs over the mean",

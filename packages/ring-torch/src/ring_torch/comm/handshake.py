@@ -26,8 +26,8 @@ from ring_torch.comm.ranks import (
     QueuedPass,
     Ranks,
     header_device,
-    naming,
     others,
+    peer_errors,
     state_of,
 )
 from ring_torch.comm.signature import CallSignature
@@ -45,7 +45,7 @@ _MOST_AGREED = 4096
 _LONGEST = 96  # characters of a field of a header
 _HEAD = struct.Struct("<4sIQ8sQ")
 _MAGIC = b"RING"
-_READABLE, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
+_IN_WORDS, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
 
 
 class Header(NamedTuple):
@@ -76,13 +76,13 @@ class Header(NamedTuple):
         fields = {name: _shortened(value) for name, value in signature.fields.items()}
         text = json.dumps(fields, sort_keys=True).encode()
         assert len(text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
-        return cls(_READABLE, number, signature.digest, seed, text)
+        return cls(_IN_WORDS, number, signature.digest, seed, text)
 
     @classmethod
     def read(cls, message: bytes) -> Self | None:
         """The header in a message, unless that is something else."""
-        magic, status, number, digest, seed = _HEAD.unpack_from(message)
-        if magic != _MAGIC or status not in {_READABLE, _COMPARED}:
+        word, status, number, digest, seed = _HEAD.unpack_from(message)
+        if word != _MAGIC or status not in {_IN_WORDS, _COMPARED}:
             return None
         return cls(status, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
 
@@ -143,7 +143,7 @@ def agree(
         return
     device = header_device(ring, device)
     if device.type != "cpu" and has_agreed(ring, signature):
-        _compare_on_stream(ring, number, seed, signature, device)
+        _check_on_stream(ring, number, seed, signature, device)
         return
     assert ring.group is not None
     state, header = state_of(ring), Header.of(signature, number, seed)
@@ -168,17 +168,17 @@ def agree(
     if not has_agreed(ring, signature):
         digest = signature.for_call(number, seed)
         patience = timeout_of(ring.group, device)
-        with naming(others(ring)):
+        with peer_errors(others(ring)):
             note = agreement.wait_for_all(digest, ring.size, patience)
         if note is not None:
             raise RankMismatchError(note)
-        _remember(ring, signature, agreement, digest)
+        _note_agreed(ring, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
         watch(ring, timeout_of(ring.group, device))
 
 
-def _compare_on_stream(
+def _check_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call compared before; a difference ends the stream in an error."""
@@ -204,7 +204,7 @@ def _from_behind(ring: Ranks, mine: Tensor) -> Tensor:
     return theirs
 
 
-def _remember(
+def _note_agreed(
     ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
     """Note that all ranks make such calls; what they said before this one, all have read."""
@@ -261,15 +261,15 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         raise
     except PeerError as error:
         agreement = StoreAgreement.of(ring.group, number, name)
-        mismatch, failure = agreement.read_report(), read_failure(ring.group)
+        note, failure = agreement.read_report(), read_failure(ring.group)
         own = f"call {number} ({name}): rank {ring.rank} {error}"
-        fail(ring, mismatch or failure or own, report=False)
-        if mismatch is not None:
-            raise RankMismatchError(mismatch) from error
+        fail(ring, note or failure or own, report=False)
+        if note is not None:
+            raise RankMismatchError(note) from error
         raise RuntimeError(own if failure is None else f"{failure}; {own}") from error
     except BaseException as error:
-        problem = f"{type(error).__name__}: {error}"
-        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {problem}")
+        reason = f"{type(error).__name__}: {error}"
+        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {reason}")
         raise
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_torch.buffers import BufferSpec
 from ring_torch.comm.store import StoreAgreement
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -123,14 +124,14 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
-        operations = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-            for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        queued = [
+            dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+            for function, pairs in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in pairs
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
-        with naming(peers):
-            works = dist.batch_isend_irecv(operations) if operations else []
+        with peer_errors(peers):
+            works = dist.batch_isend_irecv(queued) if queued else []
         return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
 
 
@@ -151,7 +152,7 @@ class Transfer:
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
-        with naming(self.peers):
+        with peer_errors(self.peers):
             for work in self.works:
                 work.wait()
 
@@ -160,7 +161,7 @@ DONE = Transfer()
 
 
 @contextmanager
-def naming(peers: Sequence[int]) -> Iterator[None]:
+def peer_errors(peers: Sequence[int]) -> Iterator[None]:
     """Name the ranks of the group that something inside is exchanged with, if that fails.
 
     Raises:
@@ -181,10 +182,31 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
     """
     state_of(ring).check()
     try:
-        with naming(others(ring)):
+        with peer_errors(others(ring)):
             yield
     except PeerError as error:
         raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+
+
+def exchange(
+    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
+) -> list[list[Tensor]]:
+    """Send part ``n`` of each tensor to rank ``n``; all parts of a tensor have one shape.
+
+    Returns:
+        What came, by tensor and rank; this rank's own part is the one given.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    spec = BufferSpec.of(*((some[0].shape, some[0].dtype) for some in parts))
+    peers = others(ring)
+    sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
+    receives = [(spec.buffer(device), peer) for peer in peers]
+    ring.start(sends, receives).wait()
+    came = {peer: spec.views(buffer) for buffer, peer in receives}
+    came[ring.rank] = [some[ring.rank] for some in parts]
+    return [[came[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
 
 
 def header_device(ring: Ranks, device: torch.device) -> torch.device:
@@ -232,11 +254,11 @@ def ranks_of(group: Any) -> Ranks:
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
         is_other = group == dist.GroupMember.NON_GROUP_MEMBER
-        problem = (
+        reason = (
             "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
         )
         raise ValueError(
-            f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {problem}"
+            f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
     rank = dist.get_rank(group)
     if rank < 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_torch.comm.ranks import Ranks, naming, others
+from ring_torch.comm.ranks import Ranks, others, peer_errors
 
 Ints = npt.NDArray[np.int64]
 Guard = Callable[[], AbstractContextManager[None]]
@@ -59,26 +59,26 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
         target: The position of each row wanted, ``[P, T_local]``.
         device: Where the rows lie.
     """
-    me = ring.rank
-    lies, wanted = _owners(source), _owners(target)
-    to, come = wanted[source[me]], lies[target[me]]
+    rank = ring.rank
+    owner, wanted = _owner_of(source), _owner_of(target)
+    to, came = wanted[source[rank]], owner[target[rank]]
     # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
-    arriving = np.concatenate([row[wanted[row] == me] for row in source])
+    arriving = np.concatenate([row[wanted[row] == rank] for row in source])
     after = np.empty(len(arriving), dtype=np.int64)
-    after[np.argsort(target[me])] = np.argsort(arriving)
+    after[np.argsort(target[rank])] = np.argsort(arriving)
     before = np.argsort(to, kind="stable")
-    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, come))
+    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, came))
     sent, received = (tuple(count) for count in counts)
     return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip
 
 
-def _owners(positions: Ints) -> Ints:
+def _owner_of(positions: Ints) -> Ints:
     """The rank of each position."""
-    owners = np.empty(positions.size, dtype=np.int64)
+    owner = np.empty(positions.size, dtype=np.int64)
     for rank, row in enumerate(positions):
-        owners[row] = rank
-    return owners
+        owner[row] = rank
+    return owner
 
 
 class _Move(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _Move(torch.autograd.Function):
 def _move(x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
-    with guard(), naming(others(moves.ring)):
+    with guard(), peer_errors(others(moves.ring)):
         dist.all_to_all_single(
             arrived, rows, list(moves.received), list(moves.sent), group=moves.ring.group
         )

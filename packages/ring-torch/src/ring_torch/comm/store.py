@@ -45,11 +45,11 @@ class StoreAgreement:
 
     def report_mismatch(self, difference: str) -> None:
         """Leave a note for ranks that wait."""
-        _try(lambda: self.store.set(self._key, difference))
+        _ask_store(lambda: self.store.set(self._key, difference))
 
     def read_report(self) -> str | None:
         """The note that another rank left, if there is one."""
-        text = _try(lambda: _read(self.store, self._key))
+        text = _ask_store(lambda: _read(self.store, self._key))
         return None if text in {None, _SAME} else text.decode(errors="replace")
 
     def wait_for_all(self, digest: bytes, size: int, timeout: timedelta) -> str | None:
@@ -79,7 +79,7 @@ class StoreAgreement:
             for key in (self._key, self._count(digest)):
                 self.store.delete_key(key)
 
-        _try(delete)
+        _ask_store(delete)
 
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""
@@ -88,18 +88,18 @@ class StoreAgreement:
 
 def report_failure(group: dist.ProcessGroup, text: str) -> None:
     """Leave a note that a rank failed inside a pass; the first that is left stays."""
-    _try(lambda: _store_of(group).compare_set(f"{_prefix()}/failure", "", text))
+    _ask_store(lambda: _store_of(group).compare_set(f"{_prefix()}/failure", "", text))
 
 
 def read_failure(group: dist.ProcessGroup) -> str | None:
     """The note of the first rank of a group that failed inside a pass, if one did."""
-    text = _try(lambda: _read(_store_of(group), f"{_prefix()}/failure"))
+    text = _ask_store(lambda: _read(_store_of(group), f"{_prefix()}/failure"))
     return text.decode(errors="replace") if text else None
 
 
 def clear_failure(group: dist.ProcessGroup) -> None:
     """Take out the note of an earlier group, whose name and store this one has."""
-    _try(lambda: _store_of(group).delete_key(f"{_prefix()}/failure"))
+    _ask_store(lambda: _store_of(group).delete_key(f"{_prefix()}/failure"))
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
@@ -114,7 +114,7 @@ def _prefix() -> str:
     return f"ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _try(what: Callable[[], Any]) -> Any:
+def _ask_store(what: Callable[[], Any]) -> Any:
     """What the store answers, or ``None``: it may be gone with the rank that kept it."""
     with suppress(RuntimeError):
         return _with_timeout(what)

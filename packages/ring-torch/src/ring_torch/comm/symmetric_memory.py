@@ -37,10 +37,10 @@ class SymmetricMemory:
             self._in_graphs = self._in_graphs or is_capturing()
             return False
         with torch.inference_mode(mode=False):  # passes that train will write there
-            self._grow(size)
+            self._reserve_new(size)
         return True
 
-    def _grow(self, size: int) -> None:
+    def _reserve_new(self, size: int) -> None:
         """Take new memory, once nobody uses the old."""
         import torch.distributed._symmetric_memory as symm_mem
 

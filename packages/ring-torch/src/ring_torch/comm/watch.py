@@ -17,7 +17,7 @@ from ring_torch.comm.ranks import QueuedPass, Ranks, others, ranks_of, state_of
 from ring_torch.comm.store import read_failure
 
 _LOG = logging.getLogger("ring_torch")
-_SHORTEST, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
+_LEAST_WAIT, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 
 
 def watch(ring: Ranks, timeout: timedelta) -> Thread:
@@ -26,7 +26,9 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
     What is found is logged; a failure closes the group for later calls.
     """
     stop = Event()
-    thread = Thread(target=_look, args=(ring, timeout, stop), daemon=True, name="ring_torch watch")
+    thread = Thread(
+        target=_watch_group, args=(ring, timeout, stop), daemon=True, name="ring_torch watch"
+    )
 
     def end() -> None:
         """A process whose interpreter ends while a thread is inside the store's code is aborted."""
@@ -38,9 +40,9 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
     return thread
 
 
-def _look(ring: Ranks, timeout: timedelta, stop: Event) -> None:
-    interval = max(_SHORTEST, min(timeout / 8, _LONGEST))
-    while not stop.wait(interval.total_seconds()):
+def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
+    patience = max(_LEAST_WAIT, min(timeout / 8, _LONGEST))
+    while not stop.wait(patience.total_seconds()):
         try:
             ranks_of(ring.group)
         except (RuntimeError, ValueError):  # it was destroyed

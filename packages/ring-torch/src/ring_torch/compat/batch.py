@@ -51,11 +51,14 @@ def ring_flash_attn_func(
         UnsupportedError: No kernel can do this; nothing was sent.
         RankMismatchError: Ranks make different calls.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
+    return attend_batch(
+        "contiguous", q, k, v,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
-    return attend_batch("contiguous", q, k, v, options, group)
 
 
 ring_flash_attn_kvpacked_func = kvpacked(ring_flash_attn_func, dim=2)
@@ -80,11 +83,14 @@ def zigzag_ring_flash_attn_func(
     Rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P - 1 - r``, one after the other, so that
     causal work is even.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
+    return attend_batch(
+        "zigzag", q, k, v,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
-    return attend_batch("zigzag", q, k, v, options, group)
 
 
 zigzag_ring_flash_attn_kvpacked_func = kvpacked(zigzag_ring_flash_attn_func, dim=2)
@@ -109,11 +115,14 @@ def stripe_flash_attn_func(
     Rank ``r`` of ``P`` holds tokens ``r``, ``r + P``, ``r + 2 * P`` and so on, so that causal work
     is even.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
+    return attend_batch(
+        "striped", q, k, v,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
-    return attend_batch("striped", q, k, v, options, group)
 
 
 stripe_flash_attn_kvpacked_func = kvpacked(stripe_flash_attn_func, dim=2)

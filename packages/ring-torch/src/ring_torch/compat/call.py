@@ -37,7 +37,7 @@ def attend_batch(
 ) -> Any:
     """Attention of shards ``[B, T_local, H, D]`` that lie in this layout."""
     call, inputs = checked(ranks_of(group), layout, q, k, v, options)
-    return returned(*run(call, inputs), options)
+    return as_asked(*run(call, inputs), options)
 
 
 def checked(
@@ -77,7 +77,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse.detach()
 
 
-def returned(out: Tensor, lse: Tensor, options: Options) -> Any:
+def as_asked(out: Tensor, lse: Tensor, options: Options) -> Any:
     """``out``, or ``(out, lse, None)`` where more was asked for."""
     return (out, lse, None) if options.return_attn_probs else out
 
@@ -109,7 +109,7 @@ def seed_of(dropout_p: float) -> int | None:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def unpacked(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
+def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
     """The ``count`` tensors stacked along a dimension.
 
     Raises:
@@ -142,11 +142,12 @@ def kvpacked[**P](
     """The same function of K and V stacked along a dimension."""
 
     def packed(q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        k, v = unpacked("kv", kv, 2, dim=dim)
+        k, v = split_packed("kv", kv, 2, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    words = f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
-    _present(packed, function, "kvpacked", words)
+    _set_signature(
+        packed, function, "kvpacked", f"K and V in one tensor, ``kv [{_TOKENS[dim]}, 2, K, D]``"
+    )
     return packed
 
 
@@ -156,15 +157,19 @@ def qkvpacked[**P](
     """The same function of Q, K and V stacked along a dimension."""
 
     def packed(qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        q, k, v = unpacked("qkv", qkv, 3, dim=dim)
+        q, k, v = split_packed("qkv", qkv, 3, dim=dim)
         return function(q, k, v, *args, **kwargs)
 
-    words = f"Q, K and V in one tensor, ``qkv [{_TOKENS[dim]}, 3, H, D]``"
-    _present(packed, function, "qkvpacked", words)
+    _set_signature(
+        packed,
+        function,
+        "qkvpacked",
+        f"Q, K and V in one tensor, ``qkv [{_TOKENS[dim]}, 3, H, D]``",
+    )
     return packed
 
 
-def _present(packed: Any, function: Any, kind: str, words: str) -> None:
+def _set_signature(packed: Any, function: Any, kind: str, words: str) -> None:
     """Let ``help`` and ``inspect`` show the arguments of a function, its first three packed."""
     own = [x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     whole = signature(function)

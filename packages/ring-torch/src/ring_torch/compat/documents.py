@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Layout, LayoutName, UnsupportedError
+from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
 from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Relayout, relayout_between
 from ring_torch.comm.signature import CallSignature
-from ring_torch.compat.call import Options, checked, returned, run
+from ring_torch.compat.call import Options, as_asked, checked, run
 from ring_torch.records import Inputs
 
 #: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8
@@ -61,7 +61,7 @@ def attend_documents(
     lengths = np.diff(offsets)
     check_longest("max_seqlen", max_seqlen, int(lengths.max(initial=0)))
     check_slopes(options.alibi_slopes, int(np.count_nonzero(lengths)))
-    odd = np.flatnonzero(lengths % _pieces(layout))
+    odd = np.flatnonzero(lengths % divisor_of(layout, 1))
     if odd.size:
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
@@ -78,7 +78,7 @@ def attend_documents(
         pieces = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         answers |= dict(zip(part.spans, pieces, strict=True))
     outs, lses = zip(*(answers[span] for span in sorted(answers)), strict=True)
-    return returned(torch.cat(outs), torch.cat(lses, dim=1), options)
+    return as_asked(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
 def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
@@ -115,7 +115,9 @@ def _attend(
         out, lse = run(call, inputs)
         return out[0], lse[0]
     moves = _moves(ring, layout, part.offsets, call.device)
-    signature = _signature(call, layout, options)
+    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
+    words["lse"] = options.return_attn_probs
+    signature = CallSignature.of(words, "exchange")
     guard = partial(with_peer_errors, ring, call.number, signature)
     with guard():
         agree(ring, call.number, call.seed, signature, call.device)
@@ -199,12 +201,10 @@ def _moves(
     ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
 ) -> Relayout:
     """From every document split by the layout to the whole pack split by it; once a pack."""
-    seq_len = ring.size * offsets[-1]
-    pack = Layout(layout, seq_len, ring.size)
+    pack = Layout(layout, ring.size * offsets[-1], ring.size)
+    source = positions_in_documents(layout, offsets, ring.size)
     target = np.stack([pack.positions(rank) for rank in range(ring.size)])
-    return relayout_between(
-        ring, positions_in_documents(layout, offsets, ring.size), target, device
-    )
+    return relayout_between(ring, source, target, device)
 
 
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
@@ -217,24 +217,12 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
     """
     starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
     start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
-    pieces = _pieces(layout)
+    pieces = divisor_of(layout, 1)  # chunks of a document that a rank holds
     run, inside = np.divmod(np.arange(offsets[-1]) - start, length // pieces)
     chunks = np.stack(
         [Layout(layout, pieces * cp_size, cp_size).positions(rank) for rank in range(cp_size)]
     )
     return cp_size * start + chunks[:, run] * (length // pieces) + inside
-
-
-def _pieces(layout: LayoutName) -> int:
-    """Chunks of a sequence that a rank holds."""
-    return 2 if layout == "zigzag" else 1
-
-
-def _signature(call: Call, layout: LayoutName, options: Options) -> CallSignature:
-    """What ranks have to agree on before rows are exchanged."""
-    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
-    words["lse"] = options.return_attn_probs
-    return CallSignature.of(words, "exchange")
 
 
 def _shortened(offsets: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ from ring_torch.compat.documents import offsets_of
 from ring_torch.compat.llama3 import check_stride
 
 #: What models hand on that does not concern attention.
-_ELSEWHERE = frozenset({
+_IDLE = frozenset({
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 })  # fmt: skip
@@ -163,16 +163,16 @@ def _install(ours: RingFlashAttention) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in list(ALL_ATTENTION_FUNCTIONS):
-        current = ALL_ATTENTION_FUNCTIONS[name]
-        if current is flash_attention_forward or isinstance(current, RingFlashAttention):
+        found = ALL_ATTENTION_FUNCTIONS[name]
+        if found is flash_attention_forward or isinstance(found, RingFlashAttention):
             ALL_ATTENTION_FUNCTIONS.register(name, ours)
             if ALL_ATTENTION_FUNCTIONS[name] is not ours:  # it was set past the registry
                 ALL_ATTENTION_FUNCTIONS[name] = ours
-    for module in _direct_callers():
-        module._flash_attention_forward = _refuse_direct  # noqa: SLF001
+    for module in _flash_modules():
+        module._flash_attention_forward = _refuse_flash  # noqa: SLF001
 
 
-def _direct_callers() -> Iterator[Any]:
+def _flash_modules() -> Iterator[Any]:
     """Modules where models find flash attention that do not ask the registry."""
     for name, module in list(sys.modules.items()):
         theirs = name.startswith(
@@ -182,7 +182,7 @@ def _direct_callers() -> Iterator[Any]:
             yield module
 
 
-def _refuse_direct(*_: object, **__: object) -> NoReturn:
+def _refuse_flash(*_: object, **__: object) -> NoReturn:
     raise UnsupportedError(
         "this model calls flash attention past transformers' registry, where it would see the keys "
         "of one rank only; after substitute_hf_flash_attn no model can do so"
@@ -193,7 +193,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
     given = [
         f"{name}: {_INSTEAD.get(name, 'this argument is not known here')}"
         for name, value in arguments.items()
-        if name not in _ELSEWHERE and value is not None and value is not False
+        if name not in _IDLE and value is not None and value is not False
     ]
     if given:
         raise UnsupportedError("; ".join(given))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_core import UnsupportedError, checks
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.compat.call import Options, checked, kvpacked, qkvpacked, returned, run
+from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
 from ring_torch.compat.documents import check_longest, check_shards, check_slopes, offsets_of
 
 
@@ -192,7 +192,7 @@ def _attend(
     check_slopes(options.alibi_slopes, len(documents) - 1)
     call, inputs = checked(ring, "contiguous", q[None], k[None], v[None], options, documents)
     out, lse = run(call, inputs)
-    return returned(out[0], lse[0], options)
+    return as_asked(out[0], lse[0], options)
 
 
 def check_stride(heads_k_stride: int, heads: int) -> None:

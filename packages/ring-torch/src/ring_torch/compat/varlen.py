@@ -58,11 +58,14 @@ def ring_flash_attn_varlen_func(
         UnsupportedError: No kernel can do this, or slopes differ by document; nothing was sent.
         RankMismatchError: Ranks make different calls.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
+    return attend_documents(
+        "contiguous", q, k, v, cu_seqlens, max_seqlen,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
-    return attend_documents("contiguous", q, k, v, cu_seqlens, max_seqlen, options, group)
 
 
 ring_flash_attn_varlen_kvpacked_func = kvpacked(ring_flash_attn_varlen_func, dim=1)
@@ -89,11 +92,14 @@ def zigzag_ring_flash_attn_varlen_func(
     Of each document rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P - 1 - r``, one after the
     other.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
+    return attend_documents(
+        "zigzag", q, k, v, cu_seqlens, max_seqlen,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
-    return attend_documents("zigzag", q, k, v, cu_seqlens, max_seqlen, options, group)
 
 
 zigzag_ring_flash_attn_varlen_kvpacked_func = kvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)

@@ -13,12 +13,12 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.labels import Sealed
+from ring_torch.models.labels import AnyDevice, Sealed
 from ring_torch.models.masks import CrossMask, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
-_UNSPLIT = (
+_NO_SHARD = (
     "ring attention was given {}: the batch must come from ContextParallel.shard_batch, and its "
     "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
     "of the model that see no split sequence (images, sound), use another attn_implementation"
@@ -26,7 +26,7 @@ _UNSPLIT = (
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMask(Sealed):
+class LayerMask(AnyDevice):
     """What a layer's attention needs: the batch's documents and the layer's pattern.
 
     Attributes:
@@ -48,10 +48,6 @@ class LayerMask(Sealed):
         "with its attention_mask than hand it to the attention function, which is not supported"
     )
 
-    def to(self, *_: object, **__: object) -> LayerMask:
-        """Itself, for models that move their masks before they hand them on."""
-        return self
-
     def documents(
         self, device: torch.device
     ) -> tuple[tuple[int, ...] | None, Tensor | tuple[Tensor, Tensor] | None]:
@@ -69,7 +65,7 @@ class LayerMask(Sealed):
 class NoMask(Sealed):
     """Where a model was given no mask: as good as an error, but for layers that use none."""
 
-    _words = _UNSPLIT.format("no attention_mask")
+    _words = _NO_SHARD.format("no attention_mask")
 
 
 def ring_mask(
@@ -114,8 +110,7 @@ def ring_mask(
             f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
             f"attention; generate with another attn_implementation"
         )
-    types = {*(getattr(config, "layer_types", None) or ())}
-    others = sorted(types.difference(SERVED_LAYERS))
+    others = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
     if others and not batch.gathers:
         raise UnsupportedError(
             f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
@@ -151,9 +146,9 @@ def sharded(attention_mask: object) -> ShardedMask:
     """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
-    if attention_mask is None or isinstance(attention_mask, NoMask):
-        raise ValueError(_UNSPLIT.format("no attention_mask"))
-    raise ValueError(_UNSPLIT.format(type(attention_mask).__name__))
+    is_empty = attention_mask is None or isinstance(attention_mask, NoMask)
+    given = "no attention_mask" if is_empty else type(attention_mask).__name__
+    raise ValueError(_NO_SHARD.format(given))
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
@@ -180,7 +175,7 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
 def _is_same(one: object, other: object) -> bool:
     """Whether functions are of one definition and enclose the same."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ is other.__code__ and _is_same(_enclosed(one), _enclosed(other))
+        return one.__code__ is other.__code__ and _is_same(_inner_values(one), _inner_values(other))
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -188,5 +183,5 @@ def _is_same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _enclosed(function: FunctionType) -> tuple[object, ...]:
+def _inner_values(function: FunctionType) -> tuple[object, ...]:
     return tuple(cell.cell_contents for cell in function.__closure__ or ())

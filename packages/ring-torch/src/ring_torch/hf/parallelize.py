@@ -11,11 +11,11 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
-from ring_torch.hf.register import is_registered, register
-from ring_torch.hf.trainer import TrainerHooks, check_trainer, is_trainer, trainer_hooks_of
+from ring_torch.hf.register import is_ring, register
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.wiring import wire
 from ring_torch.models.check import (
-    has_balancing_loss,
+    has_router_loss,
     is_of_transformers,
     report_of,
     towers,
@@ -92,7 +92,7 @@ def parallelize(
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
-    if is_trainer(model):
+    if trainer_class(model) is not None:
         return _trainer(model, cp, logits, reduction)
     return _model(model, cp, logits, reduction or "sum")
 
@@ -128,10 +128,10 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
             f"got {type(model).__name__}"
         )
     if (before := hooks_of(model)) is not None:
-        return _again(before, cp, logits, reduction)
+        return _handle_of(before, cp, logits, reduction)
     inner: Any = unwrapped(model)
-    is_pooling = _pools_a_row(inner)
-    split: nn.Module = inner.base_model if is_pooling else _called(model)
+    is_pooling = _takes_a_row(inner)
+    split: nn.Module = inner.base_model if is_pooling else _split_module(model)
     report = report_of(split, joins_router=True)
     if not report.exact:
         raise UnsupportedError(
@@ -139,9 +139,9 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         )
     hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
     hooks.is_pooling = is_pooling
-    hooks.joins_router = not is_pooling and has_balancing_loss(inner)
-    undo = [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
-    handle = hooks.owner = Handle(undo)
+    hooks.joins_router = not is_pooling and has_router_loss(inner)
+    handle = Handle([_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)])
+    hooks.owner = handle
     return handle
 
 
@@ -153,19 +153,19 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
         return
     yield split.register_forward_hook(hooks.join, with_kwargs=True).remove
     if hooks.joins_router:
-        below = inner.base_model
-        assert isinstance(below, nn.Module) and below is not inner
-        yield below.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
-        yield below.register_forward_hook(hooks.join_router, with_kwargs=True).remove
+        base = inner.base_model
+        assert isinstance(base, nn.Module) and base is not inner
+        yield base.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
+        yield base.register_forward_hook(hooks.join_router, with_kwargs=True).remove
 
 
-def _pools_a_row(model: nn.Module) -> bool:
+def _takes_a_row(model: nn.Module) -> bool:
     """Whether it takes the row of each sequence's last token from what ``score`` makes of all."""
-    generic = GenericForSequenceClassification
-    return isinstance(model, generic) and forward_of(type(model)) is forward_of(generic)
+    base = GenericForSequenceClassification
+    return isinstance(model, base) and forward_of(type(model)) is forward_of(base)
 
 
-def _again(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
+def _handle_of(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
     """The handle of the first call.
 
     Raises:
@@ -182,7 +182,7 @@ def _again(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str)
     return before.owner
 
 
-def _called(model: nn.Module) -> nn.Module:
+def _split_module(model: nn.Module) -> nn.Module:
     """The module whose ``__call__`` runs the model: PEFT calls the model's ``forward`` past it."""
     return next(
         part
@@ -197,7 +197,7 @@ def _attend(model: Any) -> Callable[[], object]:
     Towers that see images or sound see whole ones, and keep theirs.
     """
     own = _attention_of(model)
-    if is_registered(own):
+    if is_ring(own):
         return lambda: None
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
     change = model.set_attn_implementation

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
+from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
@@ -69,8 +70,7 @@ def register(
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
         loss = model(**cp.shard_batch(batch, model=model)).loss  # this rank's part
     """
-    config = KernelConfig(kernel) if isinstance(kernel, str) else kernel
-    checks.check_choice("kernel", config.name, KERNEL_NAMES)
+    config = kernel_config(kernel, KERNEL_NAMES)
     strategy = strategy_config(strategy)
     checks.check_choice("transport", transport, TRANSPORT_NAMES)
     checks.check_flag("deterministic", deterministic)
@@ -90,7 +90,7 @@ def register(
     return name
 
 
-def is_registered(name: str) -> bool:
+def is_ring(name: str) -> bool:
     """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
     return isinstance(AttentionInterface().get(name, None), RingAttention)
 
@@ -166,16 +166,15 @@ class RingAttention:
             UnsupportedError: Queries or keys are others than the batch's.
         """
         batch, keys = mask.batch, mask.keys or mask.batch
-        lengths = (query.shape[0], query.shape[2], key.shape[2])
-        if lengths != (*batch.shape, keys.shape[1]):
+        if (query.shape[0], query.shape[2], key.shape[2]) != (*batch.shape, keys.shape[1]):
             raise UnsupportedError(
                 f"queries {tuple(query.shape)} and keys {tuple(key.shape)}, where the batch holds "
                 f"[B, T_local] = {batch.shape}: a split sequence has no KV cache, prefix or cross "
                 f"attention"
             )
-        q, k, v = (_narrowed(x).transpose(1, 2) for x in (query, key, value))
-        is_told = mask.causal and batch.single
-        cu_seqlens, ids = (None, None) if is_told else mask.documents(query.device)
+        q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+        is_known = mask.causal and batch.single
+        cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         check_group(batch.sharding)
         out = attend(
             batch.sharding.group, batch.sharding.layout_name,
@@ -282,7 +281,7 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
     return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN + 2 * is_cross) % (1 << 64)
 
 
-def _narrowed(x: Tensor) -> Tensor:
+def _as_autocast(x: Tensor) -> Tensor:
     """In the dtype of autocast, as torch does for its own attention."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.register import attention_of
-from ring_torch.models.labels import Sealed, SealedError
+from ring_torch.models.labels import AnyDevice, Sealed, SealedError
 from ring_torch.models.written import Written, layer_window
 
 _PAIR = 2
-_HIDING = -1e4  # what is added or filled in to hide is below
+_HIDDEN = -1e4  # what is added or filled in to hide is below
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
 
 @dataclass(frozen=True, eq=False)
-class Term(Sealed):
-    """What a model adds to its scores: a mask, a bias, or slopes of ALiBi.
+class Term(AnyDevice):
+    """What a model adds to its scores, in the accumulators' dtype: a mask, a bias, slopes of ALiBi.
 
     Attributes:
         shape: As the model sees it.
@@ -53,10 +53,6 @@ class Term(Sealed):
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
-
-    def to(self, *_: object, **__: object) -> Term:
-        """Itself: it is added in the accumulators' dtype."""
-        return self
 
     def __getitem__(self, _: object) -> Term:  # type: ignore[override]
         """Itself: what models cut off lies past the last key, and there is none."""
@@ -91,22 +87,12 @@ class Term(Sealed):
 _TERMS = ("mask", "bias", "slopes")
 
 
-class Layer(Protocol):
-    """What scores belong to."""
-
-    hides_by_itself: bool
-
-    def attend(self, scores: Scores, v: Tensor) -> Tensor:
-        """Ring attention."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Scores(Sealed):
     """The product of queries and keys, and what was done to it since.
 
     Attributes:
-        layer: Whose they are.
+        layer: That of the module whose they are.
         q: ``[..., T_local, D]``.
         k: The same, of keys.
         shape: As the model sees it, ``[..., T_local, T_kv_local]``.
@@ -117,7 +103,7 @@ class Scores(Sealed):
         dropout: Of the weights.
     """
 
-    layer: Layer
+    layer: _Products
     q: Tensor
     k: Tensor
     shape: tuple[int, ...]
@@ -168,25 +154,27 @@ class Scores(Sealed):
 
     def __mul__(self, factor: object) -> Scores:
         """Scaled; what was added to them is, too, but for a mask, which hides either way."""
-        if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
-            factor = factor.item()
-        if self.is_softmax or not isinstance(factor, Real) or not float(factor) > 0:
+        number, term = self._number(factor), self.term
+        has_sums = term is not None and (term.bias is not None or term.slopes is not None)
+        if self.is_softmax or has_sums:
             raise SealedError(self._words)
-        if self.term is not None and (self.term.bias is not None or self.term.slopes is not None):
-            raise SealedError(self._words)
-        return replace(self, scale=self.scale * float(factor))
+        return replace(self, scale=self.scale * number)
 
     __imul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
-        """Scaled; by what is learned not, whose gradient would be lost."""
-        if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.requires_grad:
-            divisor = divisor.item()
-        if not isinstance(divisor, Real) or not float(divisor) > 0:
-            raise SealedError(self._words)
-        return self * (1 / float(divisor))
+        """Scaled."""
+        return self * (1 / self._number(divisor))
 
     __itruediv__ = __truediv__
+
+    def _number(self, x: object) -> float:
+        """That by which scores are scaled; no learned one, whose gradient would be lost."""
+        if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
+            x = x.item()
+        if not isinstance(x, Real) or not float(x) > 0:
+            raise SealedError(self._words)
+        return float(x)
 
     def __add__(self, term: object) -> Scores:
         """With a mask or a bias."""
@@ -202,13 +190,13 @@ class Scores(Sealed):
 
     def masked_fill(self, mask: object, value: float) -> Scores:
         """Hidden where a mask hides."""
-        if not isinstance(mask, Term | LayerMask) or value > _HIDING:
+        if not isinstance(mask, Term | LayerMask) or value > _HIDDEN:
             raise SealedError(self._words)
         return self + mask
 
     def maximum(self, least: Tensor) -> Scores:
         """Bounded below, by what is as good as no bound."""
-        if least.numel() != 1 or least.item() > _HIDING:
+        if least.numel() != 1 or least.item() > _HIDDEN:
             raise SealedError(self._words)
         return self
 
@@ -234,9 +222,8 @@ class Scores(Sealed):
         return self.layer.attend(self, v)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse what is not known."""
-        del types
         name = cls._functions.get(func)
         if name == "where":
             _, scores, value = args
@@ -267,9 +254,8 @@ class _Products(TorchFunctionMode):
         self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As without, but for that product."""
-        del types
         kwargs = kwargs or {}
         if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
             return self._scores(*args)
@@ -293,18 +279,18 @@ class _Products(TorchFunctionMode):
             x.reshape(rows, -1, *x.shape[-2:]).to(v.dtype) for x in (scores.q, scores.k, v)
         )
         mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
-        out = self.layer.attention().attend(
+        name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
+        out = attention_of(name).attend(
             self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip
-        shaped: Tensor = out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
-        return shaped
+        return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
         shape = (*batch, q.shape[-2], keys.shape[-1])
-        return Scores(self, q, keys.transpose(-1, -2), shape, q.dtype)
+        return Scores(self, q, keys.mT, shape, q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
         return (
@@ -326,15 +312,11 @@ class WrittenAttention:
     def __init__(self, form: Written, config: Any) -> None:
         self.form = form
         self.config = config
-        self.running: list[_Products] = []
+        self.products: list[_Products] = []
 
     def __deepcopy__(self, _: object) -> WrittenAttention:
         """Another, which does not run."""
         return WrittenAttention(self.form, self.config)
-
-    def attention(self) -> Any:
-        """The ring attention that the model is told to use."""
-        return attention_of(self.config._attn_implementation)  # noqa: SLF001 - no other name
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
@@ -344,14 +326,13 @@ class WrittenAttention:
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         products = _Products(self, module, masks)
         products.__enter__()  # type: ignore[no-untyped-call]
-        self.running.append(products)
+        self.products.append(products)
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """After it, also where it failed."""
-        del args, kwargs
-        products = self.running.pop()
+        products = self.products.pop()
         products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and products.calls != 1:
             raise UnsupportedError(

@@ -13,17 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.hf.instances import replace_attribute
+from ring_torch.hf.wiring import replace_attribute
 from ring_torch.models.hooks import ModelHooks
 
 
-def is_trainer(x: object) -> bool:
-    """Whether it is a ``transformers.Trainer``, without importing that."""
-    return _base(x) is not None
-
-
-def _base(x: object) -> Any:
-    """The class ``transformers.Trainer``, where it is one."""
+def trainer_class(x: object) -> Any:
+    """The class ``transformers.Trainer``, where it is one, without importing that."""
     name = ("transformers.trainer", "Trainer")
     return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
 
@@ -40,7 +35,7 @@ def check_trainer(trainer: Any, logits: str) -> None:
     own = [] if config is None else [
         name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
     ]  # fmt: skip
-    settings = {
+    given = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process (DataParallel)": args.n_gpu > 1,
         f"parallelism_config ({', '.join(own)})": own,
@@ -49,7 +44,7 @@ def check_trainer(trainer: Any, logits: str) -> None:
         ),
         "dispatch_batches=True": accelerator.dispatch_batches is True,
     }
-    if found := [name for name, is_set in settings.items() if is_set]:
+    if found := [name for name, is_set in given.items() if is_set]:
         raise UnsupportedError(
             f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
             f"in a way of its own; leave it out"
@@ -79,9 +74,9 @@ class TrainerHooks:
         counts_all = trainer.args.average_tokens_across_devices
         # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
         # then, in what the sum is divided by and in what it is multiplied by.
-        asks = "get_tp_size" in _base(trainer).compute_loss.__code__.co_names
-        self.counts_once = counts_all and asks
-        if counts_all and not asks:
+        is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
+        self.counts_once = counts_all and is_asked
+        if counts_all and not is_asked:
             if not hooks.divides_by_items(trainer.model):
                 raise UnsupportedError(
                     "the model's loss is no sum over labels: before transformers 5.20 a Trainer "
@@ -103,8 +98,8 @@ class TrainerHooks:
         )
         yield replace_attribute(self.trainer, "gather_function", gather)
         if self.trainer.label_smoother is not None:
-            smoother = _LabelSmoother(self.trainer.label_smoother, self.hooks)
-            yield replace_attribute(self.trainer, "label_smoother", smoother)
+            function = _LabelSmoother(self.trainer.label_smoother, self.hooks)
+            yield replace_attribute(self.trainer, "label_smoother", function)
 
     def prepare_data_loader(
         self,
@@ -180,8 +175,8 @@ class TrainerHooks:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
-        own = self._own(self.trainer, "prediction_step")
-        with self.hooks.joining_logits(not prediction_loss_only):
+        with self.hooks.with_whole_logits(not prediction_loss_only):
+            own = self._own(self.trainer, "prediction_step")
             return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
 
     def get_tp_size(self) -> int:
@@ -199,8 +194,7 @@ class TrainerHooks:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's part of those of the whole batch."""
-        own: int = self._own(self.trainer, "floating_point_ops")(inputs)
-        return own // self.cp_size
+        return int(self._own(self.trainer, "floating_point_ops")(inputs)) // self.cp_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         state = self.trainer.state

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
-from ring_torch.hf.instances import replace_attribute
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
-from ring_torch.models.check import takes_embeddings, text_parts
+from ring_torch.models.check import text_parts
 from ring_torch.models.hooks import ModelHooks
 from ring_torch.models.masks import ShardedMask
 from ring_torch.models.merged import Merged, text_model
@@ -28,6 +27,16 @@ from ring_torch.models.written import (
 )
 
 _Undo = Callable[[], object]
+_MISSING = object()
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> _Undo:
+    """Set an attribute of an instance; returns what sets it back."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    if before is _MISSING:
+        return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before)
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
@@ -42,8 +51,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_pre_hook(part.gather, with_kwargs=True).remove
             yield module.register_forward_hook(part.scatter).remove
     yield from _slopes(model)
-    text = text_model(model, takes_embeddings)
-    if text is not None:
+    if (text := text_model(model)) is not None:
         hooks.is_merging = True
         yield text.register_forward_pre_hook(Merged(hooks.part).split, with_kwargs=True).remove
     if hooks.is_pair:
@@ -66,7 +74,7 @@ def _positions(part: Part, model: nn.Module) -> Iterator[_Undo]:
             )
 
 
-class _RelativeBias:
+class _PositionBias:
     """The bias of relative positions of a module: rows of this rank's queries, all columns.
 
     Args:
@@ -75,13 +83,12 @@ class _RelativeBias:
 
     def __init__(self, module: Any) -> None:
         self.own = module.compute_bias
-        self.is_learned: bool = module.has_relative_attention_bias
+        self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before its forward: whom its queries see."""
-        del module
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         self.mask = masks[0] if len(masks) == 1 else None
 
@@ -91,7 +98,7 @@ class _RelativeBias:
         """``[1, H, T_local, T_kv]``; of cross attention, which has none, a single zero."""
         del queries, keys, past_seen_tokens
         mask = self.mask
-        if mask is None or (mask.keys is None) is not self.is_learned:
+        if mask is None or (mask.keys is None) is not self.has_bias:
             raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
         if mask.keys is not None:
             return torch.zeros((), device=device)
@@ -105,7 +112,7 @@ class _RelativeBias:
 
 def _bias(module: Any) -> Iterator[_Undo]:
     if makes_bias(module):
-        bias = _RelativeBias(module)
+        bias = _PositionBias(module)
         yield module.register_forward_pre_hook(bias.begin, with_kwargs=True).remove
         yield replace_attribute(module, "compute_bias", bias.compute)
         yield replace_attribute(module, "has_relative_attention_bias", True)
@@ -175,10 +182,8 @@ def _chunk_masks(
         chunks = LayerMask(mask, causal=True, chunk_size=size)
         if not mask.single:
             chunks = LayerMask(mask.chunked(size, kwargs["position_ids"]), causal=True)
-        masks = {
-            "full_attention": LayerMask(mask, causal=True),
-            "chunked_attention": chunks,
-        }
+        full = LayerMask(mask, causal=True)
+        masks = {"full_attention": full, "chunked_attention": chunks}
         kwargs = {**kwargs, "attention_mask": masks}
     return args, kwargs
 
@@ -203,10 +208,9 @@ class _Offsets:
 
 
 def _give_offsets(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before attention that scales queries by where they stand, counted from a rank's first."""
-    del module
     mask = kwargs.get("attention_mask")
     if isinstance(mask, LayerMask) and kwargs.get("past_key_values") is None:
         at = mask.batch.sharding.positions(

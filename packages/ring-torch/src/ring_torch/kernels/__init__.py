@@ -56,32 +56,34 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
         kernel = _named(config, request, program)
         times = expected(cases, request, program, [config.name], grad=request.grad)
         return Selection(kernel, (), times, has_predicate)
-    able, refused = _sorted_out(config, request, program, cases)
+    able, refused = _split_by_reasons(config, request, program, cases)
     if not able:
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
     names = [kernel.capabilities.name for kernel in able]
     times = expected(cases, request, program, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
-    slower = [kernel.capabilities for kernel in able if kernel is not chosen]
-    rejected = (*((can, (times.time(can.name),)) for can in slower), *refused)
+    others = [kernel.capabilities for kernel in able if kernel is not chosen]
+    rejected = (*((can, (times.time(can.name),)) for can in others), *refused)
     return Selection(chosen, rejected, times, has_predicate)
 
 
-def _sorted_out(
+def _split_by_reasons(
     config: KernelConfig, request: Request, program: RingProgram, cases: Sequence[Case]
 ) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
     """The kernels that can do a call, in the fixed order, and why others cannot.
 
     Behind the first that can, those that were never timed are not asked: they would not be taken.
     """
-    measured = {name for case in cases for name, _ in case.kernels}
+    known = {name for case in cases for name, _ in case.kernels}
     able: list[Kernel] = []
     refused: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in in_order(request.device):
-        if able and kernel.capabilities.name not in measured:
+        if able and kernel.capabilities.name not in known:
             continue
-        reasons = refusals(kernel.capabilities, request, program) or _absence(kernel, request)
+        reasons = refusals(kernel.capabilities, request, program) or _unavailable_reasons(
+            kernel, request
+        )
         reasons = reasons or kernel.config_refusals(config, request, program)
         if reasons:
             refused.append((kernel.capabilities, reasons))
@@ -116,12 +118,12 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
     """The kernel of a name; it never falls back."""
     name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
-    fitting = [kernel for kernel in named if request.device in kernel.capabilities.devices]
-    kernel = (fitting or named)[0]
-    here = [k.capabilities for k in KERNELS if not _absence(k, request)]
+    able = [kernel for kernel in named if request.device in kernel.capabilities.devices]
+    kernel = (able or named)[0]
+    here = [k.capabilities for k in KERNELS if not _unavailable_reasons(k, request)]
     require(kernel.capabilities, request, program, others=here)
-    if absent := _absence(kernel, request):
-        raise UnsupportedError(f"kernel {name!r}: {absent[0]}. Instead: use kernel='auto'")
+    if reasons := _unavailable_reasons(kernel, request):
+        raise UnsupportedError(f"kernel {name!r}: {reasons[0]}. Instead: use kernel='auto'")
     if config_refusals := kernel.config_refusals(config, request, program):
         raise UnsupportedError(
             f"kernel {name!r}: {'; '.join(config_refusals)}. Instead: use kernel='auto'"
@@ -129,7 +131,7 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
     return kernel
 
 
-def _absence(kernel: Kernel, request: Request) -> tuple[str, ...]:
+def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
     """Why a kernel cannot run on this machine; empty if it can."""
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:

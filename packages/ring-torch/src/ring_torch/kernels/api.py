@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
+from ring_core.base.arguments import known
 from ring_core.choose.rates import UNKNOWN, Expected
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
@@ -37,20 +38,17 @@ class SplitBackward(Protocol):
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
-        ...
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Write ``dq`` and add to the sums of dK and dV."""
-        ...
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
-        ...
 
 
 class Kernel(Protocol):
@@ -59,37 +57,30 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
-        ...
 
     @property
     def parts(self) -> SplitBackward | None:
         """Its backward by parts, if it has one."""
-        ...
 
     @property
     def needs_delta(self) -> bool:
         """Whether its backward is given ``delta``, or computes it from the global ``out``."""
-        ...
 
     @property
     def adds_sinks(self) -> bool:
         """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
-        ...
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
-        ...
 
     @property
     def predicate_compile_seconds(self) -> int:
         """About how long the first call with a predicate compiles; 0 where nothing is."""
-        ...
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call and its settings ask of it that it cannot do on this machine."""
-        ...
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -100,28 +91,24 @@ class Kernel(Protocol):
         Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``out`` is where a
         kernel may write it; what it returns tells if it has.
         """
-        ...
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients by themselves; ``out`` is where a kernel may write ``dq``."""
-        ...
 
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
     ) -> None:  # fmt: skip
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
-        ...
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,9 +126,10 @@ class Selection:
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
-            compiling = f"about {seconds} s to compile, forward and backward"
-            new = compiling if seconds else "nothing to compile"
-            lines.append(f"  a predicate that is new to it: {new}")
+            words = f"about {seconds} s to compile, forward and backward"
+            lines.append(
+                f"  a predicate that is new to it: {words if seconds else 'nothing to compile'}"
+            )
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
             for can, why in self.rejected
@@ -165,10 +153,9 @@ class KernelBase:
         return None
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
     ) -> tuple[str, ...]:
         """None: its ``Capabilities`` say it all."""
-        del config, request, program
         return ()
 
     def attend_into(
@@ -188,7 +175,7 @@ class KernelBase:
         column_grads.dk.add_(grads.dk)
         column_grads.dv.add_(grads.dv)
         if row_grads.dbias is not None:
-            row_grads.dbias.add_(_given(grads.dbias))
+            row_grads.dbias.add_(known(grads.dbias))
 
 
 class AccumulatingKernel(KernelBase):
@@ -207,7 +194,7 @@ class AccumulatingKernel(KernelBase):
     def grads(
         self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients, wide."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
@@ -217,9 +204,4 @@ class AccumulatingKernel(KernelBase):
             dbias = torch.zeros_like(rows.bias, dtype=dtype)
         into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
         self.grads_into(rows, columns, upstream, item, params, *into)
-        return ItemGrads(dq, dk, dv, dbias)
-
-
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
+        return Grads(dq, dk, dv, dbias)

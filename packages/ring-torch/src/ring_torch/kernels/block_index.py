@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
+from ring_core.base.arguments import known
 from ring_core.triton.tile_sizes import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 
@@ -61,7 +62,7 @@ def block_index(
         return _without_segments(item, grid)
     kinds = kinds_on(item, grid)
     if segments is not None:
-        kinds = _among_segments(kinds, segments, grid)
+        kinds = _in_segments(kinds, segments, grid)
     if shown is not None:
         kinds = torch.where(in_blocks(shown, grid.block_q, grid.block_k), kinds, EMPTY)
     return _indexed(kinds, grid)
@@ -75,7 +76,7 @@ def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
     return live
 
 
-def _among_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
+def _in_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
     q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
@@ -145,44 +146,41 @@ def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid
 
 def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int32]:
     """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
-    assert geometry.tiles is not None and item.tiles is not None
-    index = geometry.tiles[1][item.q_rank, item.kv_rank]
+    tiles, index = known(item.tiles), known(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
-    shape = item.tiles.shape
-    which = index[q_tile : q_tile + shape[0], k_tile : k_tile + shape[1]]
-    which = np.where(item.tiles == PARTIAL, which, np.where(item.tiles == FULL, -1, -2))
+    which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
+    which = np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2))
     return which.astype(np.int32)
 
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
-    assert grid.geometry is not None
+    geometry = known(grid.geometry)
     sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
-    which = tile_numbers(item, grid.geometry)
+    which = tile_numbers(item, geometry)
     some, every = (
         x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
-        for x in _parts(grid.geometry, *sizes)
+        for x in _parts(geometry, *sizes)
     )
-    for axis, block in enumerate((grid.block_q, grid.block_k)):
-        each = block // sizes[axis]
-        some = _in_blocks(some, axis, shape[axis], each, beyond=False).any(axis=axis + 1)
-        every = _in_blocks(every, axis, shape[axis], each, beyond=True).all(axis=axis + 1)
+    for dim, block in enumerate((grid.block_q, grid.block_k)):
+        each = block // sizes[dim]
+        some = _in_blocks(some, dim, shape[dim], each, beyond=False).any(axis=dim + 1)
+        every = _in_blocks(every, dim, shape[dim], each, beyond=True).all(axis=dim + 1)
     return _kinds(some, every)
 
 
-def _in_blocks(flags: Flags, axis: int, blocks: int, each: int, *, beyond: bool) -> Flags:
+def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) -> Flags:
     """Flags of parts as ``blocks`` groups of ``each`` along an axis, a group's along the next."""
-    more = max(0, blocks * each - flags.shape[axis])
-    edges = [(0, more if n == axis else 0) for n in range(2)]
+    more = max(0, blocks * each - flags.shape[dim])
+    edges = [(0, more if n == dim else 0) for n in range(2)]
     flags = np.pad(flags, edges, constant_values=beyond)
-    flags = flags.take(range(blocks * each), axis=axis)
-    return flags.reshape(*flags.shape[:axis], blocks, each, *flags.shape[axis + 1 :])
+    flags = flags.take(range(blocks * each), axis=dim)
+    return flags.reshape(*flags.shape[:dim], blocks, each, *flags.shape[dim + 1 :])
 
 
 @lru_cache(maxsize=32)
 def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Flags]:
-    assert geometry.tiles is not None
-    return parts_of_tiles(geometry.tiles[0], rows, columns)
+    return parts_of_tiles(known(geometry.tiles)[0], rows, columns)
 
 
 def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

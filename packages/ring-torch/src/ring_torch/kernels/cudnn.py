@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram
-from ring_torch.kernels.flash import FlashKernel, capability
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason
+from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 aten = torch.ops.aten
@@ -27,10 +27,9 @@ class Cudnn:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(q, options), False,
             scale=options.scale,
@@ -39,14 +38,13 @@ class Cudnn:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``.
 
         A single query before a single key is more than cuDNN takes: a second token stands behind
         them, which nothing sees and whose own gradient is 0.
         """
-        del place
         if q.shape[1] == k.shape[1] == 1:
             q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
             dout, out = (torch.cat([x, torch.zeros_like(x)], dim=1) for x in (dout, out))
@@ -54,9 +52,9 @@ class Cudnn:
             lse = torch.cat([lse, lse], dim=2)
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
             return dq[:, :1], dk[:, :1], dv[:, :1]
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), unused, unused,
+            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), state, state,
             None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(q, options),
             scale=options.scale,
         )  # fmt: skip
@@ -72,16 +70,11 @@ def _is_causal(q: Tensor, options: Options) -> bool:
 
 @cache
 def _missing() -> str | None:
-    if not torch.backends.cudnn.is_available():
-        return "this torch has no cuDNN"
-    if capability()[0] < 8:
-        return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-    return None
+    return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
 
-def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
+def _limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Head dims that were measured to be right on Hopper, with one version."""
-    del program
     dims = request.head_dim, request.v_head_dim
     if dims[0] == dims[1] <= _WIDE:
         return ()
@@ -96,6 +89,6 @@ CUDNN = FlashKernel(
         name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
     limits=_limits,
 )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, WorkItem
+from ring_core.base.arguments import known
 from ring_core.base.capabilities import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.philox import dropout_keep
@@ -50,8 +51,8 @@ class EagerKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
-        sight = ScoreBlocks(rows, columns, item, params)
-        v_clean = _is_finite(columns.v)
+        blocks = ScoreBlocks(rows, columns, item, params)
+        v_clean = _is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
@@ -59,15 +60,17 @@ class EagerKernel(AccumulatingKernel):
             top = part.lse.reshape(acc.shape[:-1])
             total = (top > -torch.inf).to(acc.dtype)
             acc = acc * total.unsqueeze(-1)
-            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
-                scores, _, visible = sight.scores(q, i, j)
+            for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
+                scores, _, visible = blocks.scores(q, i, j)
                 new_top = torch.maximum(top, scores.amax(dim=-1))
                 safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
                 shrink = (top - safe).exp_()
                 weights = scores.sub_(safe.unsqueeze(-1)).exp_()
                 total = total * shrink + weights.sum(dim=-1)
                 v = _heads_first(columns.v[:, j], acc.dtype)
-                weights = sight.dropped(weights, i, j)
+                keep = blocks.keep(weights, i, j)
+                if keep is not None:
+                    weights.mul_(keep)
                 acc = acc * shrink.unsqueeze(-1) + _masked_matmul(
                     weights, visible, v, clean=v_clean
                 )
@@ -82,12 +85,12 @@ class EagerKernel(AccumulatingKernel):
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators, block by block."""
-        sight = ScoreBlocks(rows, columns, item, params)
+        blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
-            "q": _is_finite(rows.q),
-            "k": _is_finite(columns.k),
-            "do": _is_finite(upstream.dout),
+            "q": _is_clean(rows.q),
+            "k": _is_clean(columns.k),
+            "do": _is_clean(upstream.dout),
         }
         for i in _row_blocks(rows, params):
             q, do = (
@@ -98,15 +101,15 @@ class EagerKernel(AccumulatingKernel):
             safe = torch.where(
                 lse == -torch.inf, torch.inf, lse
             )  # probabilities of such rows are 0
-            delta = _known(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            delta = known(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             dq = torch.zeros_like(q)
-            for j in sight.key_blocks(i, params.block_k or BLOCK_K):
+            for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
-                scores, slope, visible = sight.scores(q, i, j)
+                scores, slope, visible = blocks.scores(q, i, j)
                 probs = scores.sub_(safe).exp_()
                 if visible is not None:  # in rows that hold NaN, masked scores became NaN too
                     probs.masked_fill_(~visible, 0.0)
-                keep = sight.keep(probs, i, j)
+                keep = blocks.keep(probs, i, j)
                 dscores = do @ v.mT
                 if keep is not None:
                     dscores.mul_(keep)
@@ -114,7 +117,7 @@ class EagerKernel(AccumulatingKernel):
                 if visible is not None:  # 0 times NaN
                     dscores.masked_fill_(~visible, 0.0)
                 if row_grads.dbias is not None:
-                    sight.add_bias_grad(row_grads.dbias, dscores, i, j)
+                    blocks.add_bias_grad(row_grads.dbias, dscores, i, j)
                 dscores.mul_(params.scale)
                 if slope is not None:
                     dscores.mul_(slope)
@@ -182,7 +185,7 @@ class ScoreBlocks:
             by_head = by_head + bias
             visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
         if rows.slopes is not None:
-            distance = (_known(rows.position)[i, None] - _known(self.columns.position)[j]).abs()
+            distance = (known(rows.position)[i, None] - known(self.columns.position)[j]).abs()
             by_head = by_head - rows.slopes[:, :, None, None].to(x.dtype) * distance.to(x.dtype)
         if visible is None:
             return by_head.reshape(x.shape), slope, None
@@ -191,7 +194,7 @@ class ScoreBlocks:
 
     def _bias(self, bias: Tensor, i: slice, j: slice) -> Tensor:
         """A block of the bias, ``[B or 1, H or 1, n, m]``."""
-        return bias[:, :, i].index_select(-1, _known(self.columns.position)[j])
+        return bias[:, :, i].index_select(-1, known(self.columns.position)[j])
 
     def _is_shown(self, i: slice, j: slice) -> bool:
         """Whether a mask inside the bias shows anything of a block."""
@@ -206,14 +209,9 @@ class ScoreBlocks:
         if p == 0:
             return None
         batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
-        index, position = _known(self.rows.indices)[i], _known(self.columns.position)[j]
+        index, position = known(self.rows.indices)[i], known(self.columns.position)[j]
         kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
         return kept.to(like.dtype).div_(1 - p).view(like.shape)
-
-    def dropped(self, weights: Tensor, i: slice, j: slice) -> Tensor:
-        """Weights after dropout."""
-        keep = self.keep(weights, i, j)
-        return weights if keep is None else weights * keep
 
     def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:
         """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""
@@ -221,7 +219,7 @@ class ScoreBlocks:
         for dim in (0, 1):
             if dbias.shape[dim] == 1:
                 grad = grad.sum(dim=dim, keepdim=True)
-        dbias[:, :, i].index_add_(-1, _known(self.columns.position)[j], grad.to(dbias.dtype))
+        dbias[:, :, i].index_add_(-1, known(self.columns.position)[j], grad.to(dbias.dtype))
 
     def _by_head(self, x: Tensor, i: slice) -> Tensor:
         """``[B, K, G * n, m]`` as ``[B, H, n, m]``."""
@@ -268,12 +266,13 @@ class ScoreBlocks:
 
     def _rule(self, i: slice, j: slice) -> Tensor:
         """The mask's whole rule on a block, for predicates."""
-        q_pos, k_pos = _known(self.rows.position)[i, None], _known(self.columns.position)[None, j]
+        q_pos, k_pos = known(self.rows.position)[i, None], known(self.columns.position)[None, j]
         seen = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
         visible = seen.expand(q_pos.shape[0], k_pos.shape[1])
         if self.params.boundaries is not None:
-            cells = (torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos))
-            q_cell, k_cell = cells
+            q_cell, k_cell = (
+                torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos)
+            )
             visible = visible & (q_cell == k_cell)
         return visible
 
@@ -326,10 +325,5 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
     return result
 
 
-def _is_finite(x: Tensor) -> bool:
+def _is_clean(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
-
-
-def _known(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x

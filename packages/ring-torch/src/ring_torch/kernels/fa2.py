@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -32,43 +32,36 @@ class Flash2:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
-        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_common(options))
+        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_arguments(options))
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        del place
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         name = (
             "_flash_attn_backward" if options.documents is None else "_flash_attn_varlen_backward"
         )
         _call(
             name, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            deterministic=options.deterministic, **_common(options),
+            deterministic=options.deterministic, **_arguments(options),
         )  # fmt: skip
         return dq, dk, dv
 
 
-def _common(options: Options) -> dict[str, Any]:
+def _arguments(options: Options) -> dict[str, Any]:
     left, right = (unbounded(side) for side in options.window)
-    given: dict[str, Any] = {
+    return {
         "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
         "window_size_left": left, "window_size_right": right, "softcap": 0.0,
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
-    if (documents := options.documents) is not None:
-        given |= {
-            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
-            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
-        }  # fmt: skip
-    return given
 
 
 def _call(name: str, **given: Any) -> Any:
@@ -82,8 +75,7 @@ def _call(name: str, **given: Any) -> Any:
 @cache
 def _function(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
     # The functions, not the operators made of them: those check for aliases, and cost more.
-    interface = import_module("flash_attn.flash_attn_interface")
-    function = getattr(interface, name)
+    function = getattr(import_module("flash_attn.flash_attn_interface"), name)
     function = getattr(function, "_init_fn", function)
     return function, frozenset(inspect.signature(function).parameters)
 
@@ -91,16 +83,14 @@ def _function(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
 @cache
 def _missing() -> str | None:
     try:
-        installed = version("flash-attn")
+        found = version("flash-attn")
         import_module("flash_attn.flash_attn_interface")
     except (PackageNotFoundError, ImportError) as error:
         return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
-    major, minor, *_ = (int(part) for part in installed.split(".")[:2])
+    major, minor, *_ = (int(part) for part in found.split(".")[:2])
     if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
-        return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
-    if capability()[0] < 8:
-        return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-    return None
+        return f"flash-attn {found} is installed; 2.6 to 2.8 are known to work"
+    return old_gpu_reason()
 
 
 FA2 = FlashKernel(
@@ -110,5 +100,5 @@ FA2 = FlashKernel(
         bands="any", documents=True, deterministic=True, exact_nan=False,
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -31,27 +31,23 @@ class Flash3:
         return _missing()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         out, lse, *_ = _call("_flash_attn_forward", {"q": q, "k": k, "v": v}, options)
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        del place
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {
-            "dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse,
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
-            "deterministic": options.deterministic,
+            "dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq,
+            "dk": dk, "dv": dv, "deterministic": options.deterministic,
         }  # fmt: skip
         _call("_flash_attn_backward", tensors, options)
-        dq, dk, dv = grads
         return dq, dk, dv
 
 
@@ -62,13 +58,8 @@ def _call(name: str, given: dict[str, Any], options: Options) -> Any:
     known = given | {
         "softmax_scale": options.scale, "causal": False, "is_causal": False,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
-        "softcap": 0.0,
+        "softcap": 0.0, **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
-    if (documents := options.documents) is not None:
-        known |= {
-            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
-            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
-        }  # fmt: skip
     required = {key: None for key, is_required in parameters.items() if is_required}
     return function(**required | {key: known[key] for key in parameters.keys() & known.keys()})
 
@@ -104,5 +95,5 @@ FA3 = FlashKernel(
         deterministic_head_dim=192, exact_nan=False,
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip

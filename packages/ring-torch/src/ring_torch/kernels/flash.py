@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
+from ring_core.base.arguments import known
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import KernelBase, SplitBackward
 from ring_torch.kernels.flash_library import (
@@ -33,11 +34,11 @@ from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     QueryBlock,
-    acc_dtype,
+    unseen_state,
 )
 
 
@@ -71,10 +72,9 @@ class FlashKernel(KernelBase):
         return self.flash.unavailable_reason()
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, _config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call asks of it that it cannot do on this machine."""
-        del config
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
@@ -116,7 +116,7 @@ class FlashKernel(KernelBase):
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """One launch with the global ``out`` and ``lse``, or one a document."""
         pieces = self._pieces(item)
         if pieces:
@@ -126,7 +126,7 @@ class FlashKernel(KernelBase):
             options = _with_mods(_options(item, params), rows, columns, item, params)
             lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
             grads = self._backward(dout, q, k, v, result, lse, options, out)
-            return ItemGrads(*grads, None)
+            return Grads(*grads, None)
         batch = rows.q.shape[0]
         documents = _documents(item, batch, rows.q.device)
         options = _options(item, params, item.documents_window, documents)
@@ -135,7 +135,7 @@ class FlashKernel(KernelBase):
         inside = out[0] if out is not None and batch == 1 else None
         grads = self._backward(dout, q, k, v, result, lse, options, inside)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
-        return ItemGrads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
@@ -176,8 +176,8 @@ class FlashKernel(KernelBase):
         keys = item.k_stop - item.k_start
         if not self._drops(item.window, item.q_stop - item.q_start, keys):
             return []
-        corner = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
-        cuts = [corner.rows(n, n + keys) for n in range(0, corner.q_stop, keys)]
+        whole = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
+        cuts = [whole.rows(n, n + keys) for n in range(0, whole.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
 
     def _drops(self, window: Window, queries: int, keys: int) -> bool:
@@ -189,12 +189,7 @@ class FlashKernel(KernelBase):
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
     ) -> AttentionState:
         """One launch a piece; no two share a row."""
-        batch, length, heads, _ = rows.q.shape
-        out = rows.q.new_zeros(batch, length, heads, columns.v.shape[3])
-        lse = torch.full(
-            (batch, heads, length), -torch.inf, dtype=acc_dtype(out.dtype), device=out.device
-        )
-        whole = AttentionState(out, lse)
+        whole = unseen_state(rows.q, columns.v.shape[3])
         for one in pieces:
             part = whole.take(one.q_slice)
             result = self.attend(*_part(rows, columns, one), one, params)
@@ -205,7 +200,7 @@ class FlashKernel(KernelBase):
     def _grads_each(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
         params: KernelParams,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """One launch a piece; pieces of a window share keys."""
         dq = torch.zeros_like(rows.q)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
@@ -215,7 +210,7 @@ class FlashKernel(KernelBase):
             dq[:, one.q_slice].copy_(grads.dq)
             dk[:, one.k_slice].add_(grads.dk)
             dv[:, one.k_slice].add_(grads.dv)
-        return ItemGrads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None)
 
 
 def _ready(x: Tensor, dim: int) -> Tensor:
@@ -301,29 +296,30 @@ def _with_mods(
     mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     if masked is None and rows.slopes is None and params.sinks is None:
         return options
-    window = options.window if masked is None else (None, None)
-    return options._replace(window=window, mods=mods)
+    return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 
 
 @capture_safe_cache(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """The documents of an item, once for each sequence of a batch."""
-    assert item.cu_q is not None and item.cu_k is not None
-    cu_q, cu_k = (
-        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))])
-        for cu in (item.cu_q, item.cu_k)
+    sides = known(item.cu_q), known(item.cu_k)
+    every = (
+        np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )
-    return Documents(
-        torch.as_tensor(cu_q, dtype=torch.int32).to(device),
-        torch.as_tensor(cu_k, dtype=torch.int32).to(device),
-        int(np.diff(item.cu_q).max()),
-        int(np.diff(item.cu_k).max()),
-    )
+    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in every)
+    return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
     """Compute capability of a CUDA device, of the current one by default."""
     return torch.cuda.get_device_capability(device)
+
+
+def old_gpu_reason() -> str | None:
+    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
+    if capability()[0] >= 8:
+        return None
+    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
 def unbounded(side: int | None) -> int:

@@ -22,6 +22,10 @@ class Documents(NamedTuple):
     max_k: int
 
 
+#: What functions of FlashAttention call them.
+DOCUMENT_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
 class Mods(NamedTuple):
     """What else changes scores, or hides them, for libraries that take it.
 
@@ -65,26 +69,23 @@ class HeadDims(NamedTuple):
     v: int
 
 
-def as_given(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The head dims of a call, for libraries that are right at all they take."""
-    del direction
     return HeadDims(head_dim, v_head_dim)
 
 
-def in_eights(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The next multiples of 8, for libraries that take no others."""
-    del direction
     return HeadDims(rounded_up(head_dim, 8), rounded_up(v_head_dim, 8))
 
 
-def rounded_up(dim: int, multiple: int) -> int:
+def rounded_up(dim: int, by: int) -> int:
     """The next multiple of a number."""
-    return -(-dim // multiple) * multiple
+    return -(-dim // by) * by
 
 
-def no_limits(request: Request, program: RingProgram) -> tuple[str, ...]:
+def no_limits(_request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Nothing to refuse, for libraries that take all they can do together."""
-    del request, program
     return ()
 
 
@@ -103,24 +104,20 @@ class Flash(Protocol):
         FlashAttention-2 takes a right side that is no less than the number of keys, or none beside
         a left one, for the number of keys, or forgets it: then rows see fewer keys, or more.
         """
-        ...
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot be called on this machine; ``None`` if it can."""
-        ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``, in ``place`` if the library can write there.
 
         What is written there in the place of an ``lse`` that is not needed is anything.
         """
-        ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, place: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""
-        ...

@@ -28,8 +28,7 @@ def dropout_keep(
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=device).view(1, -1, 1, 1)
     words = torch.stack(_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1)
-    chosen = inverse * 4 + (position & 3)
-    return words.flatten(-2)[..., chosen] >= philox.dropout_threshold(p)
+    return words.flatten(-2)[..., inverse * 4 + (position & 3)] >= philox.dropout_threshold(p)
 
 
 def _words(
@@ -50,5 +49,5 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
     The product needs 64 bits and int64 has a sign, so the high half comes from two 48-bit products.
     """
-    upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-    return (upper + (lower >> 16)) >> 16, (a * b) & _LOW
+    high, low = a * (b >> 16), a * (b & 0xFFFF)
+    return (high + (low >> 16)) >> 16, (a * b) & _LOW

@@ -16,8 +16,8 @@ from torch import Tensor
 from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, capability, unbounded
-from ring_torch.kernels.flash_library import Options, in_eights
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
@@ -53,7 +53,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _is_special(rows.q, columns.k) or _would_leak(item, columns.v):
+        if _is_special(rows.q, columns.k) or _reads_special(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -70,9 +70,8 @@ class CpuFlashKernel(AccumulatingKernel):
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
-        if _is_special(rows.q, columns.k) or _would_leak(item, *others):
-            grads = row_grads, column_grads
-            EagerKernel().grads_into(rows, columns, upstream, item, params, *grads)
+        if _is_special(rows.q, columns.k) or _reads_special(item, *others):
+            EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))
@@ -99,15 +98,12 @@ class Flash:
 
     def unavailable_reason(self) -> str | None:
         """A GPU before Ampere."""
-        if capability()[0] < 8:
-            return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-        return None
+        return old_gpu_reason()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
@@ -118,16 +114,15 @@ class Flash:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        del place
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
-        unused = torch.empty(0, device=q.device)  # dropout's state, of which there is none
+        state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
             dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, max_q, max_k, 0.0,
-            False, unused, unused,
+            False, state, state,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return grads
@@ -139,7 +134,7 @@ CUDA_FLASH = FlashKernel(
         name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         bands="any", documents=True, exact_nan=False,
     ),
-    head_dims=in_eights,
+    head_dims=rounded_to_8,
 )  # fmt: skip
 
 
@@ -152,7 +147,7 @@ def _lengths(
     return options.documents
 
 
-def _would_leak(item: WorkItem, *tensors: Tensor) -> bool:
+def _reads_special(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
     return not item.is_full and _is_special(*tensors)
 
@@ -166,5 +161,5 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-    slices = [slice(start, None, group) for start in range(group)]
-    return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in slices]
+    spans = [slice(start, None, group) for start in range(group)]
+    return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in spans]

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
-from ring_torch.models.documents import STATED, check_positions, stated_documents
+from ring_torch.models.documents import STATED, Ints, check_positions, stated_documents
 from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
 from ring_torch.models.masks import ShardedMask
 from ring_torch.sharding import Sharding
@@ -43,8 +43,6 @@ _INSTEAD = {
     "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
 }
 
-Integers = npt.NDArray[np.int64]
-
 
 def shard_batch(
     sharding: Sharding,
@@ -54,11 +52,11 @@ def shard_batch(
     weight: float = 0.0,
     others: Mapping[str, Any] | None = None,
     *,
-    keeps_ids: bool = False,
+    with_ids: bool = False,
 ) -> dict[str, Any]:
     """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
 
-    So are ``others``, which are not split. ``keeps_ids``: there are ids where documents would do.
+    So are ``others``, which are not split. ``with_ids``: there are ids where documents would do.
     """
     checks.check_seed(dropout_seed)
     if not report.exact:
@@ -67,7 +65,7 @@ def shard_batch(
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
     _check_names(given)
-    tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
+    tokens = tokens_of(given)
     _check_shapes(given, tokens)
     size, length = tokens.shape[:2]
     stated = stated_documents(given, (size, length))
@@ -77,11 +75,11 @@ def shard_batch(
     if stated is not None:
         segments = stated
         if positions is not None:
-            check_positions(stated, _numpy(positions))
+            check_positions(stated, _array(positions))
     if positions is None:
         positions = _positions(given, tokens, real, report)
     elif "attention_mask" in given:
-        _check_one_document(_numpy(positions), real)
+        _check_one_document(_array(positions), real)
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
     _set_labels(given, segments, report)
@@ -97,16 +95,15 @@ def shard_batch(
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
-        int(_numpy(positions)[:, at[at < length]].max(initial=0))
+        int(_array(positions)[:, at[at < length]].max(initial=0))
         for at in (
             sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
         )
     ]
     single, cu_seqlens, is_uneven = _documents(segments)
-    real_tokens = segments >= 0
-    first = real_tokens.argmax(axis=1)
-    needs_ids = is_uneven or keeps_ids or "chunks" in report.hooks
-    ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device) if needs_ids else None
+    ids = None
+    if is_uneven or with_ids or "chunks" in report.hooks:
+        ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
     given["attention_mask"] = ShardedMask(
         sharding,
         (size, (length + more) // sharding.ring.size),
@@ -116,10 +113,17 @@ def shard_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
-        has_padding=not real_tokens.all(),
-        first=tuple(first.tolist()),
+        has_padding=bool((segments < 0).any()),
+        gathers="recurrent" in report.hooks,
+        first=tuple((segments >= 0).argmax(axis=1).tolist()),
     )
     return given
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Any:
+    """Its ``input_ids [B, T]``, or the embeddings ``[B, T, dim]`` in their place."""
+    ids = batch.get("input_ids")
+    return batch.get("inputs_embeds") if ids is None else ids
 
 
 def _positions(
@@ -143,7 +147,7 @@ def _positions(
     return counted.long().cumsum(1) * counted + offset - 1
 
 
-def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) -> None:
+def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> None:
     """Shift labels where the model's loss does, and count those of the whole batch."""
     if report.shifts_labels:
         labels = given.pop("labels", None)
@@ -156,11 +160,11 @@ def _set_labels(given: dict[str, Any], segments: Integers, report: ModelReport) 
     name = "shift_labels" if report.shifts_labels else "labels"
     if name not in given:
         return
-    ignored = _numpy(given[name]) == IGNORED
+    ignored = _array(given[name]) == IGNORED
     if not ignored[segments < 0].all():
-        also = ", and of a token that follows padding," if report.shifts_labels else ""
+        words = ", and of a token that follows padding," if report.shifts_labels else ""
         raise ValueError(
-            f"labels of padding{also} must be {IGNORED}: the loss would hold what is computed of "
+            f"labels of padding{words} must be {IGNORED}: the loss would hold what is computed of "
             f"padding, which has no meaning"
         )
     if report.shifts_labels:
@@ -205,16 +209,15 @@ def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
             )
 
 
-def _numpy(x: Tensor) -> Integers:
-    array: Integers = x.detach().cpu().numpy()
-    return array
+def _array(x: Tensor) -> Ints:
+    return x.detach().cpu().numpy()
 
 
 def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
     """Which tokens are no padding, ``[B, T]``; all where there is no mask."""
     if "attention_mask" not in given:
         return None
-    mask = _numpy(given["attention_mask"])
+    mask = _array(given["attention_mask"])
     if not ((mask == 0) | (mask == 1)).all():
         raise UnsupportedError(
             "attention_mask must be 0 for padding and 1 for tokens, or number documents from 1 on"
@@ -225,7 +228,7 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
 
 def _segments(
     real: npt.NDArray[np.bool_] | None, positions: Tensor | None, shape: tuple[int, int]
-) -> Integers:
+) -> Ints:
     """The number of each token's document, ``[B, T]``; -1 for padding.
 
     As in transformers, a document begins where position ids do not go on by one, and only where
@@ -233,17 +236,17 @@ def _segments(
     """
     segments = np.zeros(shape, np.int64)
     if positions is not None:
-        segments[:, 1:] = np.cumsum(np.diff(_numpy(positions), axis=1) != 1, axis=1)
+        segments[:, 1:] = np.cumsum(np.diff(_array(positions), axis=1) != 1, axis=1)
     if real is not None:
         segments[~real] = -1
     return segments
 
 
-def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None) -> None:
+def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> None:
     """Refuse a mask beside positions that say something else."""
     assert real is not None
-    neighbours = real[:, 1:] & real[:, :-1]
-    if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[neighbours].any():
+    pairs = real[:, 1:] & real[:, :-1]
+    if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[pairs].any():
         raise UnsupportedError(
             "attention_mask and position_ids that start again: transformers takes a row "
             "with padding for one document. For packed documents let attention_mask number them, or "
@@ -251,7 +254,7 @@ def _check_one_document(positions: Integers, real: npt.NDArray[np.bool_] | None)
         )
 
 
-def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
+def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     """``single``, ``cu_seqlens`` and whether rows differ, of :class:`ShardedMask`."""
     length = segments.shape[1]
     real = segments >= 0
@@ -266,7 +269,7 @@ def _documents(segments: Integers) -> tuple[bool, tuple[int, ...] | None, bool]:
 def _check_same(
     ring: Ranks,
     given: Mapping[str, Any],
-    segments: Integers,
+    segments: Ints,
     dropout_seed: int | None,
     weight: float,
 ) -> None:
@@ -284,7 +287,7 @@ def _check_same(
         if isinstance(value, Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
             if not value.is_floating_point():
-                digest.update(np.ascontiguousarray(_numpy(value)).tobytes())
+                digest.update(np.ascontiguousarray(_array(value)).tobytes())
         elif not isinstance(value, Sealed):
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())

@@ -20,9 +20,9 @@ from ring_torch.models.code import (
     reads_in_forward,
 )
 from ring_torch.models.needs import (
-    attends,
-    hooks_needed,
-    is_mask_maker,
+    has_attention,
+    hooks_for,
+    is_mask_function,
     is_pair,
     makes_chunks,
     makes_masks,
@@ -36,7 +36,7 @@ from ring_torch.models.written import is_recurrent
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 
 #: Heads whose loss of token ``i`` is of label ``i``.
-_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")
+_SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 #: Parts that see images or sound, not the sequence of tokens.
 _TOWERS = re.compile(r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec")
@@ -116,14 +116,12 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     model = unwrapped(model)
     if is_of_transformers(model):
         return _report(model, joins_router=joins_router)
-    reports = [_report(part) for part in _outermost(model) if _takes_tokens(part)]
+    reports = [_report(part) for part in _parts_of(model) if _takes_tokens(part)]
     if not reports:
         return ModelReport()
-    reasons: tuple[str, ...]
+    reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
     if len({(x.position_offset, x.counts_padding, x.shifts_labels) for x in reports}) > 1:
         reasons = ("it holds models of transformers that want other positions or labels",)
-    else:
-        reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
     return replace(
         reports[0],
         exact=not reasons,
@@ -161,7 +159,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     layers = _layers(model, parts)
-    hooks = tuple(hooks_needed(model, parts, layers))
+    hooks = hooks_for(model, parts, layers)
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
@@ -188,12 +186,12 @@ def is_of_transformers(model: nn.Module) -> bool:
     )
 
 
-def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    for child in model.children():
-        if is_of_transformers(child):
-            yield child
+def _parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    for part in model.children():
+        if is_of_transformers(part):
+            yield part
         else:
-            yield from _outermost(child)
+            yield from _parts_of(part)
 
 
 def takes_embeddings(model: nn.Module) -> bool:
@@ -214,10 +212,10 @@ def _takes_tokens(model: nn.Module) -> bool:
 
 def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Modules that see the sequence of tokens, by name."""
-    decoder = model
     if is_pair(model):
         yield from model.named_modules()
         return
+    decoder = model
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
         for each in (model, model.base_model):
@@ -245,7 +243,7 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
     elif not takes_positions(given, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
-        joins_router and has_balancing_loss(model)
+        joins_router and has_router_loss(model)
     ):
         yield (
             "config.output_router_logits: the router's loss is no sum over ranks; set it to False, "
@@ -253,7 +251,7 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
         )
 
 
-def has_balancing_loss(model: nn.Module) -> bool:
+def has_router_loss(model: nn.Module) -> bool:
     """Whether a router's loss, if it has one, is Mixtral's, of experts' logits for each token."""
     return "load_balancing_loss_func" in names_in_forward(type(model))
 
@@ -271,36 +269,46 @@ def _of_layers(
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(attends, parts.values())):
+    if not any(map(has_attention, parts.values())):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
-    mixers = {
+    found = {
         type(x).__name__
         for x in parts.values()
         if id(x) not in whole and _mixes(x, by_name=not whole)
     }
-    if mixers:
-        yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
+    if found:
+        yield f"modules {', '.join(sorted(found))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
-            has = [any(attends(x) or is_recurrent(x) for x in layer.modules()) for layer in module]
+            has = [
+                any(has_attention(x) or is_recurrent(x) for x in layer.modules())
+                for layer in module
+            ]
             if any(has) and not all(has) and layers == ("attention",) * len(layers):
                 yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
-    if getattr(model.config, "alibi", False) is True and "FalconAttention" in {
-        type(x).__name__ for x in parts.values()
-    }:
-        yield "config.alibi: its slopes are made of a mask, which cannot be split"
-    if getattr(model.config, "attention_type", None) == "block_sparse":
-        yield "config.attention_type: sparse blocks are not supported; set it to original_full"
-    if getattr(model.config, "trigram_input", False):
-        yield "config.trigram_input: a token's embedding is made of its neighbours' too"
-    if any("patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)):
-        yield f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens"
-    if {"question_token_id", "question_lengths"} & names_in_forward(type(model)):
-        yield f"{name_of(model)} looks for one token of the whole sequence"
+    config, types = model.config, {type(x).__name__ for x in parts.values()}
+    reasons = {
+        "config.alibi: its slopes are made of a mask, which cannot be split": (
+            getattr(config, "alibi", False) is True and "FalconAttention" in types
+        ),
+        "config.attention_type: sparse blocks are not supported; set it to original_full": (
+            getattr(config, "attention_type", None) == "block_sparse"
+        ),
+        "config.trigram_input: a token's embedding is made of its neighbours' too": (
+            getattr(config, "trigram_input", False)
+        ),
+        f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens": any(
+            "patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)
+        ),
+        f"{name_of(model)} looks for one token of the whole sequence": (
+            {"question_token_id", "question_lengths"} & names_in_forward(type(model))
+        ),
+    }
+    yield from (reason for reason, applies in reasons.items() if applies)
 
 
 def _mixes(module: nn.Module, *, by_name: bool) -> bool:
@@ -310,30 +318,34 @@ def _mixes(module: nn.Module, *, by_name: bool) -> bool:
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
     named = by_name and _MIXERS.search(type(module).__name__) is not None
-    return named and not any(map(attends, module.modules()))
+    return named and not any(map(has_attention, module.modules()))
 
 
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Reasons that lie in what is done with masks and biases."""
-    attending = [x for x in parts.values() if attends(x)]
-    if not attending:
+    attention = [x for x in parts.values() if has_attention(x)]
+    if not attention:
         return
-    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_maker(n)}
-    if not makes:
-        yield "it makes its masks itself, not through transformers.masking_utils"
-    if "create_recurrent_attention_mask" in makes and "recurrent" not in hooks:
-        yield "it has recurrent or convolutional layers, which would see this rank's tokens only"
-    if any("prepare_dynamic_mask" in names_in(type(x)) for x in attending):
-        yield "its attention computes masks of its own from the keys"
+    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_function(n)}
     masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
-    hooked = {"positions", "alibi", "bias"} & {*hooks}
-    counts = any("position_ids" in taken for taken in masking) or hooked
-    if masking and not counts:
-        yield "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0"
-    if not {"alibi", "bias"} & {*hooks} and any(
-        "position_bias" in names_in_forward(type(x)) for x in attending
-    ):
-        yield "its attention adds a position bias of its own, which cannot be split"
+    reasons = {
+        "it makes its masks itself, not through transformers.masking_utils": not makes,
+        "it has recurrent or convolutional layers, which would see this rank's tokens only": (
+            "create_recurrent_attention_mask" in makes and "recurrent" not in hooks
+        ),
+        "its attention computes masks of its own from the keys": any(
+            "prepare_dynamic_mask" in names_in(type(x)) for x in attention
+        ),
+        "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0": (
+            masking and not {"positions", "alibi", "bias"} & {*hooks}
+            and not any("position_ids" in names for names in masking)
+        ),
+        "its attention adds a position bias of its own, which cannot be split": (
+            not {"alibi", "bias"} & {*hooks}
+            and any("position_bias" in names_in_forward(type(x)) for x in attention)
+        ),
+    }  # fmt: skip
+    yield from (reason for reason, applies in reasons.items() if applies)
     for module in parts.values():
         if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
             yield (
@@ -344,9 +356,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
 
 def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     types = getattr(_text_config(model), "layer_types", None)
-    if types:
-        return tuple(map(str, types))
-    return ("attention",) * sum(map(attends, parts.values()))
+    return tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:
@@ -362,15 +372,13 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
 
 def _counts_real_tokens(module: nn.Module) -> bool:
     """Whether it makes position ids of the attention mask, as OPT does."""
-    made = "cumsum" in names_in_forward(type(module))
-    return made and {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(
-        type(module)
-    )
+    wants = {"inputs_embeds", "attention_mask", "position_ids"}
+    return "cumsum" in names_in_forward(type(module)) and wants <= parameters_of(type(module))
 
 
 def _shifts(model: Any) -> bool:
     """Whether the model's loss shifts labels, or takes them as they are."""
-    if any(word in base.__name__ for word in _AS_THEY_ARE for base in type(model).__mro__):
+    if any(word in base.__name__ for word in _SAME_LABELS for base in type(model).__mro__):
         return False
     names = names_in_forward(type(model))
     if "loss_function" in names:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 _SKIPPED = frozenset({"__init__", "_init_weights", "generate", "prepare_inputs_for_generation"})
+
+
+def _cache[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """With answers kept; a checker of types takes no class for hashable."""
+    return cast("Callable[P, T]", lru_cache(maxsize=4096)(function))
 
 
 def forward_of(cls: type) -> FunctionType | None:
@@ -26,29 +31,6 @@ def parameters_of(cls: type) -> frozenset[str]:
         return frozenset({"**"})
     parameters = inspect.signature(function).parameters.values()
     return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
-
-
-def names_in(cls: type) -> frozenset[str]:
-    """Globals, attributes and keywords in the methods of a class, and in functions beside it.
-
-    Methods that it has of torch and of transformers' base class are left out.
-    """
-    return _names_in(cls)
-
-
-def uses_global(cls: type, kind: str) -> bool:
-    """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
-    return _uses_global(cls, kind)
-
-
-def names_in_forward(cls: type) -> frozenset[str]:
-    """The same, and local variables, of ``forward`` alone."""
-    return _names_in_forward(cls)
-
-
-def reads_in_forward(cls: type, variable: str) -> frozenset[str]:
-    """Attributes of a local variable that ``forward`` reads."""
-    return _reads_in_forward(cls, variable)
 
 
 def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +49,12 @@ def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return dict(zip(names, args, strict=True)) | kwargs
 
 
-@lru_cache(maxsize=4096)
-def _names_in(cls: type) -> frozenset[str]:
+@_cache
+def names_in(cls: type) -> frozenset[str]:
+    """Globals, attributes and keywords in the methods of a class, and in functions beside it.
+
+    Methods that it has of torch and of transformers' base class are left out.
+    """
     return frozenset(
         name
         for function in _functions_of(cls)
@@ -77,8 +63,9 @@ def _names_in(cls: type) -> frozenset[str]:
     )
 
 
-@lru_cache(maxsize=4096)
-def _uses_global(cls: type, kind: str) -> bool:
+@_cache
+def uses_global(cls: type, kind: str) -> bool:
+    """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
     return any(
         type(function.__globals__.get(name)).__name__ == kind
         for function in _functions_of(cls)
@@ -87,17 +74,22 @@ def _uses_global(cls: type, kind: str) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
-def _names_in_forward(cls: type) -> frozenset[str]:
+@_cache
+def names_in_forward(cls: type) -> frozenset[str]:
+    """The same, and local variables, of ``forward`` alone."""
     function = forward_of(cls)
     if function is None:
         return frozenset()
-    codes = list(_with_inner(function.__code__))
-    return frozenset(name for code in codes for name in (*_names(code), *code.co_varnames))
+    return frozenset(
+        name
+        for code in _with_inner(function.__code__)
+        for name in (*_names(code), *code.co_varnames)
+    )
 
 
-@lru_cache(maxsize=4096)
-def _reads_in_forward(cls: type, variable: str) -> frozenset[str]:
+@_cache
+def reads_in_forward(cls: type, name: str) -> frozenset[str]:
+    """Attributes of a local variable that ``forward`` reads."""
     function = forward_of(cls)
     if function is None:
         return frozenset()
@@ -106,7 +98,7 @@ def _reads_in_forward(cls: type, variable: str) -> frozenset[str]:
         str(after.argval)
         for step, after in pairwise(steps)
         if step.opname.startswith("LOAD_FAST")
-        and step.argval == variable
+        and step.argval == name
         and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
     )
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ring_core import UnsupportedError
 
-Integers = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 #: Keys of transformers' flash attention, and of layers that are no attention.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:
+def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     """The number of each token's document, ``[B, T]``, -1 for padding, where a batch states them.
 
     Takes out of the batch what states them, of ``cu_seq_lens_q`` and ``_k``, ``seq_idx``, or an
@@ -32,7 +32,7 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers 
     _check_longest(longest, offsets[0])
     found = {
         "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
-        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids("seq_idx", ids, shape),
+        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids(ids, shape),
         "attention_mask": _of_mask(given, shape),
     }  # fmt: skip
     stated = {name: x for name, x in found.items() if x is not None}
@@ -47,14 +47,14 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Integers 
     return next(iter(stated.values()), None)
 
 
-def check_positions(segments: Integers, positions: Integers) -> None:
+def check_positions(segments: Ints, positions: Ints) -> None:
     """Refuse positions that start again within a document.
 
     Raises:
         ValueError: They do.
     """
-    within = np.diff(segments, axis=1) == 0
-    if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[within].any():
+    same = np.diff(segments, axis=1) == 0
+    if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[same].any():
         raise ValueError("position_ids start again where the documents that are stated do not")
 
 
@@ -74,7 +74,7 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
             raise ValueError(f"{name} is {int(length)}, and a document of cu_seq_lens_q is longer")
 
 
-def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:
+def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         return None
@@ -90,7 +90,7 @@ def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Integers | None:
     return segments
 
 
-def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Integers:
+def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
     """Of ``(0, ..., T)``."""
     if q is None or k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
@@ -107,14 +107,14 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Integers:
     return _runs(np.searchsorted(q, np.arange(shape[1]), side="right")[None])
 
 
-def _of_ids(name: str, ids: Any, shape: tuple[int, int]) -> Integers:
+def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
     """Of the number of each token's document."""
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
-        raise ValueError(f"{name} must be int [B, T] = {shape}")
+        raise ValueError(f"seq_idx must be int [B, T] = {shape}")
     return _runs(ids.detach().cpu().numpy())
 
 
-def _runs(values: npt.NDArray[Any]) -> Integers:
+def _runs(values: npt.NDArray[Any]) -> Ints:
     segments = np.zeros(values.shape, np.int64)
     segments[:, 1:] = np.cumsum(np.diff(values, axis=1) != 0, axis=1)
     return segments

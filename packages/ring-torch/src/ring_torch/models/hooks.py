@@ -46,9 +46,6 @@ _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 class _Call:
     """What the hooks after a forward have to know of the batch."""
 
-    shape: tuple[int, int]  # (B, T), of the whole batch
-    mask: ShardedMask
-    whole_mask: Tensor | None
     is_shifted_here: bool  # labels came unshifted: the last token has none
     has_labels: bool
     has_router_loss: bool
@@ -107,10 +104,11 @@ class ModelHooks:
 
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        return not self.is_pooling and (self.shifts_labels or _reads_items(model))
+        divides = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
+        return not self.is_pooling and (self.shifts_labels or divides)
 
     @contextmanager
-    def joining_logits(self, joins: bool) -> Iterator[None]:
+    def with_whole_logits(self, joins: bool) -> Iterator[None]:
         """Return logits of the whole sequence for a while, whatever was asked for."""
         before = self.is_evaluating_logits
         self.is_evaluating_logits = joins
@@ -130,18 +128,14 @@ class ModelHooks:
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
         shard = self._shard(module, given)
-        mask = given.get("attention_mask")
-        assert self.part.mask is not None
         self.call = _Call(
-            shape=(self.part.mask.shape[0], self.part.length),
-            mask=self.part.mask,
-            whole_mask=None if mask is None else (mask != 0).to(mask.dtype),
             is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
         )
         if has_router_loss:
-            shard["attention_mask"] = self.call.whole_mask
+            mask = given.get("attention_mask")
+            shard["attention_mask"] = None if mask is None else (mask != 0).to(mask.dtype)
         takes = parameters_of(type(unwrapped(module)))
         if "use_cache" in takes:
             shard.setdefault("use_cache", False)
@@ -155,84 +149,73 @@ class ModelHooks:
     def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of one sequence, or of two."""
         seed, weight = self._dropout_seed(module), _one_weight(module)
+        rest = self.sharding, unwrapped(module), given, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
             raise UnsupportedError(
                 f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
                 f"told of documents on a ring; leave them out"
             )
         if self.is_pair:
-            pair = Pair(self.source, self.part)
-            return pair.split(self.sharding, unwrapped(module), given, self.report, seed, weight)
+            return Pair(self.source, self.part).split(*rest)
         if self.is_merging and is_merged(given):
-            whole = unwrapped(module)
-            merged = Merged(self.part)
-            return merged.split_labels(self.sharding, whole, given, self.report, seed, weight)
+            return Merged(self.part).split_labels(*rest)
         self.part.is_whole = False
         shard = shard_batch(self.sharding, given, self.report, seed, weight)
-        if "recurrent" in self.report.hooks:
-            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
-        tokens = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
-        self.part.hold(shard, tokens.shape[1], given.get("attention_mask"))
+        self.part.hold(shard, given)
         return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
-        del args, kwargs
-        call = self._ended()
+        call, part = self._ended(), self.part
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
-            if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
-                output[name] = self.whole(value, call.shape[1] - (
-                    name in _PER_TOKEN and call.is_shifted_here
-                ))  # fmt: skip
+            if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
+                is_shifted = name in _PER_TOKEN and call.is_shifted_here
+                output[name] = self.whole(value, part.length - is_shifted)
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split_mask(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the part below a router's loss, which needs the whole mask: the split one."""
-        del module
         if self.call is not None and self.call.has_router_loss:
-            mask = replace(self.call.mask, joins_router=True)
-            kwargs = {**kwargs, "attention_mask": mask}
+            kwargs = {**kwargs, "attention_mask": replace(self.part.mask, joins_router=True)}
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_router(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After it: the router's logits of the whole sequence."""
-        del args, kwargs
         if self.call is None or not self.call.has_router_loss:
             return output
-        (rows, length), shape = self.call.shape, self.call.mask.shape
-        logits = output.get("router_logits")
-        if not logits or any(x.shape[:-1].numel() != rows * shape[1] for x in logits):
+        shape, logits = self.part.mask.shape, output.get("router_logits")
+        if not logits or any(x.shape[:-1].numel() != math.prod(shape) for x in logits):
             raise UnsupportedError(
                 f"{type(module).__name__} has no router_logits of every token, of which the "
                 f"router's loss could be computed; set output_router_logits to False"
             )
         stacked = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
-        whole = self.whole(stacked, length, dim=2)
+        whole = self.whole(stacked, self.part.length, dim=2)
         output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def join_rows(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """After a head of which the model takes one row: those of the whole sequence."""
-        del module, args
-        return self.whole(output, self._ended().shape[1])
+        self._ended()
+        return self.whole(output, self.part.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
-        scaled = _replaced(x, x, self.factor) if x.is_floating_point() else x
-        return self.sharding.unshard(scaled, dim=dim).narrow(dim, 0, length)
+        x = _replaced(x, x, self.factor) if x.is_floating_point() else x
+        return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over the ranks, whose gradient is that of this rank's part."""
@@ -266,10 +249,10 @@ class ModelHooks:
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
         if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
-            wrapper = _averaging(module)
-            if wrapper:
+            found = _averaging(module)
+            if found:
                 raise ValueError(
-                    f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
+                    f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
                     f"gradients over its ranks: give reduction='mean'"
                 )
         return given
@@ -286,7 +269,7 @@ class ModelHooks:
             )
         return bool(asked)
 
-    def check_sum(self) -> None:
+    def check_reduction(self) -> None:
         """Refuse to sum gradients that are multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ring.size > 1:
             raise ValueError(
@@ -304,16 +287,11 @@ class ModelHooks:
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
     for part in model.modules():
-        for hook in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
-            owner = getattr(hook, "__self__", None)
+        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
+            owner = getattr(function, "__self__", None)
             if isinstance(owner, ModelHooks):
                 return owner
     return None
-
-
-def _reads_items(module: nn.Module) -> bool:
-    """Whether the loss divides by ``num_items_in_batch``; others take the mean, whatever it is."""
-    return "loss_function" in names_in_forward(type(unwrapped(module)))
 
 
 def _averaging(module: nn.Module) -> str | None:
@@ -333,10 +311,10 @@ def _one_weight(module: nn.Module) -> float:
     weights = [x for x in module.parameters() if x.requires_grad]
     if not module.training or not torch.is_grad_enabled() or not weights:
         return 0.0
-    smallest = min(weights, key=Tensor.numel)
-    if isinstance(smallest, DTensor):
+    weight = min(weights, key=Tensor.numel)
+    if isinstance(weight, DTensor):
         return 0.0
-    total = smallest.detach().double().sum().item()
+    total = weight.detach().double().sum().item()
     return total if math.isfinite(total) else 0.0
 
 

@@ -43,7 +43,15 @@ class Sealed:
         raise SealedError(cls._words)
 
 
-class ShiftedLabels(Sealed):
+class AnyDevice(Sealed):
+    """What is the same on any device and in any dtype, for models that move it."""
+
+    def to(self, *_: object, **__: object) -> Self:
+        """Itself."""
+        return self
+
+
+class ShiftedLabels(AnyDevice):
     """In place of ``labels``, where ``shift_labels`` hold them."""
 
     _words = (
@@ -51,10 +59,6 @@ class ShiftedLabels(Sealed):
         "reads labels would shift them again, within each rank's part. Models whose loss reads "
         "shift_labels work; for others compute the loss from logits and shift_labels"
     )
-
-    def to(self, *_: object, **__: object) -> Self:
-        """Itself, on any device."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +118,9 @@ class UnshiftedLabels(Sealed):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
         """This rank's part of a cross entropy; refuse what else torch would do with them."""
-        del types
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise SealedError(cls._words)
         given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}

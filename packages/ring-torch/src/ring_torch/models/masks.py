@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_torch.models.labels import Sealed, SealedError
+from ring_torch.models.labels import AnyDevice, Sealed, SealedError
 from ring_torch.sharding import Sharding
 
 
@@ -45,17 +45,14 @@ class ShardedMask(Sealed):
     gathers: bool = False
     first: tuple[int, ...] = ()
 
+    ndim = 2  # of a mask [B, T_local]
+
     _words = (
         "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
         "can only be read by ring attention: give the model attn_implementation="
         "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
         "attention, recurrent or convolutional layers, router losses), and needs whole sequences"
     )
-
-    @property
-    def ndim(self) -> int:
-        """Of a mask ``[B, T_local]``."""
-        return 2
 
     def __eq__(self, other: object) -> Any:
         """Yes to whether all is 1, of recurrent layers that are given the mask elsewhere."""
@@ -102,11 +99,16 @@ class ShardedMask(Sealed):
 
 
 @dataclass(frozen=True, eq=False)
-class CrossMask(Sealed):
-    """In place of ``encoder_attention_mask``: queries of one sequence, keys of another."""
+class CrossMask(AnyDevice):
+    """In place of ``encoder_attention_mask``: queries of one sequence, keys of another.
+
+    Its ids are moved where they are used.
+    """
 
     queries: ShardedMask
     keys: ShardedMask
+
+    ndim = 2  # of a mask of keys, [B, T_local]
 
     _words = ShardedMask._words  # noqa: SLF001 - of the same module
 
@@ -114,12 +116,3 @@ class CrossMask(Sealed):
     def shape(self) -> tuple[int, int]:
         """Of a mask of keys, ``[B, T_local]``."""
         return self.keys.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of a mask ``[B, T_local]``."""
-        return 2
-
-    def to(self, *_: object, **__: object) -> CrossMask:
-        """Itself: its ids are moved where they are used."""
-        return self

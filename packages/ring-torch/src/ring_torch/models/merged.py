@@ -7,8 +7,8 @@ the embeddings that it holds, so that their sum over ranks counts each once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.batch import shard_batch
-from ring_torch.models.check import ModelReport
+from ring_torch.models.batch import shard_batch, tokens_of
+from ring_torch.models.check import ModelReport, takes_embeddings
 from ring_torch.models.code import by_name, parameters_of
 from ring_torch.models.documents import STATED
 from ring_torch.models.labels import Sealed
@@ -68,8 +68,8 @@ class Merged:
             UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
         """
         given = {name: x for name, x in given.items() if x is not None}
-        if unknown := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
-            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(unknown)}")
+        if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
+            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
         text = {name: given[name] for name in _TEXT if name in given}
         positions = text.get("position_ids")
         if isinstance(positions, Tensor) and positions.ndim == _ROWS:
@@ -79,12 +79,9 @@ class Merged:
         mask = text.get("attention_mask")
         if isinstance(mask, Tensor) and int(mask.max()) > 1:
             raise UnsupportedError("attention_mask that numbers documents, beside images")
-        tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
         others = {name: x for name, x in given.items() if name not in text}
         shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
-        if "recurrent" in report.hooks:
-            shard["attention_mask"] = replace(shard["attention_mask"], gathers=True)
-        self.part.hold(shard, tokens.shape[1], mask)
+        self.part.hold(shard, given)
         self.part.is_whole = True
         kept = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
         return kept | {name: shard[name] for name in _LABELS if name in shard}
@@ -99,12 +96,11 @@ class Merged:
             UnsupportedError: It is given what cannot be split.
         """
         part = self.part
-        if not part.is_whole or part.mask is None:
+        if not part.is_whole:
             return args, kwargs
         part.is_whole = False
         given = by_name(module, args, kwargs)
-        tokens = given.get("inputs_embeds")
-        tokens = given.get("input_ids") if tokens is None else tokens
+        tokens = tokens_of(given)
         shape = (part.mask.shape[0], part.length)
         if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
             raise UnsupportedError(
@@ -119,8 +115,7 @@ class Merged:
 
     def _split(self, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
         """This rank's part of one argument."""
-        kept = name in _LABELS or isinstance(x, bool | int | float | str | Sealed)
-        if x is None or kept:
+        if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
             return x
         if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
             return None  # the part's own
@@ -137,9 +132,7 @@ class Merged:
 
     def _along(self, x: Tensor, dim: int) -> Tensor:
         mask = self.part.mask
-        assert mask is not None
-        more = mask.seq_len - x.shape[dim]
-        padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more))
+        padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, mask.seq_len - x.shape[dim]))
         return mask.sharding.shard(padded, dim=dim)
 
     def _rows(self, rows: Tensor, visual: Tensor) -> Tensor:
@@ -149,10 +142,10 @@ class Merged:
         return rows[self._along(numbers, 1)[self._along(visual, 1)].to(rows.device)]
 
 
-def text_model(model: Any, takes: Callable[[nn.Module], bool]) -> nn.Module | None:
+def text_model(model: Any) -> nn.Module | None:
     """The part that is given embeddings, of a model of more than text."""
     if not getattr(model.config, "sub_configs", None) or not hasattr(model, "get_decoder"):
         return None
     decoder = model.get_decoder()
     is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
-    return decoder if is_part and takes(decoder) else None
+    return decoder if is_part and takes_embeddings(decoder) else None

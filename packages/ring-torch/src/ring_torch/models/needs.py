@@ -18,27 +18,26 @@ from ring_torch.models.written import (
 )
 
 
-def hooks_needed(
+def hooks_for(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
-) -> Iterator[str]:
+) -> tuple[str, ...]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
-    if is_pair(model):
-        yield "encoder-decoder"
-    if any(map(written_form, modules)):
-        yield "attention"
-    if any(map(makes_bias, modules)):
-        yield "bias"
-    if any((form := written_form(x)) is not None and form.slopes for x in modules):
-        yield "alibi"
+    forms = [form for x in modules if (form := written_form(x)) is not None]
     takes = any("position_ids" in parameters_of(type(x)) for x in modules if makes_masks(type(x)))
-    counts = is_pair(model) and any(map(counts_positions, modules))
-    if (not takes and any(map(makes_positions, modules))) or counts:
-        yield "positions"
-    if any(map(is_recurrent, modules)):
-        yield "recurrent"
-    if "chunked_attention" in layers and any(map(makes_chunks, modules)):
-        yield "chunks"
+    hooks = {
+        "encoder-decoder": is_pair(model),
+        "attention": bool(forms),
+        "bias": any(map(makes_bias, modules)),
+        "alibi": any(form.slopes for form in forms),
+        "positions": (
+            (not takes and any(map(makes_positions, modules)))
+            or (is_pair(model) and any(map(counts_positions, modules)))
+        ),
+        "recurrent": any(map(is_recurrent, modules)),
+        "chunks": "chunked_attention" in layers and any(map(makes_chunks, modules)),
+    }
+    return tuple(name for name, is_needed in hooks.items() if is_needed)
 
 
 def is_pair(model: Any) -> bool:
@@ -69,7 +68,7 @@ def of_pair(model: Any) -> Iterator[str]:
     own = sorted({
         type(x).__name__
         for x in model.modules()
-        if "Attention" in type(x).__name__ and not any(map(attends, x.modules()))
+        if "Attention" in type(x).__name__ and not any(map(has_attention, x.modules()))
     })  # fmt: skip
     if own:
         yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
@@ -94,17 +93,16 @@ def has_written_attention(model: nn.Module) -> bool:
     return any(map(written_form, model.modules()))
 
 
-def attends(module: nn.Module) -> bool:
+def has_attention(module: nn.Module) -> bool:
     """Whether its attention is one that a ring can compute."""
-    written = written_form(module) is not None
-    return written or uses_global(type(module), "AttentionInterface")
+    return written_form(module) is not None or uses_global(type(module), "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:
     """Whether its code calls mask functions of transformers."""
-    return any(map(is_mask_maker, names_in(cls)))
+    return any(map(is_mask_function, names_in(cls)))
 
 
-def is_mask_maker(name: str) -> bool:
+def is_mask_function(name: str) -> bool:
     """Whether a name is one of those."""
     return name.startswith("create_") and "mask" in name

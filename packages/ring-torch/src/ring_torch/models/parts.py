@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.batch import shard_batch
+from ring_torch.models.batch import shard_batch, tokens_of
 from ring_torch.models.check import ModelReport
 from ring_torch.models.code import by_name, parameters_of
 from ring_torch.models.masks import CrossMask, ShardedMask
@@ -27,35 +27,33 @@ _TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
 _KEPT = ("return_dict", "output_hidden_states", "use_cache")
 
 
-@dataclass
 class Part:
-    """One sequence of a model, of the batch that it has now."""
+    """One sequence of a model, of the batch that :meth:`hold` was given last."""
 
-    mask: ShardedMask | None = None
-    length: int = 0
-    position_ids: Tensor | None = None  # [B, T_local]
-    is_whole: bool = False  # it is split within the model, and was not yet
-    whole_mask: Tensor | None = None  # [B, T] of 0 and 1; none where all are 1
+    mask: ShardedMask
+    length: int
+    position_ids: Tensor  # [B, T_local]
+    whole_mask: Tensor | None  # [B, T] of 0 and 1; none where all are 1
+    is_whole = False  # it is split within the model, and was not yet
 
     def __deepcopy__(self, _: object) -> Part:
         """Itself, as the hooks that fill it: a copy of the model belongs to the same ranks."""
         return self
 
-    def hold(self, shard: Mapping[str, Any], length: int, mask: Tensor | None = None) -> None:
-        """Take a batch that was split, of ``length`` tokens a row, and its whole mask."""
-        self.mask, self.length = shard["attention_mask"], length
-        self.position_ids = shard["position_ids"]
+    def hold(self, shard: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+        """Take this rank's part of a batch, and what is needed of the whole one."""
+        self.mask, self.position_ids = shard["attention_mask"], shard["position_ids"]
+        self.length = tokens_of(batch).shape[1]
+        mask = batch.get("attention_mask")
         self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
 
     def positions(self) -> Tensor:
         """Positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
-        assert self.mask is not None and self.position_ids is not None
         at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
         return at.where(at < self.length, 0)
 
     def counted_positions(self, *_: object, **__: object) -> Tensor:
         """In place of positions that are counted among tokens: ``[B, T_local]``."""
-        assert self.position_ids is not None
         return self.position_ids
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -63,11 +61,9 @@ class Part:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Before a layer that mixes tokens one after another: the whole sequence."""
-        assert self.mask is not None
         given = by_name(module, args, kwargs)
         name = next(iter(given))
-        whole = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length)
-        given[name] = whole.contiguous()
+        given[name] = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length).contiguous()
         if "attention_mask" in parameters_of(type(module)):
             given["attention_mask"] = self.whole_mask
         if isinstance(given.get("position_ids"), Tensor):
@@ -76,14 +72,12 @@ class Part:
         return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def scatter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """After it: this rank's part of what it made.
 
         Raises:
             UnsupportedError: It made something else than one row of each token.
         """
-        del args
-        assert self.mask is not None
         first = output[0] if isinstance(output, tuple) else output
         if first.shape[:2] != (self.mask.shape[0], self.length):
             raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
@@ -138,10 +132,10 @@ class Pair:
             given["decoder_input_ids"] = _shifted(model, given["labels"])
         report = replace(report, shifts_labels=False)
         known = {*_SOURCE, *_TARGET, *_KEPT}
-        if unknown := sorted(given.keys() - known):
+        if more := sorted(given.keys() - known):
             raise UnsupportedError(
                 f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
-                f"alone, and this one has {', '.join(unknown)}"
+                f"alone, and this one has {', '.join(more)}"
             )
         parts = []
         source_seed = None if dropout_seed is None else dropout_seed ^ 1
@@ -150,21 +144,16 @@ class Pair:
         ):  # fmt: skip
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
-            shard = shard_batch(sharding, batch, report, seed, weight, keeps_ids=True)
-            part.hold(
-                shard, batch["inputs_embeds" if "inputs_embeds" in batch else "input_ids"].shape[1]
-            )
+            shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
+            part.hold(shard, batch)
             parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
-        kept = {name: given[name] for name in _KEPT if name in given}
-        return {**kept, **parts[0], **parts[1]}
+        return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def cross(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the decoder: whose keys its cross attention sees."""
-        del module
-        assert self.source.mask is not None and self.target.mask is not None
         mask = CrossMask(self.target.mask, self.source.mask)
         return args, {**kwargs, "encoder_attention_mask": mask}
 
@@ -188,9 +177,9 @@ def _shifted(model: Any, labels: Tensor) -> Tensor:
 
 def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
-    finds = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
+    found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if not finds or padding is None or "input_ids" not in batch or "attention_mask" in batch:
+    if not found or padding is None or "input_ids" not in batch or "attention_mask" in batch:
         return
     if bool((batch["input_ids"] == padding).any()):
         raise ValueError(

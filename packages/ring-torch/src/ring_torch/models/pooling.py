@@ -19,7 +19,7 @@ _POOLED = {
     "text_embeds": "text_embeds",
     "logits_per_text": "logits_per_text",
 }
-_POOLED_CLASSES = (
+_POOLED_TYPES = (
     "SequenceClassifier",
     "NextSentencePredictor",
     "MultipleChoice",
@@ -45,23 +45,23 @@ def pooling_of(model: Any) -> str | None:
     own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
     if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
         return None
-    for output in _outputs(model):
-        if any(word in output.__name__ for word in _POOLED_CLASSES):
+    for output in _output_types(model):
+        if any(word in output.__name__ for word in _POOLED_TYPES):
             return str(output.__name__)
-        for field in fields(output):
-            if field.name in _POOLED and getattr(model, "pooler", model) is not None:
-                return _POOLED[field.name]
+        for each in fields(output):
+            if each.name in _POOLED and getattr(model, "pooler", model) is not None:
+                return _POOLED[each.name]
     return None
 
 
-def _outputs(model: Any) -> list[Any]:
+def _output_types(model: Any) -> list[Any]:
     """Classes of outputs that ``forward`` is annotated with."""
     function = forward_of(type(model))
     try:
-        hint = typing.get_type_hints(function).get("return")
+        kind = typing.get_type_hints(function).get("return")
     except (NameError, TypeError, AttributeError):
         return []
-    return [x for x in (hint, *typing.get_args(hint)) if isinstance(x, type) and is_dataclass(x)]
+    return [x for x in (kind, *typing.get_args(kind)) if isinstance(x, type) and is_dataclass(x)]
 
 
 def pooled_words(model: Any, pooling: str) -> str:

@@ -91,5 +91,5 @@ def counts_positions(module: nn.Module) -> bool:
 
 def makes_bias(module: nn.Module) -> bool:
     """Whether it makes a bias of relative positions, as T5 does, of as many queries as it sees."""
-    method = getattr(type(module), "compute_bias", None)
-    return method is not None and "past_seen_tokens" in inspect.signature(method).parameters
+    function = getattr(type(module), "compute_bias", None)
+    return function is not None and "past_seen_tokens" in inspect.signature(function).parameters

@@ -55,14 +55,14 @@ class RemoteQueries:
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
         for piece in range(HELP_PIECES):
-            shipment, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
-            shipment.transfer.wait()
+            chunk, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
+            chunk.transfer.wait()
             self._next_chunk = self._send_queries()
-            results = [(item.out_rank, compute(item, x)) for item, x in shipment.arriving]
-            self.collect()
+            results = [(item.out_rank, compute(item, x)) for item, x in chunk.arriving]
+            self.finish()
             self._return_results(step, piece, results)
 
-    def collect(self) -> None:
+    def finish(self) -> None:
         """Wait for results sent home, and add each in its place."""
         for transfer, expected in self._in_flight:
             transfer.wait()
@@ -72,14 +72,14 @@ class RemoteQueries:
 
     def _send_queries(self) -> QueryChunk:
         """Start sending the next piece that others compute, and receiving the next one to do."""
-        following = next(self._ahead, None)
-        if following is None:
+        found = next(self._ahead, None)
+        if found is None:
             return QueryChunk(DONE, [])
-        step, piece = following
+        step, piece = found
         ring, program = self.call.ring, self.call.program
-        helper = ring.ahead(program.steps[step].shift)
+        peer = ring.ahead(program.steps[step].shift)
         helped = _piece(program.remote_items(ring.rank, step), piece)
-        sends = [(x.contiguous(), helper) for item in helped for x in self.take(item.q_slice)]
+        sends = [(x.contiguous(), peer) for item in helped for x in self.take(item.q_slice)]
         others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
         arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
@@ -90,12 +90,12 @@ class RemoteQueries:
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own."""
         ring, program = self.call.ring, self.call.program
-        helper = ring.ahead(program.steps[step].shift)
+        peer = ring.ahead(program.steps[step].shift)
         helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
         expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
         transfer = ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],
-            [(x, helper) for _, tensors in expected for x in tensors],
+            [(x, peer) for _, tensors in expected for x in tensors],
         )
         self._in_flight.append((transfer, expected))
 
@@ -117,14 +117,10 @@ def rows_tensors(rows: QueryBlock) -> list[Tensor]:
 
 def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
     """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
-    rest = iter(tensors)
-    q = next(rest)
-    segments = None if like.segments is None else next(rest)
-    bias = None if like.bias is None else next(rest)
-    index, position, _ = call.positions(item.q_rank)
-    part = item.q_slice
-    return QueryBlock(
-        q, None if index is None else index[part], None if position is None else position[part],
-        segments, bias,
-        like.slopes,
-    )  # fmt: skip
+    q, *rest = tensors
+    segments = None if like.segments is None else rest.pop(0)
+    bias = None if like.bias is None else rest.pop(0)
+    index, position, _ = [
+        None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
+    ]
+    return QueryBlock(q, index, position, segments, bias, like.slopes)

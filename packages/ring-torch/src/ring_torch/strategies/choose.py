@@ -100,25 +100,19 @@ def _memory_refusals(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> 
 def _symm_mem_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
     if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
         return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
-    return list(ask_peers(ring)) if probe else list(_known(ring) or ())
+    return list(peer_refusals(ring, probe=probe) or ())
 
 
-def ask_peers(ring: Ranks) -> tuple[str, ...]:
-    """Why ranks cannot copy out of each other's memory; they talk about it once a group."""
+def peer_refusals(ring: Ranks, *, probe: bool) -> tuple[str, ...] | None:
+    """Why ranks cannot copy out of each other's memory; they talk about it once a group.
+
+    ``None`` if they have not talked yet and, without ``probe``, shall not.
+    """
     if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
         return ()
-    from ring_torch.transports.symm_buffer import symm_buffer_of
+    from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
 
-    return symm_buffer_of(ring).refusals
-
-
-def _known(ring: Ranks) -> tuple[str, ...] | None:
-    """The same, or ``None`` if they have not talked yet."""
-    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
-        return ()
-    from ring_torch.transports.symm_buffer import known_buffer
-
-    found = known_buffer(ring)
+    found = symm_buffer_of(ring) if probe else known_buffer(ring)
     return None if found is None else found.refusals
 
 
@@ -128,11 +122,10 @@ def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:
     lines = [f"strategy {call.strategy.name}, transport {call.transport}"]
     if ring.size == 1:
         return f"{lines[0]} (one rank: nothing travels)"
-    if call.transport == "symm_mem" and _known(ring) is None:
+    if call.transport == "symm_mem" and peer_refusals(ring, probe=False) is None:
         lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
     if call.transport != "symm_mem":
         reasons = [*gather_refusals(plan), *_symm_mem_refusals(ring, call.device, probe=False)]
         reasons = reasons or _memory_refusals(plan, *widths)
-        why = "; ".join(reasons) or "another one was named"
-        lines.append(f"  not gather over symm_mem: {why}")
+        lines.append(f"  not gather over symm_mem: {'; '.join(reasons) or 'another one was named'}")
     return "\n".join(lines)

@@ -23,11 +23,11 @@ from ring_torch.records import (
     BackwardInputs,
     Grads,
     Inputs,
-    ItemGrads,
     KeyBlock,
     QueryBlock,
     QueryGrads,
     head_group,
+    unseen_state,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
@@ -47,14 +47,15 @@ class Gather:
         groups = self.groups.forward
         session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
-        rows, whole = call.rows(inputs), _unseen(call, gather, inputs)
+        covered = gather.num_rows == inputs.q.shape[1]
+        whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
+        rows = call.rows(inputs)
         results: list[AttentionState] = []
         gathered: list[Tensor] = []
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = gathered_columns(call, gather, keys, arriving.tensors)
-            in_place = _in_place(call, gather, inputs, n, groups)
-            part = rows.share(n, groups), columns, in_place
+            part = rows.share(n, groups), columns, _in_place(call, gather, inputs, n, groups)
             results.append(_attend(call, *part, gather, arriving, whole.share(n, groups)))
             arriving.wait(None)
         if len(results) == 1:
@@ -78,7 +79,10 @@ class Gather:
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        row_grads = QueryGrads(_dq(call, gather, rows), _dbias(call, rows))
+        dbias = None
+        if rows.bias is not None and call.params.bias_grad:
+            dbias = torch.zeros_like(rows.bias, dtype=call.acc_dtype)
+        row_grads = QueryGrads(_dq(call, gather, rows), dbias)
         shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (
             torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
@@ -233,15 +237,16 @@ def _finish_own_grads(
         for one in own:
             places_at_home = sums.parts(home, keys.length, one.source)
             add_staged(places_at_home, [sums.parts(grads, length, one.target)])
-        grads, own, length = home, [_all(keys)], keys.length
+        every = slice(0, keys.length)
+        grads, own, length = home, [Fetch(-1, every, every)], keys.length
 
     def where(source: slice) -> slice:
         one = next(x for x in own if x.source.start <= source.start < x.source.stop)
         by = one.target.start - one.source.start
         return slice(source.start + by, source.stop + by)
 
-    for returning in in_flight:
-        returning.add_to(grads, length, where)
+    for pending in in_flight:
+        pending.add_to(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
         into = places[0][:, one.source], places[1][:, one.source]
@@ -250,11 +255,6 @@ def _finish_own_grads(
         else:
             for place, x in zip(into, mine, strict=True):
                 place.copy_(x)
-
-
-def _all(keys: KVPayload) -> Fetch:
-    """All of a rank's own keys, where they are."""
-    return Fetch(-1, slice(0, keys.length), slice(0, keys.length))
 
 
 def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
@@ -272,13 +272,7 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
 
-def _dbias(call: Call, rows: QueryBlock) -> Tensor | None:
-    if rows.bias is None or not call.params.bias_grad:
-        return None
-    return torch.zeros_like(rows.bias, dtype=call.acc_dtype)
-
-
-def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
+def _put_rows(result: Grads, into: QueryGrads) -> None:
     """Put the gradients of an item's rows in their places, unless they are there."""
     if result.dq.data_ptr() != into.dq.data_ptr():
         into.dq.copy_(result.dq)
@@ -287,7 +281,7 @@ def _put_rows(result: ItemGrads, into: QueryGrads) -> None:
 
 
 def _put_columns(
-    result: ItemGrads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
+    result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
     """Put the gradients of an item's columns in their places, and add them where there are some."""
     edges = [item.k_start, *(edge for one in fresh for edge in (one.start, one.stop)), item.k_stop]
@@ -308,14 +302,3 @@ def _in_place(
         return []
     own = call.columns(call.ring.rank, keys_of(inputs.share(n, groups)))
     return [(own, item) for item in gather.in_place]
-
-
-def _unseen(call: Call, gather: GatherProgram, inputs: Inputs) -> AttentionState:
-    """Room for all rows, of which those that no item covers see nothing."""
-    batch, length, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = torch.empty(batch, heads, length, dtype=call.acc_dtype, device=out.device)
-    if gather.num_rows < length:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    return AttentionState(out, lse)

@@ -67,7 +67,12 @@ class Ring:
         )
 
         def attend_remote(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
-            return _attend_for(call, item, helped_rows(call, item, rows, tensors), own, inputs)
+            theirs = helped_rows(call, item, rows, tensors)
+            result = empty_state(theirs.q, inputs.v.shape[3])
+            if theirs.q.shape[0] > 0:
+                keys = own.take(item.k_slice)
+                call.kernel.attend_into(theirs, keys, item, call.params, result)
+            return result
 
         for stage in program.forward:
             transfer = DONE
@@ -77,7 +82,7 @@ class Ring:
                     [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
                 )
             _attend(call, rows, columns, own, stage.step, into)
-            remote.collect()
+            remote.finish()
             if stage.helps:
                 remote.help(stage.step, attend_remote)
             transfer.wait()
@@ -87,7 +92,7 @@ class Ring:
                 columns = call.columns(
                     ring.behind(program.steps[stage.step + 1].shift), packing.views(kv)
                 )
-        remote.collect()
+        remote.finish()
         return into, () if kv is None else (kv,)
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
@@ -117,7 +122,7 @@ class Ring:
                     [(kv, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
                 )
             _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, key_grads)
-            remote.collect()
+            remote.finish()
             if stage.helps:
                 remote.help(stage.step, differentiate_remote)
             key_grads.hop(stage.grad_hop, home=program.steps[stage.step].shift == 0)
@@ -128,7 +133,7 @@ class Ring:
                 columns = call.columns(
                     ring.behind(program.steps[stage.step - 1].shift), packing.views(kv)
                 )
-        remote.collect()
+        remote.finish()
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
@@ -149,16 +154,6 @@ def _attend(
             call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
 
 
-def _attend_for(
-    call: Call, item: WorkItem, rows: QueryBlock, own: KeyBlock, inputs: Inputs
-) -> AttentionState:
-    """Run an item for another rank's queries, over this rank's own keys."""
-    result = empty_state(rows.q, inputs.v.shape[3])
-    if rows.q.shape[0] > 0:
-        call.kernel.attend_into(rows, own.take(item.k_slice), item, call.params, result)
-    return result
-
-
 class RotatingKeyGrads:
     """dK/dV: those of this rank's own keys, and those of the keys it holds for now.
 
@@ -168,44 +163,34 @@ class RotatingKeyGrads:
     def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call = call
         self._packing = packing
-        self._home: Tensor | None = None
-        self._current: Tensor | None = None
+        self._sums: dict[bool, Tensor] = {}  # by whether they are of the own keys
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
         """Accumulators of the own keys, or of the kv ones; zero when first asked for."""
-        buffer = self._home if home else self._current
-        if buffer is None:
-            buffer = self._packing.buffer(self._call.device).zero_()
-            if home:
-                self._home = buffer
-            else:
-                self._current = buffer
-        dk, dv = self._packing.views(buffer)
-        return KeyGrads(dk, dv)
+        if home not in self._sums:
+            self._sums[home] = self._packing.buffer(self._call.device).zero_()
+        return KeyGrads(*self._packing.views(self._sums[home]))
 
     def hop(self, hop: int | None, *, home: bool) -> None:
         """Add what arrived to what was computed, and start key_grads the sum on."""
         self._transfer.wait()
-        computed, arrived = self._home if home else self._current, self._arriving
-        if computed is None or arrived is None:
-            total = computed if arrived is None else arrived
-        else:
+        total, arrived = self._sums.pop(home, None), self._arriving
+        self._arriving, self._transfer = None, DONE
+        if total is None:
+            total = arrived
+        elif arrived is not None:
             acc_dtype = self._call.acc_dtype
-            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
-            total = computed
-        self._current, self._arriving, self._transfer = None, None, DONE
-        if home:
-            self._home = total
+            total.view(acc_dtype).add_(arrived.view(acc_dtype))
+        if home and total is not None:
+            self._sums[home] = total
         if hop is None:
             return
-        leaving = self._packing.buffer(self._call.device).zero_() if total is None else total
+        sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         ring = self._call.ring
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = ring.start(
-            [(leaving, ring.ahead(hop))], [(self._arriving, ring.behind(hop))]
-        )
+        self._transfer = ring.start([(sent, ring.ahead(hop))], [(self._arriving, ring.behind(hop))])
 
 
 def _remote_backward(
@@ -217,10 +202,12 @@ def _remote_backward(
     def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
         theirs = helped_rows(call, item, rows, tensors)
         grads = zero_row_grads(call, theirs)
-        sent = tensors[len(rows_tensors(rows)) :]
-        delta = sent[3] if len(sent) > 3 else None
-        given = BackwardInputs(sent[0], sent[1], sent[2], delta)
-        _differentiate_for(call, item, theirs, own, given, grads, key_grads)
+        if theirs.q.shape[0] > 0:
+            dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
+            given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
+            part = theirs, own.take(item.k_slice), given
+            column_grads = key_grads.grads(home=True).take(item.k_slice)
+            call.kernel.grads_into(*part, item, call.params, grads, column_grads)
         return _row_grad_tensors(grads)
 
     def add(part: slice, tensors: list[Tensor]) -> None:
@@ -255,23 +242,6 @@ def _differentiate(
             call.kernel.grads_into(
                 *part, item, call.params, row_grads.take(item.q_slice), column_grads
             )
-
-
-def _differentiate_for(
-    call: Call,
-    item: WorkItem,
-    rows: QueryBlock,
-    own: KeyBlock,
-    upstream: BackwardInputs,
-    row_grads: QueryGrads,
-    key_grads: RotatingKeyGrads,
-) -> None:
-    """Run an item for another rank's queries, over this rank's own keys."""
-    if rows.q.shape[0] > 0:
-        column_grads = key_grads.grads(home=True).take(item.k_slice)
-        call.kernel.grads_into(
-            rows, own.take(item.k_slice), upstream, item, call.params, row_grads, column_grads
-        )
 
 
 def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:

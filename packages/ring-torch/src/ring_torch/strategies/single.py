@@ -11,7 +11,7 @@ from ring_core import Plan, StrategyName, WorkItem
 from ring_torch.call import Call, Saved, Shapes
 from ring_torch.kernels.api import Kernel
 from ring_torch.payload import keys_of
-from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, unseen_state
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,15 @@ class Single:
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider; nothing is saved."""
         rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
-        item, whole = self.item, _empty(call, inputs, self.item)
+        item = self.item
+        covered = item.q_stop - item.q_start == inputs.q.shape[1]
+        whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
         place, part = whole.take(item.q_slice), rows.take(item.q_slice)
         params = call.params
         if inputs.sinks is not None:
             params = replace(params, sinks=folded(inputs.sinks, torch.float32))
         result = call.kernel.attend(part, columns.take(item.k_slice), item, params, place)
-        if _is_whole(item, inputs):
+        if covered:
             return result, ()
         whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
         for mine, found in zip(whole.take(item.q_slice), result, strict=True):
@@ -43,9 +45,10 @@ class Single:
                 mine.copy_(found)
         return whole, ()
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
+    ) -> Grads:
         """The gradients in the inputs' dtype or wider."""
-        del saved
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
@@ -86,22 +89,6 @@ def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     """Sinks ``[H]`` or ``[H, n]`` as one a head."""
     sinks = sinks.to(dtype)
     return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
-
-
-def _is_whole(item: WorkItem, inputs: Inputs) -> bool:
-    """Whether all rows see something."""
-    return item.q_stop - item.q_start == inputs.q.shape[1]
-
-
-def _empty(call: Call, inputs: Inputs, item: WorkItem) -> AttentionState:
-    """Room for all rows, of which those that the launch leaves out see nothing."""
-    batch, length, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(batch, length, heads, inputs.v.shape[3])
-    lse = torch.empty(batch, heads, length, dtype=call.acc_dtype, device=call.device)
-    if not _is_whole(item, inputs):
-        out.zero_()
-        lse.fill_(-torch.inf)
-    return AttentionState(out, lse)
 
 
 def _whole(part: Tensor, like: Tensor, span: slice, *, dim: int) -> Tensor:

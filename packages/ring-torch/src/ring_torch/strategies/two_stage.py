@@ -50,9 +50,10 @@ class TwoStageGather:
         arriving.wait(None)
         return into, ()
 
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
+    ) -> Grads:
         """The gradients in the accumulators' dtype."""
-        del saved
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
         plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
         gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
@@ -72,11 +73,11 @@ class TwoStageGather:
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        returning = session.return_grads(gather, sums, others, 0, overlapped=True)
+        pending = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, rank):
             own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-        returning.add_to(home, keys.length, lambda source: source)
+        pending.add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:

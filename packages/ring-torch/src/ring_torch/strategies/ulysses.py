@@ -19,9 +19,8 @@ from torch import Tensor
 from ring_core import Plan, StrategyName
 from ring_torch.call import Call, Saved, Shapes
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.finalize import attend
 
@@ -53,10 +52,10 @@ class Ulysses:
         """The gradients in the inputs' dtype: each is whole before it travels."""
         agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
         q, k, v, out, lse = saved
-        travels = [upstream.dout]
+        sent = [upstream.dout]
         if upstream.delta is not None:
-            travels.append(upstream.delta.transpose(1, 2))
-        dout, *rest = self._to_heads(call, travels, [False] * len(travels))
+            sent.append(upstream.delta.transpose(1, 2))
+        dout, *rest = self._to_heads(call, sent, [False] * len(sent))
         delta = rest[0].transpose(1, 2).contiguous() if rest else None
         sinks, slopes = _own(call.ring, inputs)
         found = self.inner.strategy.backward(

@@ -52,13 +52,13 @@ def bench(
             return checks, ()
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
             every = (
-                cast("TimedRound", partial(_slowest, pool, setting, transport, check))
+                cast("TimedRound", partial(_longest_round, pool, setting, transport, check))
                 for pool, check in ((alone, 0), (ranks, 0), (ranks, 1))
             )
             return checks, timings(*every, work_fraction=1 / setting.ranks, seconds=seconds)
 
 
-def _slowest(
+def _longest_round(
     pool: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
 ) -> tuple[float, float]:
     """Seconds of a round on the slowest rank."""
@@ -92,8 +92,8 @@ def time_round(
             attend(q, k, v)
 
     def both() -> None:
-        leaves: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
-        torch.autograd.grad(attend(*leaves), leaves, dout)
+        inputs: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attend(*inputs), inputs, dout)
 
     with tripwire.check(check):
         return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)

@@ -92,8 +92,7 @@ def _bench(args: argparse.Namespace) -> int:
     where = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
     facts = {"versions": versions(), "setting": asdict(setting), "where": where}
     rows = [
-        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-        for timing in found
+        asdict(one) | {"efficiency": one.efficiency, "check_cost": one.check_cost} for one in found
     ]
     text = bench.shown(setting, where, found)
     print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)

@@ -115,13 +115,13 @@ def versions() -> dict[str, str]:
     found = doctor.versions(LIBRARIES, ("ring-core", "ring-torch"))
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
-    built_with = {
+    of_torch = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
         "cuDNN": cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
         "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
-    return found | {name: has for name, has in built_with.items() if has}
+    return found | {name: has for name, has in of_torch.items() if has}
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
@@ -168,10 +168,9 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     can = kernel.capabilities
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
-    dtype = getattr(torch, name)
-    inputs = [torch.as_tensor(x).to(where, dtype) for x in doctor.inputs_for(1, 64)]
+    inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
     ours = partial(ring_attention, causal=True, kernel=can.name)
-    yield from _judged(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+    yield from _compared(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
 
 
 def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
@@ -184,8 +183,7 @@ def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]
     )
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in ways:
-            way = replace(setting, strategy=strategy)
-            yield from ring_checks(ranks, way, transport, cuda=cuda)
+            yield from ring_checks(ranks, replace(setting, strategy=strategy), transport, cuda=cuda)
 
 
 def ring_checks(
@@ -201,7 +199,7 @@ def ring_checks(
         return results
 
     where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
-    yield from _judged(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
+    yield from _compared(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
@@ -209,15 +207,15 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
     cp = ContextParallel(layout=setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     dtype = getattr(torch, setting.dtype)
-    shards = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    inputs = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
     ours = partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *shards)]
+    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *inputs)]
 
 
-def _judged(
+def _compared(
     name: str,
     where: str,
     inputs: Sequence[Tensor],
@@ -233,8 +231,7 @@ def _judged(
         return
     example = doctor.example_of([_array(x) for x in inputs], mask)
     plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
-    eps = torch.finfo(inputs[0].dtype).eps
-    yield from doctor.compared(name, where, example, found, plain, eps)
+    yield from doctor.compared(name, where, example, found, plain, torch.finfo(inputs[0].dtype).eps)
 
 
 def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -254,9 +251,9 @@ def _out_and_grads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
 def shown(found: Diagnosis) -> str:
@@ -267,14 +264,14 @@ def shown(found: Diagnosis) -> str:
         reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
         major, minor = gpu.capability
         lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
-    for title, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
-        lines += ["", f"{title}, {_ORDER[title]}"]
+    for words, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
+        lines += ["", f"{words}, {_ORDER[words]}"]
         for one in reports:
             devices = ", ".join(one.devices) or "any"
             state = "available" if one.available else f"no: {one.why}"
             lines.append(f"  {one.name:16}{devices:8}{state}")
-    title = "kernels on one device, then a ring of two processes, causal,"
-    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
+    words = "kernels on one device, then a ring of two processes, causal,"
+    return "\n".join(lines + doctor.shown_checks(words, found.checks, healthy=found.healthy))
 
 
 _ORDER = {

@@ -35,7 +35,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 LIBRARIES = ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "CUDA", "cuDNN")
 
 _CAP, _DROPOUT, _DOCUMENT = 20.0, 0.1, 1500
-_SHARP = 3.0  # what queries are multiplied by where scores have to be large for the cap to matter
+_SCALE = 3.0  # what queries are multiplied by where scores have to be large for the cap to matter
 _STRIPE, _FIRST = 512, 64  # of the predicate
 _TURN, _MOST_CALLS = 0.02, 20  # a turn takes so many seconds, unless these are more calls
 
@@ -118,14 +118,13 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     runs: dict[str, Runs] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
     exact = _runs(sizes, "eager", short, acc_dtype, device).both()
-    allowed = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
+    limits = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
     for name in _names(device):
         try:
             errors = _errors(_runs(sizes, name, short, dtype, device).both(), exact)
-            for what, error, limit in zip(RESULTS, errors, allowed, strict=True):
+            for what, error, limit in zip(RESULTS, errors, limits, strict=True):
                 if not error <= limit:
-                    told = f"{what} errs by {error:.1e}, more than {limit:.1e}"
-                    raise ArithmeticError(told)  # noqa: TRY301
+                    raise ArithmeticError(f"{what} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
             found = _runs(sizes, name, length, dtype, device)
             for run in found:
                 run()
@@ -168,8 +167,8 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
 
     q, k, v, dout, options = _given(sizes, length, acc_dtype, device)
     at = torch.arange(length, device=device)
-    shared = sizes.heads[0] // sizes.heads[1]
-    products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(shared, dim=2))
+    group = sizes.heads[0] // sizes.heads[1]
+    products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, dim=2))
     products.register_hook(rounded)
     scores = products * sizes.dims[0] ** -0.5
     if "softcap" in options:
@@ -188,9 +187,8 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
         kept = dropout_keep(_DROPOUT, seed, range(len(q)), sizes.heads[0], at, at)
         weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
-    out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(shared, dim=2))
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    return [rounded(x.detach()) for x in (out, *grads)]
+    out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(group, dim=2))
+    return [rounded(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
 def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> Runs:
@@ -215,13 +213,13 @@ def _given(
     """``(q, k, v, dout, options)``: the same numbers in any dtype, rounded to what is timed."""
     made = torch.Generator(device).manual_seed(length)
 
-    def random(*shape: int, sharpness: float = 1.0) -> Tensor:
-        x = sharpness * torch.randn(shape, generator=made, device=device)
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        x = scale * torch.randn(shape, generator=made, device=device)
         return x.to(DTYPES[device][0]).to(dtype)
 
     (heads, kv_heads), (dim, v_dim) = sizes.heads, sizes.dims
-    sharpness = _SHARP if sizes.option == "softcap" else 1.0
-    q = random(1, length, heads, dim, sharpness=sharpness).requires_grad_()
+    scale = _SCALE if sizes.option == "softcap" else 1.0
+    q = random(1, length, heads, dim, scale=scale).requires_grad_()
     k, v = (random(1, length, kv_heads, n).requires_grad_() for n in (dim, v_dim))
     dout = random(1, length, heads, v_dim)
     options = {"mask": _mask(sizes.option, length), **_option(sizes, length, device)}
@@ -249,13 +247,13 @@ def _option(sizes: Sizes, length: int, device: str) -> dict[str, Any]:
 
 def _mask(option: Option, length: int) -> Mask:
     if option == "predicate":
-        return Mask(predicate=_striped)
+        return Mask(predicate=_predicate)
     if option == "documents":
         return Mask(causal=True, cu_seqlens=(*range(0, length, _document(length)), length))
     return Mask(causal=True, window=(length // 4, 0) if option == "window" else None)
 
 
-def _striped(i: Any, j: Any) -> Any:
+def _predicate(i: Any, j: Any) -> Any:
     """A window, and the first keys of each stripe."""
     return (i >= j) & ((i - j < _STRIPE) | (j % _STRIPE < _FIRST))
 
@@ -267,11 +265,11 @@ def _document(length: int) -> int:
 def _in_turns(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     """The median of each, in milliseconds."""
     calls = [max(1, min(_MOST_CALLS, int(_TURN / _seconds(run, 1, device)))) for run in runs]
-    took: list[list[float]] = [[] for _ in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
     for n in range(ROUNDS):
         for at in ((n + m) % len(runs) for m in range(len(runs))):  # another first each time
-            took[at].append(_seconds(runs[at], calls[at], device))
-    return [float(f"{1e3 * statistics.median(each):.4g}") for each in took]
+            seconds[at].append(_seconds(runs[at], calls[at], device))
+    return [float(f"{1e3 * statistics.median(each):.4g}") for each in seconds]
 
 
 def _seconds(run: Callable[[], object], calls: int, device: str) -> float:

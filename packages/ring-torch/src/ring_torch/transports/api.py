@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -57,14 +59,12 @@ class GatherSession(Protocol):
     @property
     def spec(self) -> SessionSpec:
         """What it was opened with."""
-        ...
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Start fetching into new tensors like a :attr:`KVPayload.message` of ``gather.length``.
 
         What comes for each group; all are to be taken, each before the kernels that need it.
         """
-        ...
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
@@ -73,7 +73,6 @@ class GatherSession(Protocol):
 
         Full of zeros if ``zero``, else of anything.
         """
-        ...
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
@@ -84,7 +83,6 @@ class GatherSession(Protocol):
         All of them, or those that :meth:`ring_core.GatherProgram.is_early`, or then the others.
         ``overlapped`` says that kernels go on meanwhile, and are not to be held up.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
 
 
-def staging(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
+def room_for(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
     """Room for the sums that come home of what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
@@ -157,3 +155,30 @@ def add_staged(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> No
         else:
             for part in parts:
                 place.add_(part)
+
+
+# Who counts what is read out of the peers' memory, by copies and by kernels.
+_count: ContextVar[Callable[[int], None] | None] = ContextVar("count", default=None)
+
+
+@contextmanager
+def counted_by(count: Callable[[int], None]) -> Iterator[None]:
+    """Call ``count`` with the bytes of each tensor that is read inside."""
+    token = _count.set(count)
+    try:
+        yield
+    finally:
+        _count.reset(token)
+
+
+def is_counted() -> bool:
+    """Whether anybody counts."""
+    return _count.get() is not None
+
+
+def note_reads(tensors: Iterable[Tensor]) -> None:
+    """Said where tensors are read from peers, of their sizes."""
+    count = _count.get()
+    if count is not None:
+        for x in tensors:
+            count(x.nbytes)

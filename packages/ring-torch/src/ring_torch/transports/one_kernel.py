@@ -28,14 +28,21 @@ from ring_torch.comm.symmetric_memory import SymmetricMemory
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
-from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, Where, requests_to
-from ring_torch.transports.peer_reads import is_counted, note_reads
+from ring_torch.transports.api import (
+    PendingGrads,
+    PendingKV,
+    SessionSpec,
+    Where,
+    is_counted,
+    note_reads,
+    requests_to,
+)
 
 if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place
 
 
-_SMALL = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
+_MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 _MOST_RANKS = 32
 _HEADER = 1024  # bytes, enough for so many
 _FIRST = 2  # where in a header the number of the exchange stands
@@ -53,7 +60,7 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
     """
     longest = longest_gather(plan)
     size = keys.size(longest.length)
-    fits = 0 < size <= _SMALL and plan.cp_size <= _MOST_RANKS and groups == 1
+    fits = 0 < size <= _MOST_BYTES and plan.cp_size <= _MOST_RANKS and groups == 1
     plain = keys.dtype != torch.float64 and not keys.segments
     aligned = keys.width * keys.dtype.itemsize % 16 == 0
     runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
@@ -81,20 +88,18 @@ class ExchangeState:
             self._place = self._new_place()
         if is_capturing():
             self._kept.append(self._place)
-        self._follow()
+        self._wait_last()
         return self._place
 
-    def _follow(self) -> None:
+    def _wait_last(self) -> None:
         """Let the current stream wait for the last pass, if that was on another."""
-        device = torch.cuda.current_device()
+        before, device = self._stream, torch.cuda.current_device()
         handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
-        same = self._stream is not None and self._stream.cuda_stream == handle
-        if same or is_capturing():
+        if (before is not None and before.cuda_stream == handle) or is_capturing():
             return
-        stream = torch.cuda.current_stream()
-        if self._stream is not None:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream = torch.cuda.current_stream()
+        if before is not None:
+            self._stream.wait_stream(before)
 
     def _new_place(self) -> Place:
         from ring_torch.transports.exchange_kernel import Place
@@ -127,8 +132,7 @@ def _programs(device: torch.device) -> int:
     They wait for other ranks. If they held all processors, a kernel of NCCL on another stream might
     wait for one here, its peer keep those that the programs there need, and nobody get on.
     """
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count // 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
 def meeting_of(ring: Ranks) -> ExchangeState:
@@ -201,7 +205,7 @@ class OneKernel:
         from ring_torch.transports.exchange_kernel import reduce_from_peers
 
         requests = requests_to(self.spec, own=gather.own)
-        spans = _apart([one for _, one in requests])
+        spans = _cut_spans([one for _, one in requests])
         starts = [where(span).start for span in spans]
         parts = max(self.spec.ranks.size - 1, 1)
         pairs = list(zip(spans, starts, strict=True))
@@ -285,7 +289,7 @@ def _arrived(fetches: int | None) -> None:
     """Nothing to wait for: the kernel is on the stream of those that read what it fetched."""
 
 
-def _apart(fetches: Sequence[Fetch]) -> list[slice]:
+def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
     """What is fetched of a rank's keys, in slices that no fetch cuts."""
     edges = sorted({edge for one in fetches for edge in (one.source.start, one.source.stop)})
     return [

@@ -22,8 +22,8 @@ from ring_torch.transports.api import (
     Where,
     add_staged,
     requests_to,
+    room_for,
     some_fetches,
-    staging,
 )
 
 
@@ -64,7 +64,7 @@ class Messages:
             if one.rank != ring.rank
             for x in tensors
         ]
-        receives = [(_landing(place), peer) for place, peer in places]
+        receives = [(x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in places]
         staged = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
         pending = [(ring.start(sends, receives), staged)]
 
@@ -84,9 +84,9 @@ class Messages:
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[Tensor]:
         """New ones."""
-        spec, make = self.spec, torch.zeros if zero else torch.empty
+        spec, new = self.spec, torch.zeros if zero else torch.empty
         size = sums.numel(gather.length)
-        return [make(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
+        return [new(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
@@ -102,7 +102,7 @@ class Messages:
             for part in sums.parts(grads, gather.length, one.target)
         ]
         requests = requests_to(self.spec, own=gather.own, early=early)
-        staged = [staging(sums, grads, one) for _, one in requests]
+        staged = [room_for(sums, grads, one) for _, one in requests]
         receives = [
             (part, peer)
             for (peer, _), parts in zip(requests, staged, strict=True)
@@ -116,8 +116,3 @@ class Messages:
                 add_staged(sums.parts(total, length, where(one.source)), [came])
 
         return PendingGrads(add_to)
-
-
-def _landing(place: Tensor) -> Tensor:
-    """Where a message arrives: in its place if that is contiguous."""
-    return place if place.is_contiguous() else torch.empty_like(place)

@@ -26,12 +26,12 @@ from ring_torch.transports.api import (
     SessionSpec,
     Where,
     add_staged,
+    note_reads,
     requests_to,
+    room_for,
     spans_of,
-    staging,
 )
 from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-from ring_torch.transports.peer_reads import note_reads
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
 
 Event = torch.cuda.Event
@@ -74,26 +74,25 @@ class PeerCopies:
             window.stream.wait_event(ready)
             window.wait_reusable()
             for n, span in product(every, spans):
-                places = [x[:, span] for x in own[n]]
-                keys.write(places, inputs.share(n, groups), span)
+                keys.write([x[:, span] for x in own[n]], inputs.share(n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
-        begun: list[PendingKV] = []
+        pending: list[PendingKV] = []
         copied: list[Done] = []
         for n in every:
             with on_stream(main):
                 here = None if in_window else (inputs, ready)
-                done = self._pull(gather, n, tensors[n], met, here)
+                done = self._fetch_group(gather, n, tensors[n], met, here)
                 copied += done
                 if n + 1 == groups:
                     window.release(_last(copied))
-            begun.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
+            pending.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
             if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
-                yield begun[n - 1]
-        yield begun[-1]
+                yield pending[n - 1]
+        yield pending[-1]
         window.join(main)
 
-    def _pull(
+    def _fetch_group(
         self, gather: GatherProgram, group: int, tensors: list[Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
@@ -104,10 +103,10 @@ class PeerCopies:
             places = [x[:, one.target] for x in tensors]
             if here is not None and one.rank == self.spec.ranks.rank:
                 inputs, ready = here
-                stream = window.copying(one.rank, after=ready)
+                stream = window.stream_for(one.rank, after=ready)
                 keys.write(places, inputs, one.source)
             else:
-                stream = window.copying(one.rank, after=met)
+                stream = window.stream_for(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
                 note_reads(places if one.rank != self.spec.ranks.rank else ())
                 for place, source in zip(places, theirs, strict=True):
@@ -139,12 +138,11 @@ class PeerCopies:
         theirs = []
         for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
-            flat = self._grads_of(peer, group, sums, length)
-            theirs.append(sums.parts(flat, length, one.target))
+            theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
         for parts in theirs:
             note_reads(parts)
         copied = overlapped or not has_triton()
-        staged = [staging(sums, grads, one) for _, one in requests] if copied else theirs
+        staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
         first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
@@ -155,7 +153,7 @@ class PeerCopies:
             home = [(window.stream, window.stream.record_event())]
             if copied:
                 for (peer, _), places, parts in zip(requests, staged, theirs, strict=True):
-                    stream = window.copying(peer, after=met)
+                    stream = window.stream_for(peer, after=met)
                     for place, part in zip(places, parts, strict=True):
                         copy(place, part)
                     home.append((stream, stream.record_event()))
@@ -172,9 +170,9 @@ class PeerCopies:
             for span, all_parts in came.items():
                 add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
             if last and not copied:
-                added = main.record_event()
+                done = main.record_event()
                 with on_stream(main):
-                    window.release([added])
+                    window.release([done])
                 window.join(main)
 
         return PendingGrads(add_to)
@@ -224,7 +222,7 @@ def _last(done: Sequence[Done]) -> list[Event]:
     return list(dict(done).values())
 
 
-_MOST_PITCH = (1 << 31) - 1  # bytes from row to row that an engine steps over
+_MOST_STRIDE = (1 << 31) - 1  # bytes from row to row that an engine steps over
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -235,25 +233,25 @@ def copy(target: Tensor, source: Tensor) -> None:
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source)
         return
-    pitches = [x.stride(0) * x.itemsize for x in (target, source)]
-    runtime = _runtime()
-    if runtime is None or max(pitches) > _MOST_PITCH:
+    strides = [x.stride(0) * x.itemsize for x in (target, source)]
+    module = _cuda()
+    if module is None or max(strides) > _MOST_STRIDE:
         for to, x in zip(target.unbind(), source.unbind(), strict=True):
             to.copy_(x)
         return
     width = target[0].numel() * target.itemsize
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    kind = module.cudaMemcpyKind.cudaMemcpyDeviceToDevice
     stream = torch.cuda.current_stream(target.device).cuda_stream
-    (error,) = runtime.cudaMemcpy2DAsync(
-        target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, target.shape[0], kind,
+    (error,) = module.cudaMemcpy2DAsync(
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0], kind,
         stream,
     )  # fmt: skip
-    if error != runtime.cudaError_t.cudaSuccess:
+    if error != module.cudaError_t.cudaSuccess:
         raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
 
 
 @cache
-def _runtime() -> ModuleType | None:
+def _cuda() -> ModuleType | None:
     """NVIDIA's bindings of the CUDA runtime, if there are any."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return None

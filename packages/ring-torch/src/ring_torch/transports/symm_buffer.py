@@ -74,8 +74,7 @@ class SymmBuffer:
         self.device = device = torch.cuda.current_device()
         places = [Place(*x) for x in self._gathered(here(device))]
         reaches = [int(_reaches(device, other, places[self.ring.rank])) for other in places]
-        pairs = self._gathered(reaches)
-        self.refusals = tuple(refusals(places, pairs))
+        self.refusals = tuple(refusals(places, self._gathered(reaches)))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
         self.memory = SymmetricMemory(self.ring, _HEADER)
@@ -116,7 +115,7 @@ class SymmBuffer:
         met: torch.cuda.Event = self.stream.record_event()
         return met
 
-    def copying(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
+    def stream_for(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
         """Go on on the stream for copies from a rank, once something has happened on another."""
         stream = self.near if rank == self.ring.rank else self.far
         stream.wait_event(after)
@@ -172,10 +171,10 @@ class Place(NamedTuple):
 def here(device: int) -> Place:
     """The place of this process."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(_number(_boot()), _number(gpu), device)
+    return Place(_number(_host()), _number(gpu), device)
 
 
-def _boot() -> str:
+def _host() -> str:
     """What tells this host's running system from any other."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -203,13 +202,13 @@ def refusals(places: Sequence[Place], reaches: Sequence[Sequence[int]]) -> Itera
         places: Each rank's.
         reaches: For each rank, whether it reaches the memory of each.
     """
-    overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    overlapped = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len({place.host for place in places}) > 1:
         yield "the ranks are on several hosts"
         return
     if len({place.gpu for place in places}) < len(places):
         yield "several ranks share a GPU"
-    elif len({place.ordinal for place in places}) < len(places) and not overlapping:
+    elif len({place.ordinal for place in places}) < len(places) and not overlapped:
         yield (
             "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
             "for one GPU: let each process see all GPUs, or set "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_core.base.arguments import known
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import KernelParams
 
@@ -63,8 +64,8 @@ class SampledQueries(NamedTuple):
     def take(self, part: slice) -> SampledQueries:
         """The same for a slice of the queries."""
         bias = None if self.bias is None else self.bias[:, part]
-        q, indices, position, ids, _, dout = (None if x is None else x[part] for x in self)
-        assert q is not None and indices is not None and position is not None
+        ids, dout = (None if x is None else x[part] for x in (self.ids, self.dout))
+        q, indices, position = (x[part] for x in self[:3])
         return SampledQueries(q, indices, position, ids, bias, dout)
 
 
@@ -105,9 +106,8 @@ class Partial(NamedTuple):
 def merged(parts: Sequence[Partial]) -> Partial:
     """Means over the keys of all parts."""
     lse = torch.logsumexp(torch.stack([x.lse for x in parts]), dim=0)
-    means = sum(_weight(x.lse, lse).unsqueeze(-1) * x.means for x in parts)
-    assert isinstance(means, Tensor)
-    return Partial(lse, means)
+    means = torch.stack([_weight(x.lse, lse).unsqueeze(-1) * x.means for x in parts])
+    return Partial(lse, means.sum(dim=0))
 
 
 def query_means(
@@ -149,49 +149,35 @@ def key_sums(
     """
     m, heads, dim = keys.k.shape
     shape = (m, heads, dim + keys.v.shape[2] + 1)
-    totals = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
+    sums = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
     assert queries.dout is not None
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
         some = queries.take(i)
         part = ForwardResults(*(None if x is None else x[i] for x in results))  # type: ignore[arg-type]
         visible = _visible(rule.params, some, keys)
-        for total, precision in zip(totals, precisions, strict=True):
+        for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
-    return totals
-
-
-class _Operands(NamedTuple):
-    """As they are multiplied: zero where nobody here sees them or they see nobody."""
-
-    q: Tensor  # [n, K, G, D]
-    dout: Tensor | None  # [n, K, G, Dv]
-    k: Tensor  # [m, K, D]
-    v: Tensor  # [m, K, Dv]
-
-
-class _Scores(NamedTuple):
-    """Scores and what belongs to them, ``[K, G, n, m]`` or broadcast to it."""
-
-    x: Tensor  # after cap, bias and ALiBi
-    slope: Tensor  # derivative of the soft cap
-    keep: Tensor  # dropout's factor
+    return sums
 
 
 def _scores(
     rule: Rule,
     queries: SampledQueries,
     keys: SampledKeys,
-    operands: _Operands,
+    q: Tensor,
+    k: Tensor,
     precision: Precision,
-) -> _Scores:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores ``[K, G, n, m]`` of ``q [n, K, G, D]`` and ``k [m, K, D]``, after cap, bias and ALiBi.
+
+    Beside them, so or broadcast to it, the derivative of the soft cap and dropout's factor.
+    """
     params, acc_dtype = rule.params, precision.acc_dtype
-    q, k = operands.q, operands.k
     if precision.reverse:
         q, k = q.flip(-1), k.flip(-1)
     x = torch.einsum("nkgd,mkd->kgnm", q, k) * params.scale
     by_group = x.shape[:2]
-    one = torch.ones((), dtype=acc_dtype, device=x.device)
-    slope, keep = one, one
+    slope = keep = torch.ones((), dtype=acc_dtype, device=x.device)
     if params.softcap is not None:
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
@@ -206,7 +192,7 @@ def _scores(
             params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
         )
         keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
-    return _Scores(x, slope, keep)
+    return x, slope, keep
 
 
 def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
@@ -238,9 +224,8 @@ def _means_of_block(
     visible: Tensor,
     precision: Precision,
 ) -> Partial:
-    operands = _operands(visible, queries, keys, precision.acc_dtype)
-    _, dout, k, v = operands
-    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    q, dout, k, v = _operands(visible, queries, keys, precision.acc_dtype)
+    x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
     top = x.amax(dim=-1, keepdim=True)
     weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -249,8 +234,7 @@ def _means_of_block(
     p = weights / total.masked_fill(total == 0, 1.0)
 
     def mean(weights: Tensor, of: Tensor) -> Tensor:
-        rows: Tensor = torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of)
-        return rows.flatten(1, 2)
+        return torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of).flatten(1, 2)
 
     if dout is None:
         return Partial(lse, mean(p * keep, v))
@@ -268,16 +252,14 @@ def _sums_of_block(
     precision: Precision,
 ) -> Tensor:
     acc_dtype = precision.acc_dtype
-    operands = _operands(visible, queries, keys, acc_dtype)
-    q, dout, _, v = operands
+    q, dout, k, v = _operands(visible, queries, keys, acc_dtype)
     assert dout is not None and queries.dout is not None
-    x, slope, keep = _scores(rule, queries, keys, operands, precision)
+    x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     by_group = x.shape[:2]
 
     def column(rows: Tensor) -> Tensor:
         """``[n, H]`` as ``[K, G, n, 1]``."""
-        grouped: Tensor = rows.to(acc_dtype).t().unflatten(0, by_group).unsqueeze(-1)
-        return grouped
+        return rows.to(acc_dtype).t().reshape(*by_group, -1, 1)
 
     delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
     delta = delta if results.dlse is None else delta - results.dlse.double()
@@ -292,18 +274,21 @@ def _sums_of_block(
 
 def _operands(
     visible: Tensor, queries: SampledQueries, keys: SampledKeys, acc_dtype: torch.dtype
-) -> _Operands:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """As they are multiplied, in groups: zero where nobody here sees them or they see nobody.
+
+    ``q [n, K, G, D]``, ``dout [n, K, G, Dv]``, ``k [m, K, D]``, ``v [m, K, Dv]``.
+    """
     heads = keys.k.shape[1]
     by_group = (heads, queries.q.shape[1] // max(heads, 1))
-    somewhere = visible.any(dim=0)
-    sees, seen = (somewhere.any(dim=x)[:, None, None] for x in (1, 0))
+    shown = visible.any(dim=0)
+    q_seen, k_seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (
-        None if x is None else torch.where(sees, x, 0).to(acc_dtype).unflatten(1, by_group)
+        None if x is None else torch.where(q_seen, x, 0).to(acc_dtype).unflatten(1, by_group)
         for x in (queries.q, queries.dout)
     )
-    k, v = (torch.where(seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
-    assert q is not None
-    return _Operands(q, dout, k, v)
+    k, v = (torch.where(k_seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
+    return known(q), dout, k, v
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core.tripwire import Kind, SampledRows, sampled
 from ring_torch.call import Call
-from ring_torch.comm.exchange import exchange
+from ring_torch.comm.ranks import exchange
 from ring_torch.records import BackwardInputs, Inputs
 from ring_torch.strategies.single import folded
 from ring_torch.tripwire.dense import (
@@ -59,12 +59,7 @@ class Sample(NamedTuple):
 
     def own(self, kind: Kind) -> Tensor:
         """Local indices of this rank's."""
-        return torch.as_tensor(self._picked(kind, self.call.ring.rank), device=self.call.device)
-
-    def out_and_lse(self) -> tuple[Partial, Partial]:
-        """The results of this rank's queries: exact, and by a plain implementation."""
-        exact, plain = self._means(None)
-        return exact, plain
+        return torch.as_tensor(self._sampled(kind, self.call.ring.rank), device=self.call.device)
 
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's queries: exact, and by a plain implementation."""
@@ -74,7 +69,7 @@ class Sample(NamedTuple):
         # Who keeps ``out`` only, takes delta from what was rounded.
         rounded = (dout * out).sum(dim=-1, keepdim=True)
         found = []
-        for part, known in zip(self._means(upstream.dout), (None, rounded), strict=True):
+        for part, known in zip(self.means(upstream.dout), (None, rounded), strict=True):
             delta, second, third = part.means.double().split([1, *2 * [self.inputs.q.shape[3]]], -1)
             delta = (delta if known is None else known) - shift
             found.append(self.call.params.scale * (second - delta * third))
@@ -109,8 +104,11 @@ class Sample(NamedTuple):
         assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
         return exact, plain
 
-    def _means(self, dout: Tensor | None) -> tuple[Partial, Partial]:
-        """Of this rank's queries over all keys, sinks among these: exact, and plain."""
+    def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
+        """Of this rank's queries over all keys, sinks among these: exact, and plain.
+
+        They are results, or with ``dout`` what gradients are made of.
+        """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         rows = self.own("queries")
         parts = [[inputs.q[b, rows]] * ring.size]
@@ -146,14 +144,13 @@ class Sample(NamedTuple):
         """The exact numbers', and a plain implementation's."""
         return EXACT, plain_precision(self.call.dtype)
 
-    def _picked(self, kind: Kind, rank: int) -> Ints:
+    def _sampled(self, kind: Kind, rank: int) -> Ints:
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
         return sampled(kind, self.call.checked, rank, layout.local_len)
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
         """Of all ranks' samples, one rank's after the other."""
-        ranks = range(self.call.ring.size)
-        every = [positions(rank)[self._picked(kind, rank)] for rank in ranks]
+        every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ring.size)]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
@@ -164,11 +161,10 @@ class Sample(NamedTuple):
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is None:
                 continue
-            token = int(self._picked(kind, self.call.ring.rank)[worst.row])
-            at = [self.batch, token, worst.head, worst.dim]
-            if name == "lse":
-                at = [self.batch, worst.head, token]
-            found.append(worst.describe(name, ", ".join(map(str, at)), self._shape(name)))
+            token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
+            at = [worst.head, token] if name == "lse" else [token, worst.head, worst.dim]
+            text = ", ".join(map(str, (self.batch, *at)))
+            found.append(worst.describe(name, text, self._shape(name)))
         return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -188,9 +184,12 @@ class Sample(NamedTuple):
             return None
         lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(words) if text)
         return (
-            f"call {call.checked} ({what}) is wrong. {lines}. {_described(call)}. Every rank of the "
-            f"group raises this. To find out more: python -m ring_torch doctor, and the same call with "
-            f"kernel='eager' and strategy='ring'"
+            f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
+            f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
+            f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+            f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
+            f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
+            f"strategy='ring'"
         )
 
 
@@ -210,17 +209,14 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
     if inputs.q.shape[0] == 0:
         return None
     sample = Sample.of(call, inputs)
-    rows, (exact, plain) = sample.own("queries"), sample.out_and_lse()
+    rows, (exact, plain) = sample.own("queries"), sample.means()
     size = _largest(inputs.v).expand(len(rows))
     results = {"out": (out[sample.batch, rows], exact.means, plain.means.to(call.dtype), size)}
     if call.params.needs_lse:
-        lse = lse[sample.batch, :, rows].t().unsqueeze(-1)
-        results["lse"] = (
-            lse,
-            exact.lse.unsqueeze(-1),
-            plain.lse.unsqueeze(-1),
-            torch.ones(len(rows)),
+        lse, exact_lse, plain_lse = (
+            x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
+        results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows))
     found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
     return sample.agree(found, "forward")
 
@@ -251,17 +247,17 @@ def backward_faults(
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    size = abs(call.params.scale) * lengths * _largest(k) * _longest(v)
+    size = abs(call.params.scale) * lengths * _largest(k) * _largest(v, 2)
     size = size * digits[:, rows].amax(dim=0)
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    dout_size, dim = _longest(upstream.dout), k.shape[3]
+    dout_size, dim = _largest(upstream.dout, 2), k.shape[3]
     sizes = {
         "dk": (
             dk,
             slice(dim),
-            abs(call.params.scale) * weights * dout_size * _longest(v) * _largest(q),
+            abs(call.params.scale) * weights * dout_size * _largest(v, 2) * _largest(q),
         ),
         "dv": (dv, slice(dim, -1), weights * dout_size),
     }
@@ -274,25 +270,8 @@ def backward_faults(
     return sample.agree(found, "backward")
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest number's size, of finite vectors of the last dimension."""
-    return _norm(x, torch.inf)
-
-
-def _longest(x: Tensor) -> Tensor:
-    """The largest length of a finite vector of the last dimension."""
-    return _norm(x, 2)
-
-
-def _norm(x: Tensor, order: float) -> Tensor:
+def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
+    """The largest norm of finite vectors of the last dimension: of numbers, or (2) lengths."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
     return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()
-
-
-def _described(call: Call) -> str:
-    return (
-        f"Kernel {call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
-        f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
-        f"{call.plan.mask.describe()!r}, {call.ring.size} ranks"
-    )

@@ -18,7 +18,7 @@ from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.head_groups import ONE_GROUP
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
-from ring_torch.transports.peer_reads import counting
+from ring_torch.transports.api import counted_by
 
 _SEND = "c10d::send"  # all that strategies send are messages
 
@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
     """Counts the bytes that are sent or read from peers inside, and takes the time.
 
     Messages are counted at torch's own operations; copies out of the peers' memory, which are none
-    of a process group, by :func:`ring_torch.transports.peer_reads.counting`.
+    of a process group, by :func:`ring_torch.transports.api.counted_by`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Watch(TorchDispatchMode):
         self.read = 0
         self._device = device
         self._marks: list[Any] = []
-        self._reads = counting(self._add_read)
+        self._reads = counted_by(self._add_read)
 
     def __enter__(self) -> Self:
         self._mark()
@@ -49,9 +49,8 @@ class Watch(TorchDispatchMode):
         self._reads.__exit__(None, None, None)
         self._mark()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what an operation sends, and run it."""
-        del types
         if func._schema.name == _SEND:  # noqa: SLF001 - its name
             self.sent += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
@@ -90,18 +89,19 @@ class Pass(NamedTuple):
         found = []
         call = self.call
         if call.ring.size > 1:
-            expected, moved, verb = _EXPECTED[call.strategy.name](self), seen.read, "reads"
+            expected, moved, word = _EXPECTED[call.strategy.name](self), seen.read, "reads"
             if call.transport == "p2p":
-                expected, moved, verb = HEADER_BYTES + expected, seen.sent, "sends"
+                expected, moved, word = HEADER_BYTES + expected, seen.sent, "sends"
             if moved != expected:
-                done = {"reads": "read from peers", "sends": "sent"}[verb]
-                found.append(f"{moved:,} bytes were {done}, and the program {verb} {expected:,}")
-        peak = peak_tflops(_device_name(call.device))
-        if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
+                done = {"reads": "read from peers", "sends": "sent"}[word]
+                found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
+        is_gpu = call.device.type == "cuda"
+        most = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
+        if most is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
-            if rate > peak:
+            if rate > most:
                 found.append(
-                    f"{rate:,.0f} TFLOP/s, and the device has {peak:,.0f}: work was left out"
+                    f"{rate:,.0f} TFLOP/s, and the device has {most:,.0f}: work was left out"
                 )
         return found
 
@@ -115,7 +115,9 @@ class Pass(NamedTuple):
             batch, _, heads, _ = x.q.shape
             numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
             size += (
-                batch * heads * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.acc_bytes)
+                batch
+                * heads
+                * (2 * x.v.shape[3] * x.q.element_size() + numbers * self.call.acc_dtype.itemsize)
             )
         return size
 
@@ -124,14 +126,9 @@ class Pass(NamedTuple):
         x = self.inputs
         batch, _, heads, dim = x.q.shape
         if self.forward:
-            return batch * heads * (x.v.shape[3] + 1) * self.acc_bytes
+            return batch * heads * (x.v.shape[3] + 1) * self.call.acc_dtype.itemsize
         bias = x.bias[:, :, :1].numel() if x.bias is not None and self.call.params.bias_grad else 0
-        return (batch * heads * dim + bias) * self.acc_bytes
-
-    @property
-    def acc_bytes(self) -> int:
-        """Bytes of an accumulator."""
-        return self.call.acc_dtype.itemsize
+        return (batch * heads * dim + bias) * self.call.acc_dtype.itemsize
 
     def _flops(self) -> float:
         """The visible pairs that this rank computes, in matmuls."""
@@ -171,12 +168,12 @@ def _gather(one: Pass) -> int:
         for x in gather_program(call.plan, peer).fetches
     ]
     asked = sum(n for peer, owner, n in fetches if owner == rank != peer)
-    had = sum(n for peer, owner, n in fetches if peer == rank != owner)
+    given = sum(n for peer, owner, n in fetches if peer == rank != owner)
     if call.transport == "symm_mem":
-        asked, had = had, asked
+        asked, given = given, asked
     total = keys.size(asked) if one.fetches else 0
     if not one.forward:
-        total += keys.batch * had * keys.width * one.acc_bytes
+        total += keys.batch * given * keys.width * call.acc_dtype.itemsize
     return parts * total
 
 
@@ -185,14 +182,10 @@ def _ulysses(one: Pass) -> int:
     call, (q, k, v) = one.call, one.inputs[:3]
     parts = call.ring.size
     batch, length, heads, _ = q.shape
-    per_head = {"q": q, "k": k, "v": v}
-    cut = {
-        name: ((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype)
-        for name, x in per_head.items()
-    }
+    qkv = [((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype) for x in (q, k, v)]
     out = ((batch, length, heads // parts, v.shape[3]), call.dtype)
     row = ((batch, length, heads // parts), call.acc_dtype)
-    qkv, delta = [cut["q"], cut["k"], cut["v"]], [row] if call.kernel.needs_delta else []
+    delta = [row] if call.kernel.needs_delta else []
     messages = (qkv, [out, row]) if one.forward else ([out, *delta], qkv)
     return (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
 
@@ -205,7 +198,3 @@ _EXPECTED: dict[str, Callable[[Pass], int]] = {
 
 def _rows(items: tuple[WorkItem, ...] | list[WorkItem]) -> int:
     return sum(x.q_stop - x.q_start for x in items)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -14,7 +14,13 @@ from ring_core import Capabilities, Request, RingProgram
 from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
-from ring_torch.kernels.flash_library import HeadDims, Options, Pass, rounded_up
+from ring_torch.kernels.flash_library import (
+    DOCUMENT_ARGUMENTS,
+    HeadDims,
+    Options,
+    Pass,
+    rounded_up,
+)
 from ring_torch.records import AttentionState
 
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
@@ -51,13 +57,13 @@ class Flash4:
         )  # fmt: skip
         if known in self._launches:
             launch, before, after = self._launches[known]
-            lse = place.lse if _writes_lse(q, v, options) else None
+            lse = place.lse if _has_lse(q, v, options) else None
             launch(
                 q.detach(), k.detach(), v.detach(), place.out, lse, *before, modded.sinks,
                 modded.launched_lists(q), modded.launched_numbers(), *after,
             )  # fmt: skip
         else:
-            with recorded(_interface()._flash_attn_fwd) as (calls,):
+            with recorded(_module()._flash_attn_fwd) as (calls,):
                 _forward(q, k, v, options, modded, place)
             ((launch, given),) = calls
             if len(self._launches) >= _MOST_LAUNCHES:
@@ -77,11 +83,11 @@ class Flash4:
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
         modded = Modded.of("backward", q, v, options)
-        dq, dk, dv = _interface()._flash_attn_bwd(
+        dq, dk, dv = _module()._flash_attn_bwd(
             q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
             score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
             block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-            deterministic=options.deterministic, **_common(options),
+            deterministic=options.deterministic, **_arguments(options),
         )  # fmt: skip
         if group > 1:
             dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
@@ -92,18 +98,18 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: AttentionState | None
 ) -> tuple[Tensor, Tensor]:
     """By the library's own way."""
-    needs_lse = place is None or _writes_lse(q, v, options)
+    needs_lse = place is None or _has_lse(q, v, options)
     where = {} if place is None else {"out": place.out, "lse": place.lse if needs_lse else None}
     q, k, v = q.detach(), k.detach(), v.detach()
-    out, lse, *_ = _interface()._flash_attn_fwd(
+    out, lse, *_ = _module()._flash_attn_fwd(
         q, k, v, return_lse=needs_lse, learnable_sink=modded.sinks, score_mod=modded.score_mod,
         mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-        **where, **_common(options),
+        **where, **_arguments(options),
     )  # fmt: skip
     return out, lse if place is None else place.lse
 
 
-def _writes_lse(q: Tensor, v: Tensor, options: Options) -> bool:
+def _has_lse(q: Tensor, v: Tensor, options: Options) -> bool:
     """Whether a launch writes an ``lse``, too, that nobody may need.
 
     Without one it is faster at unlike head dims, and slower at like ones.
@@ -111,38 +117,34 @@ def _writes_lse(q: Tensor, v: Tensor, options: Options) -> bool:
     return options.needs_lse or q.shape[-1] == v.shape[-1]
 
 
-def _common(options: Options) -> dict[str, Any]:
+def _arguments(options: Options) -> dict[str, Any]:
     left, right = options.window
-    given: dict[str, Any] = {
+    return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
-    if (documents := options.documents) is not None:
-        given |= {
-            "cu_seqlens_q": documents.cu_q, "cu_seqlens_k": documents.cu_k,
-            "max_seqlen_q": documents.max_q, "max_seqlen_k": documents.max_k,
-        }  # fmt: skip
-    return given
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """What it has on Hopper alone, and not together."""
-    listed = request.segment_ids or program.plan.mask.predicate is not None
+    with_lists = request.segment_ids or program.plan.mask.predicate is not None
     documents = program.item_counts.several_documents
     found = {
         "has segment_ids, predicates and alibi_slopes on Hopper only": (
-            (listed or request.alibi) and capability()[0] != 9
+            (with_lists or request.alibi) and capability()[0] != 9
         ),
         "has alibi_slopes with version 4.0.0b36 only, which counts rows in a way of its own": (
             request.alibi and request.grad and version("flash-attn-4") != _COUNTS_PACKED
         ),
-        "is not deterministic with segment_ids or a predicate": listed and request.deterministic,
+        "is not deterministic with segment_ids or a predicate": with_lists
+        and request.deterministic,
         "has no segment_ids together with documents": request.segment_ids and documents,
         "has no alibi_slopes together with documents": request.alibi and documents,
         "the partial tiles of this predicate take more than 64 MiB": (
             program.plan.blocks is not None and program.plan.blocks.tiles is None
         ),
     }
-    return tuple(reason for reason, holds in found.items() if holds)
+    return tuple(reason for reason, applies in found.items() if applies)
 
 
 def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
@@ -164,23 +166,23 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 
 
 @cache
-def _interface() -> Any:
+def _module() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
 @cache
 def _missing() -> str | None:
     try:
-        installed = version("flash-attn-4")
+        found = version("flash-attn-4")
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
-        interface = _interface()
+        module = _module()
     except ImportError as error:
-        return f"flash-attn-4 {installed} does not load: {error}"
-    if not hasattr(interface, "_bwd_postprocess_convert"):
+        return f"flash-attn-4 {found} does not load: {error}"
+    if not hasattr(module, "_bwd_postprocess_convert"):
         return (
-            f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
+            f"flash-attn-4 {found} is installed, but flash-attn 2.8 has put an older "
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
     if capability()[0] not in (9, 10, 11):

@@ -45,7 +45,7 @@ class HopperSplitBackward:
         """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
-        return fits and plain and _is_hopper(q.device) and _is_tiled(plan)
+        return fits and plain and _is_hopper(q.device) and _in_whole_tiles(plan)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -54,24 +54,25 @@ class HopperSplitBackward:
         """One launch."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
         batch, length, heads, dim = q.shape
-        causal, sides = _sides(item)
+        is_causal = item.window == (None, 0)  # which the compiled function takes beside a window
+        sides: Window = (None, None) if is_causal else item.window
         given = tuple(side is not None for side in sides)
-        compiled = _compiled(q.dtype, dim, heads // k.shape[2], causal, given)
+        compiled = _compiled(q.dtype, dim, heads // k.shape[2], is_causal, given)
         padded = -(-length // compiled.tile) * compiled.tile
         size = (batch, heads, padded * compiled.dim)
-        accumulator = torch.empty(size, dtype=torch.float32, device=q.device)
-        scratch = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-        delta, lse_log2 = scratch.unbind()
+        dq_sums = torch.empty(size, dtype=torch.float32, device=q.device)
+        room = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
+        delta, lse_log2 = room.unbind()
         compiled.prepare(
-            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, accumulator,
+            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, dq_sums,
             None, None, None, None, None, 1.0, None, None,
         )  # fmt: skip
         compiled.main(
-            q, k, v, dout, lse_log2, delta, accumulator,
+            q, k, v, dout, lse_log2, delta, dq_sums,
             *(x.flatten(2) for x in sums), params.scale, None, None, None, None, *sides,
             *compiled.rest,
         )  # fmt: skip
-        compiled.round_dq(accumulator, dq, params.scale, None, None, None, None)
+        compiled.round_dq(dq_sums, dq, params.scale, None, None, None, None)
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
@@ -88,11 +89,11 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _is_tiled(plan: Plan) -> bool:
+def _in_whole_tiles(plan: Plan) -> bool:
     """Whether all items begin and end at tiles of keys, and all that is fetched, on all ranks."""
-    gathers = [gather_program(plan, rank) for rank in range(plan.cp_size)]
-    items = [item for gather in gathers for item in (*gather.items, *gather.in_place)]
-    fetches = [one for gather in gathers for one in gather.fetches]
+    programs = [gather_program(plan, rank) for rank in range(plan.cp_size)]
+    items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
+    fetches = [one for gather in programs for one in gather.fetches]
     spans = [item.k_slice for item in items]
     spans += [span for one in fetches for span in (one.source, one.target)]
     return all(span.start % KEYS == span.stop % KEYS == 0 for span in spans) and all(
@@ -101,34 +102,29 @@ def _is_tiled(plan: Plan) -> bool:
     )
 
 
-def _sides(item: WorkItem) -> tuple[bool, Window]:
-    """Whether it is causal, and the window beside that, as the compiled function takes it."""
-    return (True, (None, None)) if item.window == (None, 0) else (False, item.window)
-
-
 @lru_cache(maxsize=32)
 def _compiled(
     dtype: torch.dtype, dim: int, group: int, causal: bool, given: tuple[bool, ...]
 ) -> Compiled:
     """Run the library once on small tensors, and keep what it compiled."""
-    library = import_module("flash_attn.cute.interface")
+    module = import_module("flash_attn.cute.interface")
     left, right = (64 if side else None for side in given)
     shape = (2, 512, 2 * group, dim)
     q, out, dout = (torch.zeros(shape, dtype=dtype, device="cuda") for _ in range(3))
     k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
     lse = torch.zeros(2, 2 * group, 512, device="cuda")
     functions = (
-        library._bwd_preprocess, library._flash_attn_bwd, library._bwd_postprocess_convert,
+        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert,
     )  # fmt: skip
     with recorded(*functions) as (before, main, after):
-        library._flash_attn_bwd(
+        module._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=1.0, causal=causal, window_size_left=left,
             window_size_right=right,
         )  # fmt: skip
     ((prepare, _),), ((launch, arguments),) = before, main
     (round_dq, _), (round_dkv, _), _ = after
     local = not causal and any(given)
-    tile = library._tile_size_bwd_sm90(dim, dim, causal, local).m_block_size
+    tile = module._tile_size_bwd_sm90(dim, dim, causal, local).m_block_size
     padded = arguments[6].shape[2] // (-(-512 // tile) * tile)
     return Compiled(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, tile, padded)
 

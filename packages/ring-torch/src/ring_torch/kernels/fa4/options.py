@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
+from ring_core.base.arguments import known
 from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
@@ -57,7 +58,7 @@ class Modded(NamedTuple):
         by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
         kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
         addresses = {name: x.data_ptr() for name, x in kept.items()}
-        numbers = functions.Numbers(**addresses, **_integers(mods, kept, rule))
+        numbers = functions.Numbers(**addresses, **_other_numbers(mods, kept, rule))
         found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
         if masked is None:
             return found
@@ -149,7 +150,7 @@ def _tensors(
     return found
 
 
-def _integers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     """The other numbers that the functions read."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
@@ -172,24 +173,23 @@ def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) ->
 
     block_k = int(_tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
     if direction == "forward" and mods.geometry is not None and mods.segments is None:
-        block_k = _fewest_keys(item, mods.geometry, block_k)
+        block_k = _least_keys(item, mods.geometry, block_k)
     size = _BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
     lists = block_lists(item, grid, mods.segments)
-    sparse = import_module("flash_attn.cute.block_sparsity")
-    return sparse.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+    module = import_module("flash_attn.cute.block_sparsity")
+    return module.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
 
 
 @lru_cache(maxsize=256)
-def _fewest_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
+def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
     """Keys of a block: the library's tile, or a smaller one that leaves less to compute.
 
     The library's forward takes either.
     """
 
     def cost(block_k: int) -> float:
-        grid = Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry)
-        kinds = kinds_on(item, grid)
+        kinds = kinds_on(item, Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry))
         full, partial = (int((kinds == kind).sum()) for kind in (FULL, PARTIAL))
         return (full + _PARTIAL_COST * partial) * block_k
 
@@ -204,16 +204,15 @@ def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
 
 def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
     """How the library's kernels for masks work on Hopper."""
-    library = import_module("flash_attn.cute.interface")
-    tiles = library._tile_size_fwd_sm90 if direction == "forward" else library._tile_size_bwd_sm90
+    module = import_module("flash_attn.cute.interface")
+    tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
     return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
 
 
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
-    assert geometry.tiles is not None
-    tiles = geometry.tiles[0]
+    tiles = known(geometry.tiles)[0]
     if by_columns:
         cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)
         tiles = np.packbits(cells, axis=2, bitorder="little")
@@ -227,8 +226,6 @@ def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Ten
 
     Blocks may reach two tiles beyond the rectangle.
     """
-    assert geometry.tiles is not None
     which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
-    return torch.as_tensor(
-        np.where(which < 0, len(geometry.tiles[0]) + 2 + which, which), device=device
-    )
+    count = len(known(geometry.tiles)[0])
+    return torch.as_tensor(np.where(which < 0, count + 2 + which, which), device=device)

@@ -16,18 +16,19 @@ from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
 from ring_torch.kernels.api import KernelBase
-from ring_torch.kernels.flash import capability
+from ring_torch.kernels.flash import capability, old_gpu_reason
 from ring_torch.kernels.triton.launch import Launch
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    ItemGrads,
+    Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
+    unseen_state,
 )
 
 
@@ -49,12 +50,10 @@ class TritonKernel(KernelBase):
             return "triton is not installed (torch for Linux brings it)"
         if torch.version.cuda is None:
             return "is for NVIDIA GPUs"
-        if capability()[0] < 8:
-            return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
-        return None
+        return old_gpu_reason()
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram
+        self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """What the settings of a call, or its predicate, ask of it that it cannot do here."""
         reasons = []
@@ -72,7 +71,7 @@ class TritonKernel(KernelBase):
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, in ``out`` if there is one."""
-        into = out or _empty(rows, columns)
+        into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
         Launch(rows, columns, item, params).fwd(into, fresh=True)
         return into
 
@@ -104,7 +103,7 @@ class TritonKernel(KernelBase):
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
-    ) -> ItemGrads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
         launch = Launch(rows, columns, item, params)
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
@@ -118,15 +117,7 @@ class TritonKernel(KernelBase):
         if rows.bias is not None and params.bias_grad:
             dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
             launch.bwd_dbias(upstream, dbias)
-        return ItemGrads(dq, dk, dv, dbias)
-
-
-def _empty(rows: QueryBlock, columns: KeyBlock) -> AttentionState:
-    """Room for the result of an item alone."""
-    batch, length, heads, _ = rows.q.shape
-    out = rows.q.new_empty(batch, length, heads, columns.v.shape[3])
-    lse = rows.q.new_empty(batch, heads, length, dtype=torch.float32)
-    return AttentionState(out, lse)
+        return Grads(dq, dk, dv, dbias)
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor
 
 from ring_core import BlockGeometry, KernelConfig, WorkItem
+from ring_core.base.arguments import known
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass
 from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, stages_that_fit
-from ring_torch.capture import capture_safe_cache
+from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
-_OLDEST = 80  # compute capability
+_LEAST_CAPABILITY = 80  # compute capability
 
 #: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
@@ -77,32 +77,26 @@ class Launch:
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         k_major = name in ("bwd_dkv", "bwd_fused")
         tensors = {"q": _with_rows(q), "k": _with_rows(k), "v": _with_rows(v), **given}
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
             **(numbers or {}),
         }  # fmt: skip
         if name == "bwd_dbias":
-            assert self.rows.bias is not None
-            programs = (
-                num_k_blocks,
-                num_q_blocks,
-                self.rows.bias.shape[0] * self.rows.bias.shape[1],
-            )
+            bias = self.rows.bias
+            assert bias is not None
+            programs = (num_k_blocks, num_q_blocks, bias.shape[0] * bias.shape[1])
         else:
-            known |= self._block_index(blocks, k_major=k_major)
+            values |= self._block_index(blocks, k_major=k_major)
             row = (dim + v.shape[3]) * q.element_size()
-            known["heads_per_swizzle"] = heads_per_swizzle(
+            values["heads_per_swizzle"] = heads_per_swizzle(
                 name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
             )
-            programs = (
-                num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads,
-                1,
-                1,
-            )
+            count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
+            programs = (count, 1, 1)
         consts = self._consts(name, blocks, tensors, fresh=fresh)
-        _launch(name, programs, known, consts, blocks, _capability(q.device), q.device)
+        _launch(name, programs, values, consts, blocks, _capability(q.device), q.device)
 
     def blocks(self, name: Pass) -> Blocks:
         """How large blocks are."""
@@ -157,8 +151,8 @@ class Launch:
         if rows.segments is not None and columns.segments is not None:
             segments = rows.segments, columns.segments
         found = block_index(self.item, grid, segments, self._shown())
-        many, outer, inner = found.blocks.shape
-        batch = outer * inner if many > 1 else 0
+        count, outer, inner = found.blocks.shape
+        batch = outer * inner if count > 1 else 0
         return {"block_index": found.blocks, "counts": found.counts, "block_index_batch": batch}
 
     def _shown(self) -> Tensor | None:
@@ -176,9 +170,10 @@ class Launch:
             found["q_ids"] = rows.segments.contiguous()
             found["k_ids"] = columns.segments.contiguous()
         if item.tiles is not None:
-            assert self.params.blocks is not None
-            found["bits"] = _bits(self.params.blocks, device)
-            found["tiles"] = _tiles(item, self.params.blocks, device)
+            geometry = self.params.blocks
+            assert geometry is not None
+            found["bits"] = _bits(geometry, device)
+            found["tiles"] = _tiles(item, geometry, device)
         elif item.cu_q is not None:
             found["cells"] = _cells(item, k_major, device)
         return found
@@ -215,27 +210,26 @@ def _given(upstream: BackwardInputs) -> dict[str, Tensor]:
 
 
 def _launch(
-    name: Pass, programs: tuple[int, int, int], known: Mapping[str, Any], consts: Mapping[str, Any],
+    name: Pass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
     blocks: Blocks, capability: int, device: torch.device,
 ) -> None:  # fmt: skip
     from ring_core.triton import backward, forward
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
     constexprs = Constexprs(**consts)
-    kernels: dict[Pass, Any] = {
+    kernel: Any = {
         "fwd": forward.fwd, "bwd_dq": backward.bwd_dq,
         "bwd_dkv": backward.bwd_dkv, "bwd_fused": backward.bwd_dkv,
         "bwd_dbias": backward.bwd_dbias,
-    }  # fmt: skip
-    kernel = kernels[name]
+    }[name]  # fmt: skip
     both = {
-        **known, "consts": as_constants(constexprs),
+        **values, "consts": as_constants(constexprs),
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
     arguments = {name: both.get(name) for name in kernel.arg_names}
-    itemsize = known["q"].element_size()
+    itemsize = values["q"].element_size()
     stages = stages_that_fit(name, blocks, (constexprs.D, constexprs.DV), itemsize, capability)
-    with _on(device):
+    with on_device(device):
         _start(
             kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
             enable_fp_fusion=True,
@@ -248,15 +242,11 @@ def _start(
     kernel[programs](**arguments, **options)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 @lru_cache(maxsize=16)
 def _capability(device: torch.device) -> int:
     """As in ``sm_90``; of the oldest GPU that has it all where kernels are interpreted."""
     if device.type != "cuda":
-        return _OLDEST
+        return _LEAST_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -287,8 +277,8 @@ def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torc
 @capture_safe_cache(maxsize=256)
 def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
     """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
-    assert item.cu_q is not None and item.cu_k is not None
-    outer, inner = (item.cu_k, item.cu_q) if k_major else (item.cu_q, item.cu_k)
+    cu_q, cu_k = known(item.cu_q), known(item.cu_k)
+    outer, inner = (cu_k, cu_q) if k_major else (cu_q, cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
     return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
 
@@ -296,8 +286,7 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
-    assert geometry.tiles is not None
-    return torch.tensor(geometry.tiles[0].view(np.int32), device=device)
+    return torch.tensor(known(geometry.tiles)[0].view(np.int32), device=device)
 
 
 @capture_safe_cache(maxsize=256)
