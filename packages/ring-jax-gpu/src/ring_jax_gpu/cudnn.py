@@ -262,8 +262,7 @@ def _hidden(tile: Tile, bias: Array | None) -> Array | None:
     if tile.causal:
         i, j = (lax.broadcasted_iota(jnp.int32, shown.shape[2:], n) for n in (0, 1))
         shown &= (i >= j)[None, None]
-    hidden: Array = ~shown.any(axis=-1)
-    return hidden
+    return ~shown.any(axis=-1)
 
 
 def _put(into: Array, x: Array, start: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import KernelConfig, Mask
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
-from ring_jax.varying import match_varying, varying_axes
 from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
 from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
 from ring_jax_tpu.generations import Generation, generation_of
@@ -216,8 +216,7 @@ class Launch:
 
             return lax.fori_loop(0, walk.pieces, piece, into)
 
-        result: T = sequential_vmap(call)(lists, steps, scalars, operands, extra, into)
-        return result
+        return cast("T", sequential_vmap(call)(lists, steps, scalars, operands, extra, into))
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
         """The block of ``[B, H, T, width]``."""

@@ -22,7 +22,6 @@ from ring_core import (
 from ring_core.base.arguments import with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
-from ring_jax.dense_mask import split_mask
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.mesh import (
     AnyMesh,
@@ -36,7 +35,7 @@ from ring_jax.mesh import (
     split,
     spread,
 )
-from ring_jax.prepare import CheckedCall, Whole, check_call, prepared
+from ring_jax.prepare import CheckedCall, Whole, check_call, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
 

@@ -29,8 +29,9 @@ from ring_jax.adapt import (
     flat,
     is_array,
     mask_options,
+    precision_of,
+    refuse,
 )
-from ring_jax.foreign import precision_of, refuse
 from ring_jax.records import Array
 
 EINSUM = "matmuls are the kernel's own; quantise queries, keys and values instead"

@@ -24,8 +24,9 @@ def order_after[M](moved: M, results: Any) -> M:
     XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
     stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
     """
-    found: M = lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
-    return found
+    return cast(
+        "M", lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
+    )
 
 
 def _tied[M](moved: M, results: Any) -> M:
@@ -38,10 +39,7 @@ def _tied[M](moved: M, results: Any) -> M:
             return x
         at = (0,) * x.ndim
         corner = lax.slice(x, at, (1,) * x.ndim)
-        tied: jax.Array = lax.dynamic_update_slice(
-            x, jnp.where(never, jnp.zeros_like(corner), corner), at
-        )
-        return tied
+        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(corner), corner), at)
 
     return cast("M", jax.tree.map(tie, moved))
 
@@ -62,5 +60,4 @@ def _opaque_false(results: Any) -> jax.Array | None:
     corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:
         return None
-    never: jax.Array = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
-    return never
+    return jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()

@@ -24,12 +24,11 @@ from ring_core import (
     ring_program,
 )
 from ring_core.base.strategy import strategy_config
-from ring_jax.dense_mask import split_mask, with_mask
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
 from ring_jax.strategies import STRATEGIES
 from ring_jax.tripwire import checked_every
-from ring_jax.varying import match_varying, varying_axes
 
 
 class CheckedCall(NamedTuple):
@@ -186,8 +185,20 @@ def prepared(
     bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
     inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
-    varying: Inputs = match_varying(inputs, varying_axes((inputs, rank)))
-    return varying
+    return match_varying(inputs, varying_axes((inputs, rank)))
+
+
+def split_mask(mask: Any) -> tuple[Any, Any]:
+    """A rule, and an array: what was given is one of them, the other is ``None``."""
+    return (None, mask) if isinstance(mask, jax.Array | np.ndarray) else (mask, None)
+
+
+def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array | None:
+    """The bias ``[B or 1, H or 1, T, S]`` that says what a mask, alike in shape, says, too."""
+    if mask is None:
+        return bias
+    shown = jnp.zeros((), dtype) if bias is None else bias
+    return jnp.where(mask, shown, -jnp.inf)
 
 
 def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:

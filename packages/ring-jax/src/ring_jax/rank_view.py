@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +117,9 @@ def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
     is_live = column["q_stop"] > column["q_start"]
-    plain: npt.NDArray[np.bool_] = is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
-    return plain
+    return cast(
+        "npt.NDArray[np.bool_]", is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+    )
 
 
 def _rectangles(table: Table) -> tuple[Rectangle, ...]:

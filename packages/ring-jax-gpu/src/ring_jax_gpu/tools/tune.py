@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +97,19 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     attention = RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),))
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-        out: Array = attention(
-            q, k, v, axis_name=None, causal=True, bias=bias,
-            kernel=KernelConfig("triton", fused_backward=fused), **options,
-        )  # fmt: skip
-        return out
+        return cast(
+            "Array",
+            attention(
+                q,
+                k,
+                v,
+                axis_name=None,
+                causal=True,
+                bias=bias,
+                kernel=KernelConfig("triton", fused_backward=fused),
+                **options,
+            ),
+        )
 
     if row.kernel == "fwd":
         forward = jax.jit(attend)
@@ -145,5 +153,4 @@ def device() -> str:
             f"tune times kernels on an NVIDIA GPU, and jax runs on {jax.default_backend()} here. "
             "Install ring-jax-gpu[cuda13] on a machine with one"
         )
-    kind: str = jnp.zeros(1).devices().pop().device_kind
-    return kind
+    return cast("str", jnp.zeros(1).devices().pop().device_kind)

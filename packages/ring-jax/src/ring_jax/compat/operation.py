@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, LayoutSpec, StrategyConfig
+from ring_jax.adapt import refuse
 from ring_jax.attention import ring_attention as attend
 from ring_jax.compat.functions import MASK_INFO
 from ring_jax.compat.translate import (
@@ -24,7 +25,6 @@ from ring_jax.compat.translate import (
     window_of,
 )
 from ring_jax.context import ContextParallel
-from ring_jax.foreign import refuse
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS
-from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
@@ -47,6 +46,15 @@ def classify(
 def under_mask(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
     """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
     return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
+
+
+def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
+    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block, ``[B or 1, I, J]``."""
+    shown = (bias > -jnp.inf).any(axis=1)
+    edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
+    padded = jnp.pad(shown, edges)
+    down, across = (x // size for x, size in zip(padded.shape[1:], (block_q, block_k), strict=True))
+    return padded.reshape(-1, down, block_q, across, block_k).any(axis=(2, 4))
 
 
 def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:

@@ -19,8 +19,8 @@ from jax import lax
 
 from ring_core import TABLE_COLUMNS, TILE
 from ring_core.base.capabilities import EVERYTHING
-from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.dropout import dropout_keep
+from ring_jax.kernels.block_index import shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,

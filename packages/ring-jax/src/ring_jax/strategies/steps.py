@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ring_core import RingProgram, Stage
-from ring_jax.collectives import Ranks
+from ring_jax.collectives import Ranks, match_varying, varying_axes
 from ring_jax.rank_view import RankView, StepTable, step_table
 from ring_jax.records import (
     Array,
@@ -33,7 +33,6 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax.varying import match_varying, varying_axes
 
 
 class Strategy(NamedTuple):
@@ -106,8 +105,7 @@ class StepRunner:
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
         """A wide accumulator."""
-        filled: Array = match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
-        return filled
+        return match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
 
     def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
         """The identity of the merge."""
@@ -137,8 +135,7 @@ class StepRunner:
             return into
         rows, columns = self._own(part, q, held)
         static = self._static(part, fresh=fresh, last=last)
-        result: AttentionState = _kernel("attend_into", static, rows, columns, work, into)
-        return result
+        return cast("AttentionState", _kernel("attend_into", static, rows, columns, work, into))
 
     def differentiate(
         self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
@@ -170,8 +167,7 @@ class StepRunner:
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
-        result: AttentionState = _kernel("attend_into", static, rows, columns, work, empty)
-        return result
+        return cast("AttentionState", _kernel("attend_into", static, rows, columns, work, empty))
 
     def help_backward(
         self, part: StepTable, helping: RemoteBlock, own: KVPayload, at_home: Array

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -101,10 +101,10 @@ def _bench(args: argparse.Namespace) -> int:
 def _context() -> type[ring_jax.ContextParallel]:
     """The class whose kernels suit the default devices, of the packages there are."""
     module = _imported({"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax"))
-    found: type[ring_jax.ContextParallel] = getattr(
-        module, "ContextParallel", ring_jax.ContextParallel
+    return cast(
+        "type[ring_jax.ContextParallel]",
+        getattr(module, "ContextParallel", ring_jax.ContextParallel),
     )
-    return found
 
 
 if __name__ == "__main__":

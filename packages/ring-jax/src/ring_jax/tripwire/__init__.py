@@ -11,6 +11,9 @@ from ring_jax.tripwire.samples import (
     check_backward as check_backward,
     check_forward as check_forward,
 )
-from ring_jax.tripwire.settings import check as check, checked_every as checked_every
+from ring_jax.tripwire.settings import (
+    Turn as Turn,
+    check as check,
+    checked_every as checked_every,
+)
 from ring_jax.tripwire.traffic import check_traffic as check_traffic
-from ring_jax.tripwire.turn import Turn as Turn

@@ -9,7 +9,7 @@ would, for the 2x rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from ring_core import Mask
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
 from ring_jax.records import Array
-from ring_jax.varying import match_varying, varying_axes
 
 _BLOCK = 1024  # of the longer side at a time
 
@@ -152,8 +152,7 @@ def key_sums(
         dv = _by_key(precision.round(p * scores.keep), dout)
         return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
-    sums: Array = _in_blocks(of_block, (queries, lse, delta)).sum(axis=0)
-    return sums
+    return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
 
 
 class _Scores(NamedTuple):

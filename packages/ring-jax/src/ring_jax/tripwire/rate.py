@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
 from ring_jax.collectives import Ranks
 from ring_jax.records import Array, Inputs, Pass, Static
-from ring_jax.tripwire.turn import Turn
+from ring_jax.tripwire.settings import Turn
 
 
 def start(
@@ -70,8 +70,9 @@ def _peak(inputs: Inputs) -> float | None:
 def _read(when: str, *before: Array) -> Array:
     """Microseconds of the host's clock, uint32, once some arrays are there."""
     shape = jax.ShapeDtypeStruct((), jnp.uint32)
-    read: Array = jax.pure_callback(partial(_now, when), shape, *before, vmap_method="sequential")
-    return read
+    return cast(
+        "Array", jax.pure_callback(partial(_now, when), shape, *before, vmap_method="sequential")
+    )
 
 
 def _now(when: str, *before: Any) -> Any:

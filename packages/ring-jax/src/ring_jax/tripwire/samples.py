@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from ring_jax.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_jax.tripwire.turn import Turn, mixed
+from ring_jax.tripwire.settings import Turn, mixed
 
 Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
@@ -233,8 +233,7 @@ class _Sample(NamedTuple):
         """Part ``n`` goes to rank ``n``."""
         if self.static.axis_name is None:
             return x
-        moved: Array = lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True)
-        return moved
+        return cast("Array", lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True))
 
     def judge(self, which: str, results: dict[Kind, Results]) -> None:
         """Show the hosts of all ranks what was found; they compare and raise."""
