@@ -39,6 +39,7 @@ from ring_jax.records import (
     QueryBlock as QueryBlock,
     Rectangle as Rectangle,
     Static as Static,
+    rectangles_of as rectangles_of,
 )
 from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy, steps as steps
 from ring_jax.strategies.steps import (

@@ -107,8 +107,6 @@ class CudnnKernel:
     ) -> AttentionState:
         """Attend and merge into ``into``."""
         del work  # known when the call is traced
-        if into.lse.size == 0:
-            return into
         return _for_this_rank(static, partial(_attend, static, rows, columns), into)
 
     def grads_into(
@@ -117,8 +115,6 @@ class CudnnKernel:
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
         del work
-        if into.dq.size == 0:
-            return into
         add = partial(_differentiate, static, rows, columns, upstream)
         return _for_this_rank(static, add, into)
 

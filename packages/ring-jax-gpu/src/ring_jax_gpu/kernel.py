@@ -69,8 +69,6 @@ class TritonKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        if into.lse.size == 0:
-            return into
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
             given = widened(dims, fast, static, rows, columns)
@@ -89,8 +87,6 @@ class TritonKernel:
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        if into.dq.size == 0:
-            return into
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
             upstream, into = widened_grads(dims, fast, upstream, into)

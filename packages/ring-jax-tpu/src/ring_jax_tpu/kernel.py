@@ -63,8 +63,6 @@ class PallasKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        if into.lse.size == 0:
-            return into
         launch = Launch.of("forward", static, rows, columns, work)
         return forward(launch, into)
 
@@ -73,8 +71,6 @@ class PallasKernel:
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        if into.dq.size == 0:
-            return into
         launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
         if fused is None:

@@ -22,6 +22,7 @@ from ring_core import (
 from ring_core.base.arguments import with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
+from ring_jax.kernels import Selection
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.mesh import (
     AnyMesh,
@@ -35,7 +36,7 @@ from ring_jax.mesh import (
     split,
     spread,
 )
-from ring_jax.prepare import CheckedCall, Whole, check_call, prepared, split_mask
+from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
 
@@ -73,8 +74,6 @@ class ContextParallel:
         head_axis: Axes = None,
         layout: LayoutSpec = "zigzag",
     ) -> None:
-        if not isinstance(mesh, Mesh | AbstractMesh):
-            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh = mesh
         self.axis_name = axis_name
@@ -168,18 +167,17 @@ class ContextParallel:
         static, _, choice = self._check_call(q, k, v, given)
         return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
 
-    def _check_call(self, q: Array, k: Array, v: Array, options: Options) -> CheckedCall:
+    def _check_call(
+        self, q: Array, k: Array, v: Array, options: Options
+    ) -> tuple[Static, Inputs, Selection]:
         self._check(q, k, v)
-        return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options,
-            whole=self._whole(q, k), mask_parts=self._parts(options.mask, *self._axes(q, k)),
-        )  # fmt: skip
-
-    def _whole(self, q: Array, k: Array) -> Whole:
-        """What tells what a device holds of a call."""
         batch, heads = self._axes(q, k)
-        sizes = (size_of(self.mesh, axes) for axes in (batch, heads))
-        return Whole(self.mesh.abstract_mesh, *sizes)
+        sizes = (size_of(self.mesh, batch), size_of(self.mesh, heads))
+        mask_parts = self._parts(options.mask, batch, heads)
+        parts = Parts(self.mesh.abstract_mesh, *sizes, mask_parts)
+        return check_call(
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
+        )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""
@@ -211,11 +209,10 @@ class ContextParallel:
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
-    def _check(self, q: object, k: object, v: object) -> None:
+    def _check(self, q: Array, k: Array, v: Array) -> None:
         """What ``shard_map`` would refuse in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, jax.Array | np.ndarray):
-                raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+            described_as(name, x)
             if x.ndim != 4:
                 raise ValueError(
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
@@ -295,9 +292,8 @@ def _ring(
     return jax.jit(ring, inline=True)
 
 
-def _check_dim(x: object, dim: object) -> None:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise ValueError(f"x must be a jax.Array, got {type(x).__name__}")
+def _check_dim(x: Array, dim: object) -> None:
+    described_as("x", x)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"

@@ -39,8 +39,8 @@ class StepTable(NamedTuple):
 
     The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
     behind the other's. ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that
-    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle,
-    and ``items`` are if they show each other a band of one; ``None`` if there is more to it.
+    do. ``items`` are all of ``own``, if ranks show each other a band of one rectangle at most;
+    ``None`` if there is more to it.
     """
 
     shift: int
@@ -49,7 +49,6 @@ class StepTable(NamedTuple):
     helped: Table
     helpers: tuple[int, ...]
     has_documents: bool
-    rectangles: tuple[Rectangle, ...]
     items: tuple[Item, ...] | None
 
 
@@ -64,10 +63,9 @@ def step_table(program: RingProgram, step: int) -> StepTable:
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
     own = _pick(table, live & is_own)
-    rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
-    shift = program.steps[step].shift
-    helped = _pick(table, helped)
-    return StepTable(shift, False, own, helped, helpers, has_documents, rectangles, items)
+    items = _items(own) if plan.blocks is None else None
+    shift, helped = program.steps[step].shift, _pick(table, helped)
+    return StepTable(shift, False, own, helped, helpers, has_documents, items)
 
 
 @lru_cache(maxsize=256)
@@ -84,7 +82,7 @@ def remote_table(program: RingProgram) -> StepTable | None:
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
     own = _joined(_pick(table, live))
-    return StepTable(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
+    return StepTable(0, True, own, own[:, :0], (), has_documents, _items(own))
 
 
 def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -122,16 +120,6 @@ def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     )
 
 
-def _rectangles(table: Table) -> tuple[Rectangle, ...]:
-    """The rows, if each rank has at most one and none has a band or several documents."""
-    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    live = column["q_stop"] > column["q_start"]
-    if table.shape[1] != 1 or not _is_plain(table)[live].all():
-        return ()
-    wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
-    return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())
-
-
 def _items(table: Table) -> tuple[Item, ...] | None:
     """The rows, if each rank has at most one and none has several documents."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
@@ -157,22 +145,12 @@ class RankView:
         return self.static.plan
 
     def behind(self, shift: int) -> Array:
-        """The rank this far behind."""
+        """The rank this far behind; ahead where ``shift`` is negative."""
         return (self.rank - shift) % self.plan.cp_size
 
-    def ahead(self, shift: int) -> Array:
-        """The rank this far ahead."""
-        return (self.rank + shift) % self.plan.cp_size
-
-    def key_positions(self, rank: Array) -> Array:
-        """Global index of each key of a rank, int32 ``[S]``."""
-        return local_positions(self.plan.k_layout, rank)
-
-    def all_key_positions(self) -> Array:
-        """Those of all ranks, one rank's behind the other's, int32 ``[P * S]``."""
-        layout = self.plan.k_layout
-        each = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
-        return each.reshape(-1)
+    def key_positions(self, shift: int) -> Array:
+        """Global index of each key of the rank this far behind, int32 ``[S]``."""
+        return local_positions(self.plan.k_layout, self.behind(shift))
 
     def own_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
@@ -195,9 +173,9 @@ class RankView:
             kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
         return ItemTable(jnp.asarray(table)[self.rank], kinds)
 
-    def rows(self, part: StepTable, rank: Array, queries: Queries) -> QueryBlock:
-        """Queries of a rank, with what every rank knows of them."""
-        indices = local_positions(self.plan.q_layout, rank)
+    def rows(self, part: StepTable, shift: int, queries: Queries) -> QueryBlock:
+        """Queries of the rank this far behind, with what every rank knows of them."""
+        indices = local_positions(self.plan.q_layout, self.behind(shift))
         positions = indices + self.plan.q_offset
         q, ids, bias = queries
         return QueryBlock(
@@ -229,3 +207,8 @@ def local_positions(layout: Layout, rank: Array) -> Array:
         here = starts[n] + layout.stride * (index - begin)
         positions = jnp.where(index >= begin, here, positions)
     return positions
+
+
+def all_positions(layout: Layout) -> Array:
+    """Those of all ranks, int32 ``[P, T_local]``."""
+    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core import KernelConfig, UnsupportedError
+from ring_core.base.arguments import is_integer
+from ring_jax.prepare import with_mask
+from ring_jax.records import Window
 
 Array = jax.Array
 SlidingWindow = int | tuple[int | None, int | None]
-Window = tuple[int | None, int | None]
 
 BLOCK_NAMES = {
     "block_q": ("q_blocksize", "block_q", "blocksize_q"),
@@ -31,7 +33,7 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
     if sliding_window is None:
         return None
     both = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window,) * 2
-    if len(both) != 2 or not all(side is None or _is_count(side) for side in both):
+    if len(both) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in both):
         raise ValueError(
             f"sliding_window must be a number of keys on each side, (left, right), or None, got "
             f"{sliding_window!r}; a side without a limit is None"
@@ -186,8 +188,7 @@ def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Arr
             f"attention_mask must be boolean or integer [batch or 1, heads or 1, queries, keys], "
             f"got {kind} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
         )
-    shown = jnp.zeros((), dtype) if bias is None else bias
-    return jnp.where(jnp.asarray(attention_mask) != 0, shown, -jnp.inf)
+    return with_mask(bias, jnp.asarray(attention_mask) != 0, dtype)
 
 
 def platform_of(platform: str | None) -> tuple[str | None, str]:
@@ -251,8 +252,3 @@ def _are_equal(a: Array, b: Array) -> bool:
         return True
     known = not any(isinstance(x, jax.core.Tracer) for x in (a, b))
     return known and np.array_equal(np.asarray(a), np.asarray(b))
-
-
-def _is_count(value: Any) -> bool:
-    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return bool(integer and value >= 0)

@@ -19,7 +19,7 @@ from jax import lax
 
 from ring_core import RingProgram, Stage
 from ring_jax.collectives import Ranks, match_varying, varying_axes
-from ring_jax.rank_view import RankView, StepTable, step_table
+from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -197,31 +197,28 @@ class StepRunner:
 
     def _helpers_keys(self, part: StepTable) -> Array:
         """Positions of the keys that this device's queries meet at its helper's."""
-        return self.side.key_positions(self.side.ahead(part.shift))
+        return self.side.key_positions(-part.shift)
 
     def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
         side = self.side
         if part.gathered:
-            positions = side.all_key_positions()
+            positions = all_positions(side.plan.k_layout).reshape(-1)
         else:
-            positions = side.key_positions(side.behind(part.shift))
+            positions = side.key_positions(part.shift)
         queries = Queries(q, self.inputs.q_ids, self._bias(positions))
-        return side.rows(part, side.rank, queries), side.columns(part, positions, held)
+        return side.rows(part, 0, queries), side.columns(part, positions, held)
 
     def _theirs(
         self, part: StepTable, helping: RemoteBlock, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        side = self.side
-        work = side.helped_work(part)
+        side, work = self.side, self.side.helped_work(part)
         assert work is not None
-        rows = side.rows(part, side.behind(part.shift), helping.queries)
-        return rows, side.columns(part, side.key_positions(side.rank), own), work
+        rows = side.rows(part, part.shift, helping.queries)
+        return rows, side.columns(part, side.key_positions(0), own), work
 
     def _static(self, part: StepTable, *, fresh: bool, last: bool = False) -> Static:
         """What is known of a part of the call, for this device's own queries."""
-        return replace(
-            self.static, fresh=fresh, last=last, rectangles=part.rectangles, items=part.items
-        )
+        return replace(self.static, fresh=fresh, last=last, items=part.items)
 
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""
@@ -241,16 +238,18 @@ class StepRunner:
         return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
 
 
-def _kernel(name: str, static: Static, *args: Any) -> Any:
-    """Call the kernel of the platform that is compiled for."""
+def _kernel(name: str, static: Static, rows: QueryBlock, *args: Any) -> Any:
+    """Call the kernel of the platform that is compiled for; ``into`` is the last argument."""
+    if rows.q.size == 0:
+        return args[-1]
     left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
     calls = [partial(getattr(kernel, name), static) for kernel in kernels]
     if len(calls) == 1:
-        return calls[0](*args)
+        return calls[0](rows, *args)
     chosen = {
         device: call
         for kernel, call in zip(kernels, calls, strict=True)
         for device in kernel.capabilities.devices or ("default",)
     }
-    return lax.platform_dependent(*args, **chosen)
+    return lax.platform_dependent(rows, *args, **chosen)

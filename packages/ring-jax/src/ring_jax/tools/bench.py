@@ -90,8 +90,8 @@ def _checks(cp: ContextParallel, setting: BenchCase) -> Iterator[doctor.Check]:
     ]
     results = out_and_grads(_attend(cp, setting))(*(cp.shard(x) for x in inputs))
     yield from compared(
-        setting.kernel, [cp.unshard(x) for x in results], inputs, where=_where(cp.cp_size),
-        mask=setting.mask,
+        setting.kernel, [cp.unshard(x) for x in results], inputs,
+        where=f"{cp.cp_size} {jax.default_backend()}", mask=setting.mask,
     )  # fmt: skip
 
 
@@ -110,10 +110,6 @@ def compared(
     )
     eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]
     yield from doctor.compared(name, where, doctor.example_of(exact, mask), found, plain, eps)
-
-
-def _where(ranks: int) -> str:
-    return f"{ranks} {jax.default_backend()}"
 
 
 def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
