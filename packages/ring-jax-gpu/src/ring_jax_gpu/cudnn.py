@@ -94,8 +94,7 @@ class CudnnKernel:
     ) -> tuple[str, ...]:
         """What it has no kernel for, here."""
         del direction, config  # what it cannot do backward it is not asked to do forward
-        capability = compute_capability()
-        return (*_refused_here(capability, local), *_refused_steps(local, program))
+        return (*_refused_here(compute_capability(), local), *_refused_steps(local, program))
 
     def attend_into(
         self,
@@ -115,8 +114,8 @@ class CudnnKernel:
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
         del work
-        add = partial(_differentiate, static, rows, columns, upstream)
-        return _for_this_rank(static, add, into)
+        run = partial(_differentiate, static, rows, columns, upstream)
+        return _for_this_rank(static, run, into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
@@ -194,7 +193,10 @@ def _attend(
     if lse.shape == into.lse.shape and static.fresh:
         return found
     found = merge(AttentionState(tile.queries(into.out), tile.queries(into.lse)), found)
-    return AttentionState(*(_put(x, y, tile.q_start) for x, y in zip(into, found, strict=True)))
+    return AttentionState(*(
+        lax.dynamic_update_slice_in_dim(x, y, tile.q_start, axis=2)
+        for x, y in zip(into, found, strict=True)
+    ))  # fmt: skip
 
 
 def _differentiate(
@@ -259,11 +261,6 @@ def _hidden(tile: Tile, bias: Array | None) -> Array | None:
         i, j = (lax.broadcasted_iota(jnp.int32, shown.shape[2:], n) for n in (0, 1))
         shown &= (i >= j)[None, None]
     return ~shown.any(axis=-1)
-
-
-def _put(into: Array, x: Array, start: int) -> Array:
-    """The rows from ``start`` on in place of those that are there."""
-    return lax.dynamic_update_slice_in_dim(into, x, start, axis=2)
 
 
 def _add(into: Array, x: Array, start: tuple[int, int]) -> Array:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from ring_core.triton.tile_sizes import padded
 from ring_jax.records import (
     Array,
-    AttentionState,
     BackwardInputs,
     Grads,
     KeyBlock,
@@ -55,16 +54,6 @@ def widened(
         rows._replace(q=wide(rows.q, then.qk)),
         columns._replace(kv=_side_by_side(now, then, columns.kv)),
     )
-
-
-def widened_result(then: HeadDims, into: AttentionState) -> AttentionState:
-    """Where a forward merges its part, at other head dims."""
-    return into._replace(out=wide(into.out, then.v))
-
-
-def narrowed_result(now: HeadDims, found: AttentionState) -> AttentionState:
-    """A result without what was added."""
-    return found._replace(out=found.out[..., : now.v])
 
 
 def widened_grads(

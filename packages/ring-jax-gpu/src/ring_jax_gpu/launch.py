@@ -56,11 +56,6 @@ def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Ar
     return {name: x for name, x in arrays.items() if name not in others or name in known}
 
 
-def name_is_static(kernel: Any, name: str) -> bool:
-    """Whether a parameter of a kernel is one it is compiled for."""
-    return bool(kernel.params[kernel.arg_names.index(name)].is_constexpr)
-
-
 def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
     """How many blocks may be on their way at once.
 

@@ -53,16 +53,13 @@ class Call:
 
     def fwd(self, into: AttentionState, before: Array | None) -> AttentionState:
         """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
-        changed = {"out": into.out, "lse": into.lse}
         launch, given = self._plan("fwd")
         given |= {} if before is None else {"before": before}
-        changed = run(launch, given, changed)
-        return AttentionState(changed["out"], changed["lse"])
+        return AttentionState(**run(launch, given, into._asdict()))
 
     def bwd_dq(self, upstream: BackwardInputs, dq: Array) -> Array:
         """Add the gradient of the queries."""
-        launch, given = self._plan("bwd_dq", upstream)
-        return run(launch, given, {"dq": dq})["dq"]
+        return run(*self._plan("bwd_dq", upstream), {"dq": dq})["dq"]
 
     def parts_of(self, both: Array, keys: str, values: str) -> Arrays:
         """What lies side by side, by name; side by side still in calls of several steps.
@@ -76,8 +73,7 @@ class Call:
 
     def bwd_dkv(self, upstream: BackwardInputs, dkv: Arrays) -> Arrays:
         """Add the gradients of keys and values."""
-        launch, given = self._plan("bwd_dkv", upstream)
-        return run(launch, given, dkv)
+        return run(*self._plan("bwd_dkv", upstream), dkv)
 
     def bwd_fused(
         self, upstream: BackwardInputs, dq: Array, dkv: Arrays, *, only_on_hopper: bool
@@ -93,8 +89,7 @@ class Call:
 
     def bwd_dbias(self, upstream: BackwardInputs, dbias: Array) -> Array:
         """Add the gradient of the bias."""
-        launch, given = self._plan("bwd_dbias", upstream, dbias=dbias)
-        return run(launch, given, {"dbias": dbias})["dbias"]
+        return run(*self._plan("bwd_dbias", upstream, dbias=dbias), {"dbias": dbias})["dbias"]
 
     @property
     def on_hopper(self) -> bool:
@@ -140,8 +135,9 @@ class Call:
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
-            tiles = self._tiles_of_predicate
-            kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
+            kinds = block_kinds(
+                self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
+            )
             if masked_by is not None:
                 kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
@@ -280,13 +276,10 @@ class Call:
         if rows.seed is not None and rows.offsets is not None:
             words = lax.bitcast_convert_type(rows.seed, jnp.int32)
             options["dropout"] = jnp.concatenate([words, rows.offsets])
-        return options | (self._tiles() if self.work.kinds is not None else {})
-
-    def _tiles(self) -> Arrays:
-        """The tiles of a predicate, each once, and which of them lies where."""
         tiles = self._tiles_of_predicate
-        assert tiles is not None
-        return {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+        if tiles is not None:
+            options |= {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+        return options
 
     @cached_property
     def _tiles_of_predicate(self) -> Tiles | None:

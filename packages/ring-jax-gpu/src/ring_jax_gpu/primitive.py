@@ -25,7 +25,6 @@ from ring_jax_gpu.launch import (
     arrays_of,
     kernel_of,
     launches_of,
-    name_is_static,
     stages_of,
 )
 
@@ -57,13 +56,6 @@ triton_launch_p.def_impl(_execute)
 triton_launch_p.def_abstract_eval(_changed_types)
 
 
-def _lower(context: Any, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(partial(_call_triton, **params))(context, *operands)
-
-
-mlir.register_lowering(triton_launch_p, _lower, platform="cuda")
-
-
 def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
@@ -80,6 +72,9 @@ def _call_triton(
     return [by_name[name] for name in changed]
 
 
+mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="cuda")
+
+
 def _call_one(
     launch: Launch, by_name: Arrays, may_change: tuple[str, ...], capability: int
 ) -> Arrays:
@@ -91,8 +86,9 @@ def _call_one(
     arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= HOPPER)
     changed = [name for name in may_change if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
-    operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
-    operands = [name for name in operands if arguments[name] is not None]
+    operands = [
+        x.name for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None
+    ]
     with warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)

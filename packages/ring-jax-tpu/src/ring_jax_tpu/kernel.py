@@ -18,9 +18,8 @@ from ring_jax.records import (
     Static,
 )
 from ring_jax_tpu.backward import backward
-from ring_jax_tpu.block_sizes import Shape, prefers_fused
+from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, prefers_fused
 from ring_jax_tpu.forward import forward
-from ring_jax_tpu.generations import GENERATIONS, UNKNOWN
 from ring_jax_tpu.operands import Launch, fitting_blocks
 
 
@@ -46,10 +45,10 @@ class PallasKernel:
         generation = GENERATIONS.get(local.device_kind, UNKNOWN)
         try:
             for k_len in local.k_lens:
-                lengths = local.q_len, k_len
                 fitting_blocks(
-                    direction, config, program.plan.mask, shape, lengths, local.lists, generation
-                )
+                    direction, config, program.plan.mask, shape, (local.q_len, k_len), local.lists,
+                    generation,
+                )  # fmt: skip
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)
         return ()
@@ -63,8 +62,7 @@ class PallasKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        launch = Launch.of("forward", static, rows, columns, work)
-        return forward(launch, into)
+        return forward(Launch.of("forward", static, rows, columns, work), into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,

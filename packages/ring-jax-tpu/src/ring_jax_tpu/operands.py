@@ -18,8 +18,16 @@ from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, under_mask
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
-from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
-from ring_jax_tpu.generations import Generation, generation_of
+from ring_jax_tpu.block_sizes import (
+    LANES,
+    Blocks,
+    Generation,
+    Shape,
+    choose_blocks,
+    generation_of,
+    part_sizes,
+    span_of,
+)
 from ring_jax_tpu.scores import Constants, ScalarOperands, Tile, TokenOperands
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
@@ -149,7 +157,6 @@ class Launch:
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
-            place = grid.place(scalars, *ids)
             dropout_scratch, refs = (refs[-1], refs[:-1]) if room else (None, refs)
             tile = Tile(
                 self.consts,
@@ -157,7 +164,7 @@ class Launch:
                 operands.rows,
                 operands.columns,
                 operands.bias,
-                *place,
+                *grid.place(scalars, *ids),
                 dropout_scratch,
             )
             kernel(tile, operands, *refs)
@@ -220,13 +227,15 @@ class Launch:
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
         """The block of ``[B, H, T, width]``."""
-        shape = (None, None, self.blocks.q, width)
-        return grid.spec(shape, lambda at: (at.batch, at.head, at.visit.q_block, 0))
+        return grid.spec(
+            (None, None, self.blocks.q, width), lambda at: (at.batch, at.head, at.visit.q_block, 0)
+        )
 
     def query_numbers(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, H, 1, T]``."""
-        shape = (None, None, 1, self.blocks.q)
-        return grid.spec(shape, lambda at: (at.batch, at.head, 0, at.visit.q_block))
+        return grid.spec(
+            (None, None, 1, self.blocks.q), lambda at: (at.batch, at.head, 0, at.visit.q_block)
+        )
 
     def key_rows(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, K, S, D + Dv]``."""
@@ -235,9 +244,8 @@ class Launch:
     def bias_block(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B or 1, H or 1, T, S]``."""
         many_batch, many_heads = (size > 1 for size in self.operands.bias.shape[:2])
-        shape = (None, None, self.blocks.q, self.blocks.k)
         return grid.spec(
-            shape,
+            (None, None, self.blocks.q, self.blocks.k),
             lambda at: (
                 at.batch if many_batch else 0,
                 at.head if many_heads else 0,
@@ -309,22 +317,20 @@ class Grid:
 
 def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     """All visits for each query head of ``[B, H, ...]``."""
-    stride = walk.stride
 
     def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
-        return GridPoint(batch, head, unpack(scalars.block_index[batch * stride + step]))
+        return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
     return Grid(walk, (*q[:2], None), 2, place)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
-    stride = walk.stride
 
     def place(
         scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
     ) -> GridPoint:
-        visit = unpack(scalars.block_index[batch * stride + step])
+        visit = unpack(scalars.block_index[batch * walk.stride + step])
         visit = visit._replace(
             is_first=visit.is_first & (member == 0), is_last=visit.is_last & (member == group - 1)
         )

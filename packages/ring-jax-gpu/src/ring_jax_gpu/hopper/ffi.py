@@ -71,9 +71,8 @@ def call(
     outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
     order = [name for name in parameters if name in inputs or name in outputs]
     assert order == [*inputs, *outputs], f"results come last, not {order}"
-    types = tuple(type_name(x) for x in parameters.values())
-    named = tuple(zip(parameters, types, strict=True))
-    module = compiled(kernel, named, tuple(constants.items()), warps)
+    types = tuple((name, type_name(x)) for name, x in parameters.items())
+    module = compiled(kernel, types, tuple(constants.items()), warps)
     opaque = _launch(module, list(parameters.values()), programs)
     changed = {name: x for name, x in inputs.items() if x.changes}
     spec: Any = jax.ShapeDtypeStruct

@@ -45,7 +45,7 @@ def _tuned(options: argparse.Namespace) -> int:
     with progress(len(chosen), "row") as bar:
         for row in chosen:
             print(f"{_tune.name_of(row)}, on {where}", flush=True)
-            say = print if options.verbose else _silent
+            say = print if options.verbose else lambda _: None
             seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
             best, gain = _tune.tuned(row, seconds)
             print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
@@ -54,10 +54,6 @@ def _tuned(options: argparse.Namespace) -> int:
             bar.update()
     print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
     return 0
-
-
-def _silent(_: str) -> None:
-    """Say nothing."""
 
 
 def _positive(text: str) -> int:

@@ -90,8 +90,8 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in zip(keys[:4], shapes, strict=True)
     )
-    has_bias = row.kernel == "bwd_dbias"
-    bias = jax.random.normal(keys[4], (1, 1, tokens, tokens)) if has_bias else None
+    shape = (1, 1, tokens, tokens)
+    bias = jax.random.normal(keys[4], shape) if row.kernel == "bwd_dbias" else None
     options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
     fused = True if row.kernel == "bwd_fused" else None
     attention = RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),))
