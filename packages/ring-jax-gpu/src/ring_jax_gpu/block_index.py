@@ -99,8 +99,6 @@ def _regrouped(parts: Array, axis: int, blocks: int, size: int) -> Array:
     """Flags of parts as ``blocks`` groups along an axis, the parts of a group along the next."""
     each = max(1, size // TILE)
     have, want = parts.shape[axis], blocks * each
-    edges = [(0, max(0, want - have) if n == axis else 0) for n in range(2)]
-    parts = jnp.pad(parts, edges)
+    parts = jnp.pad(parts, [(0, max(0, want - have) if n == axis else 0) for n in range(2)])
     parts = parts[:want] if axis == 0 else parts[:, :want]
-    shape = (*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :])
-    return parts.reshape(shape)
+    return parts.reshape((*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :]))

@@ -60,8 +60,7 @@ def widened_grads(
     now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
-    dkv = _side_by_side(now, then, into.dkv)
-    grads = into._replace(dq=wide(into.dq, then.qk), dkv=dkv)
+    grads = into._replace(dq=wide(into.dq, then.qk), dkv=_side_by_side(now, then, into.dkv))
     return upstream._replace(dout=wide(upstream.dout, then.v)), grads
 
 

@@ -78,8 +78,7 @@ class TritonKernel:
         if self.rounds and static.last and rows.q.dtype != dtype:
             before = None if static.fresh else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
-        call = self._call(static, rows, columns, work)
-        out, lse = call.fwd(into, before)
+        out, lse = self._call(static, rows, columns, work).fwd(into, before)
         return AttentionState(out.astype(dtype), lse)
 
     def grads_into(

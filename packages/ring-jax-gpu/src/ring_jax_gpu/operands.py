@@ -129,8 +129,7 @@ class Call:
             sides = (self.rows.cells, self.columns.cells)
             given["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
         masked_by = self.rows.bias if self.static.bias_masks else None
-        lists = (self.work.kinds, self.rows.ids, masked_by)
-        is_indexed = any(x is not None for x in lists)
+        is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, masked_by))
         numbers = self._numbers | self._strides(kernel)
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0

@@ -42,12 +42,11 @@ class PallasKernel:
         shape = Shape(
             local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )
-        generation = GENERATIONS.get(local.device_kind, UNKNOWN)
         try:
             for k_len in local.k_lens:
                 fitting_blocks(
                     direction, config, program.plan.mask, shape, (local.q_len, k_len), local.lists,
-                    generation,
+                    GENERATIONS.get(local.device_kind, UNKNOWN),
                 )  # fmt: skip
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)

@@ -145,8 +145,7 @@ class ContextParallel:
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
         ``mask`` that is an array. Arrays that lie otherwise are resharded first.
         """
-        given = Options(return_lse=return_lse, **options)
-        static, inputs, _ = self._check_call(q, k, v, given)
+        static, inputs, _ = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
@@ -163,8 +162,7 @@ class ContextParallel:
 
         The kernel of each platform, why not the faster ones, and the plan.
         """
-        given = Options(return_lse=return_lse, **options)
-        static, _, choice = self._check_call(q, k, v, given)
+        static, _, choice = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
         return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
 
     def _check_call(
@@ -173,8 +171,7 @@ class ContextParallel:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         sizes = (size_of(self.mesh, batch), size_of(self.mesh, heads))
-        mask_parts = self._parts(options.mask, batch, heads)
-        parts = Parts(self.mesh.abstract_mesh, *sizes, mask_parts)
+        parts = Parts(self.mesh.abstract_mesh, *sizes, self._parts(options.mask, batch, heads))
         return check_call(
             self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
         )

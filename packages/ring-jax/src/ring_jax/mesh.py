@@ -85,9 +85,8 @@ def size_of(mesh: AnyMesh, axes: Axes) -> int:
 
 def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
     """What splits each dimension; of auto axes only the compiler knows while it is traced."""
-    explicit = AxisType.Explicit in mesh.axis_types
     traced = isinstance(x, jax.core.Tracer)
-    if traced and not explicit:
+    if traced and AxisType.Explicit not in mesh.axis_types:
         return [PartitionSpec.UNCONSTRAINED] * x.ndim
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()

@@ -190,8 +190,7 @@ class RankView:
     def _cells(self, part: StepTable, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
         boundaries = self.plan.boundaries
-        spans = self.plan.blocks is not None or part.has_documents
-        if boundaries is None or not spans:
+        if boundaries is None or (self.plan.blocks is None and not part.has_documents):
             return None
         borders = jnp.asarray(boundaries.astype(np.int32))
         return jnp.searchsorted(borders, positions, side="right").astype(jnp.int32)
@@ -199,8 +198,7 @@ class RankView:
 
 def local_positions(layout: Layout, rank: Array) -> Array:
     """Global index of each token of a rank, int32 ``[T_local]``."""
-    runs = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
-    starts = jnp.asarray(runs)[rank]
+    starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)).astype(np.int32))[rank]
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index
     for n, begin in enumerate(layout.run_starts[1:], start=1):

@@ -268,13 +268,11 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
-        ...
 
     def refusals(
         self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
-        ...
 
     def attend_into(
         self,
@@ -285,11 +283,9 @@ class Kernel(Protocol):
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        ...
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        ...

@@ -58,12 +58,11 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
     )  # fmt: skip
     before = arrays.get("before")
-    marks = jnp.zeros(many + 1 + 2 * split, jnp.int32)
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
         "items": InArray(arrays["items"]),
         "stream_k": _looked_up(stream_k, arrays) if split else None,
-        "marks": InArray(marks, changes=True),
+        "marks": InArray(jnp.zeros(many + 1 + 2 * split, jnp.int32), changes=True),
         "before": None if before is None else InArray(before, layout=HEADS_BEHIND),
         "lse": _result(arrays["lse"], consts["FRESH"]),
         "out": _result(arrays["out"], consts["FRESH"] or before is not None, HEADS_BEHIND),

@@ -63,9 +63,8 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
     known = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]
 
     def seconds(candidate: Row) -> float:
-        changed = tuple(candidate if x == row else x for x in table)
         try:
-            run = _call(changed, row, tokens)
+            run = _call(tuple(candidate if x == row else x for x in table), row, tokens)
             found = [np.asarray(x, np.float32) for x in run()]
         except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
             say(f"{_described(candidate)}: {str(error).strip().splitlines()[0][:90]}")

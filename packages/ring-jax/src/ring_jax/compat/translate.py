@@ -193,8 +193,7 @@ def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Arr
 
 def platform_of(platform: str | None) -> tuple[str | None, str]:
     """What :func:`refuse` takes of the name of a platform."""
-    known = platform in (None, "auto", "xla")
-    return None if known else platform, (
+    return None if platform in (None, "auto", "xla") else platform, (
         f"this package has the kernel 'xla' alone, not {platform!r}; call "
         f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
     )

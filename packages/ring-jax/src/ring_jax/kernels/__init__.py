@@ -38,11 +38,10 @@ class Selection:
     def describe(self) -> str:
         """A few lines for ``explain``."""
         rest = "any other device" if len(self.kernels) > 1 else "any device"
-        chosen = (kernel.capabilities for kernel in self.kernels)
         lines = [
             f"kernel {can.name} ({', '.join(can.devices) or rest})"
             f"{self.expected.time_and_source(can.name)}"
-            for can in chosen
+            for can in (kernel.capabilities for kernel in self.kernels)
         ]
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"

@@ -292,8 +292,7 @@ class ScoreBlocks:
         part = lax.dynamic_slice(bias, (_ZERO, _ZERO, i.start, j.start), size)
         if bias.shape[1] == 1:
             return part[:, :, None]
-        kv_heads = self.columns.kv.shape[1]
-        return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
+        return part.reshape(part.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])
 
 
 def _attend(
@@ -362,8 +361,7 @@ def _differentiate(
         dkv = lax.dynamic_update_slice_in_dim(grads.dkv, part, j.start, axis=2)
         return dq, Grads(grads.dq, dkv, dbias)
 
-    start = (sight.take_rows(into.dq, i), into)
-    dq, grads = sight.for_column_blocks(bounds, number, column, start)
+    dq, grads = sight.for_column_blocks(bounds, number, column, (sight.take_rows(into.dq, i), into))
     return grads._replace(dq=sight.put_rows(grads.dq, dq, i))
 
 

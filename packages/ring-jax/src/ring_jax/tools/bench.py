@@ -61,8 +61,7 @@ def bench(
 
 
 def _ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
-    devices = jax.local_devices()[:ranks]
-    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices)
+    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 

@@ -125,8 +125,7 @@ def self_test(kernel: Kernel) -> Iterator[Check]:
         jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
     ]
     mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
-    attention = RingAttention((kernel,))
-    call = partial(attention, axis_name="ring", causal=True, kernel=can.name)
+    call = partial(RingAttention((kernel,)), axis_name="ring", causal=True, kernel=can.name)
     tokens = P(None, "ring")
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     try:

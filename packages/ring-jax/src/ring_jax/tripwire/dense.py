@@ -95,8 +95,7 @@ class Partial(NamedTuple):
 def merged(parts: Partial) -> Partial:
     """Means over the keys of all parts, which lie along a first dimension."""
     lse = jax.nn.logsumexp(parts.lse, axis=0)
-    means = (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0)
-    return Partial(lse, means)
+    return Partial(lse, (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0))
 
 
 def query_means(
@@ -262,9 +261,8 @@ def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     """A function of blocks of arrays along their first dimension, all results stacked."""
     length = len(jax.tree.leaves(arrays)[0])
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
-    axes = varying_axes(arrays)
     blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
-    return match_varying(lax.map(function, blocks), axes)
+    return match_varying(lax.map(function, blocks), varying_axes(arrays))
 
 
 def _by_pair(x: Array, y: Array) -> Array:

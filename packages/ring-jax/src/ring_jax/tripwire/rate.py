@@ -50,12 +50,11 @@ def check_rate(
     pairs = static.program.work().sum(axis=0) * model.flops_per_pair
     flops = jnp.asarray(pairs * (1.0 if which == "forward" else BACKWARD_FLOPS), jnp.float32)
     ring = Ranks(static.axis_name, static.plan.cp_size)
-    own = flops[ring.rank()]
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
         microseconds = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
-        rates = ring.gather((own / microseconds.astype(jnp.float32) / 1e6)[None], 0)
+        rates = ring.gather((flops[ring.rank()] / microseconds.astype(jnp.float32) / 1e6)[None], 0)
         jax.debug.callback(partial(_compare, which, peak), rates)
 
     turn.run(compare, lambda: None)

@@ -64,13 +64,12 @@ def _bytes(*arrays: Any) -> int:
 
 def _ring(static: Static, x: Inputs, which: Pass) -> int:
     program, size, wide = static.program, static.plan.cp_size, np.dtype(static.wide).itemsize
-    keys = x.k.size + x.v.size
     total = 0
     for stage in program.forward if which == "forward" else program.backward:
         if stage.kv_hop is not None:
-            total += size * (_bytes(x.k, x.v, x.k_ids))
+            total += size * _bytes(x.k, x.v, x.k_ids)
         if stage.grad_hop is not None and which == "backward":
-            total += size * keys * wide
+            total += size * (x.k.size + x.v.size) * wide
         if stage.helps:
             total += _help(static, x, which, stage, wide)
     return total
