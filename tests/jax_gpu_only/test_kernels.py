@@ -269,4 +269,4 @@ def test_what_a_kernel_does_not_know_is_an_error() -> None:
     launch = Launch("fwd", (), tuple(consts.items()), (1, 1, 1), 4, 2)
     arrays = {"q": jnp.zeros((1, 1, 16, 16)), "q_idx": jnp.zeros(16)}
     with pytest.raises(AssertionError, match="q_idx"):
-        arguments_of(fwd, launch, arrays, has_copy_engine=False)
+        arguments_of(fwd, launch, arrays, has_tma=False)

@@ -106,7 +106,7 @@ class CudnnKernel:
     ) -> AttentionState:
         """Attend and merge into ``into``."""
         del work  # known when the call is traced
-        return _for_this_rank(static, partial(_attend, static, rows, columns), into)
+        return _for_own_tile(static, partial(_attend, static, rows, columns), into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
@@ -115,7 +115,7 @@ class CudnnKernel:
         """Add the items' gradients to ``into``."""
         del work
         run = partial(_differentiate, static, rows, columns, upstream)
-        return _for_this_rank(static, run, into)
+        return _for_own_tile(static, run, into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 
 def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
     """What it cannot do of a program, and of a bias."""
-    gathers = len(local.k_lens) > 1
+    gathers = len(local.k_lengths) > 1
     others = remote_table(program) if gathers else None
     parts = [
         step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
@@ -162,7 +162,7 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
             yield "has no window beside a bias"
 
 
-def _for_this_rank[State: (AttentionState, Grads)](
+def _for_own_tile[State: (AttentionState, Grads)](
     static: Static, run: Callable[[Tile, State], State], into: State
 ) -> State:
     """Run what this rank has to do; ranks that have the same share a program."""
@@ -170,12 +170,12 @@ def _for_this_rank[State: (AttentionState, Grads)](
     tiles = {item.rectangle.q_rank: Tile.of(item) for item in static.items}
     of_ranks = [tiles.get(rank) for rank in range(static.plan.cp_size)]
     several = list(dict.fromkeys(of_ranks))
-    bodies = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
-    if len(bodies) == 1:
-        return bodies[0](into)
+    runs = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
+    if len(runs) == 1:
+        return runs[0](into)
     which = jnp.asarray([several.index(tile) for tile in of_ranks], jnp.int32)
     rank = Ranks(static.axis_name, static.plan.cp_size).rank()
-    return cast("State", lax.switch(which[rank], bodies, into))
+    return cast("State", lax.switch(which[rank], runs, into))
 
 
 def _attend(
@@ -233,7 +233,7 @@ def _given(
     """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
     dims = HeadDims.of(static, columns)
     k, v = dims.apart(tile.keys(columns.kv))
-    qk_dim, v_dim = _computed_at(dims)
+    qk_dim, v_dim = _call_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(_LEAST[static.dtype], bias.dtype))
@@ -242,13 +242,13 @@ def _given(
     return (wide(tile.queries(rows.q), qk_dim), wide(k, qk_dim), wide(v, v_dim), bias), pattern
 
 
-def _computed_at(dims: HeadDims) -> HeadDims:
+def _call_dims(dims: HeadDims) -> HeadDims:
     """The head dims that cuDNN is called with."""
     version = fmha.cudnn_version()
     is_able = version is None or version >= _MIXED_FROM
     dims = HeadDims(*(-(-dim // _MULTIPLE) * _MULTIPLE for dim in dims))
-    stay = dims.qk == dims.v or (dims == _MIXED and is_able)
-    return dims if stay else HeadDims(max(dims), max(dims))
+    fits = dims.qk == dims.v or (dims == _MIXED and is_able)
+    return dims if fits else HeadDims(max(dims), max(dims))
 
 
 def _hidden(tile: Tile, bias: Array | None) -> Array | None:

@@ -45,7 +45,7 @@ class HeadDims(NamedTuple):
         return both[..., : self.qk], both[..., self.qk :]
 
 
-def widened(
+def wide_step(
     now: HeadDims, then: HeadDims, static: Static, rows: QueryBlock, columns: KeyBlock
 ) -> tuple[Static, QueryBlock, KeyBlock]:
     """A step of a call at other head dims."""
@@ -56,7 +56,7 @@ def widened(
     )
 
 
-def widened_grads(
+def wide_grads(
     now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
@@ -64,7 +64,7 @@ def widened_grads(
     return upstream._replace(dout=wide(upstream.dout, then.v)), grads
 
 
-def narrowed_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
+def narrow_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
     """Gradients without what was added."""
     dk, dv = then.apart(found.dkv)
     dkv = jnp.concatenate([dk[..., : now.qk], dv[..., : now.v]], axis=-1)

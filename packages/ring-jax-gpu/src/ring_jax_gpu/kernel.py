@@ -22,10 +22,10 @@ from ring_jax.records import (
 )
 from ring_jax_gpu.head_dims import (
     HeadDims,
-    narrowed_grads,
+    narrow_grads,
     wide,
-    widened,
-    widened_grads,
+    wide_grads,
+    wide_step,
 )
 from ring_jax_gpu.operands import Call
 
@@ -70,7 +70,7 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
-            given = widened(dims, fast, static, rows, columns)
+            given = wide_step(dims, fast, static, rows, columns)
             into = into._replace(out=wide(into.out, fast.v))
             found = self.attend_into(*given, work, into)
             return found._replace(out=found.out[..., : dims.v])
@@ -88,9 +88,9 @@ class TritonKernel:
         """Add the items' gradients to ``into``."""
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
-            upstream, into = widened_grads(dims, fast, upstream, into)
-            given = widened(dims, fast, static, rows, columns)
-            return narrowed_grads(dims, fast, self.grads_into(*given, upstream, work, into))
+            upstream, into = wide_grads(dims, fast, upstream, into)
+            given = wide_step(dims, fast, static, rows, columns)
+            return narrow_grads(dims, fast, self.grads_into(*given, upstream, work, into))
         is_one = _is_one(static.program.backward)
         call = self._call(static, rows, columns, work)
         (dq, dkv, dbias), dtype = into, into.dkv.dtype

@@ -14,7 +14,7 @@ from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
 from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, positions_aligned8
-from ring_jax.kernels.block_index import item_bounds, under_mask
+from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -138,7 +138,7 @@ class Call:
                 self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
             )
             if masked_by is not None:
-                kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
+                kinds = masked_kinds(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
             given["block_index"], given["counts"] = (q_major if is_q_major else k_major)(kinds)

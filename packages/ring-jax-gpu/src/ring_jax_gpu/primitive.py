@@ -44,7 +44,7 @@ def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     return dict(zip(changed, results, strict=True))
 
 
-def _execute(*arrays: Array, **params: Any) -> Any:
+def _run(*arrays: Array, **params: Any) -> Any:
     return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
 
 
@@ -52,7 +52,7 @@ def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
     return types[len(types) - num_changed :]
 
 
-triton_launch_p.def_impl(_execute)
+triton_launch_p.def_impl(_run)
 triton_launch_p.def_abstract_eval(_changed_types)
 
 
@@ -76,15 +76,15 @@ mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="
 
 
 def _call_one(
-    launch: Launch, by_name: Arrays, may_change: tuple[str, ...], capability: int
+    launch: Launch, by_name: Arrays, all_changed: tuple[str, ...], capability: int
 ) -> Arrays:
     """Call one kernel of plain Triton; returns what it changed."""
     import jax_triton
 
     kernel = kernel_of(launch)
     stages = stages_of(launch, by_name["q"].dtype.itemsize, capability)
-    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= HOPPER)
-    changed = [name for name in may_change if name in by_name]
+    arguments = arguments_of(kernel, launch, by_name, has_tma=capability >= HOPPER)
+    changed = [name for name in all_changed if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
     operands = [
         x.name for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None

@@ -244,7 +244,7 @@ def _bwd_fused(
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            dq = pipeline.take(block(tile), block(after), nothing_follows=ends)
+            dq = pipeline.take(block(tile), block(after), is_last=ends)
             _add_block(tile, x, above, Sums(dq, dk, dv), kind)
             pipeline.write_back(block(tile))
 

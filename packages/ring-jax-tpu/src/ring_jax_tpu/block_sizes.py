@@ -123,11 +123,11 @@ def choose_blocks(
     q_default, k_default = default_sizes(direction, shape, span, generation)
     q = _size("block_q", config.block_q, q_default, q_len)
     k = _size("block_k", config.block_k, k_default, k_len)
-    need = vmem_mib(direction, shape, q, k)
-    if need > generation.vmem_mib:
+    mib = vmem_mib(direction, shape, q, k)
+    if mib > generation.vmem_mib:
         raise UnsupportedError(
             f"kernel 'pallas': the {direction} with blocks of {q} queries and {k} keys needs "
-            f"{need:.1f} MiB of on-chip memory, and {generation.vmem_mib:.0f} MiB is the limit "
+            f"{mib:.1f} MiB of on-chip memory, and {generation.vmem_mib:.0f} MiB is the limit "
             f"(generation: {generation.name}). Instead: choose smaller block_q and block_k, "
             f"leave them out, or kernel='auto'"
         )
@@ -164,7 +164,7 @@ def part_sizes(span: float, generation: Generation) -> Pair:
     return generation.windowed_part if span < _SPAN else generation.part
 
 
-def prefers_fused(shape: Shape, blocks: Blocks) -> bool:
+def use_fused(shape: Shape, blocks: Blocks) -> bool:
     """Whether one backward kernel is modelled to be faster than two; not measured.
 
     It spares two products and the exponentials of every block, which take about as long as products
@@ -173,8 +173,8 @@ def prefers_fused(shape: Shape, blocks: Blocks) -> bool:
     takes six passes.
     """
     passes = 6 if shape.itemsize > 2 else 1
-    spared = 2 * blocks.k * (shape.head_dim + shape.v_dim + 256) * passes
-    return spared >= 300 * 2 * 4 * shape.head_dim
+    saved = 2 * blocks.k * (shape.head_dim + shape.v_dim + 256) * passes
+    return saved >= 300 * 2 * 4 * shape.head_dim
 
 
 def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:

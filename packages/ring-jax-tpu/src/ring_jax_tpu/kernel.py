@@ -18,7 +18,7 @@ from ring_jax.records import (
     Static,
 )
 from ring_jax_tpu.backward import backward
-from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, prefers_fused
+from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, use_fused
 from ring_jax_tpu.forward import forward
 from ring_jax_tpu.operands import Launch, fitting_blocks
 
@@ -43,7 +43,7 @@ class PallasKernel:
             local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )
         try:
-            for k_len in local.k_lens:
+            for k_len in local.k_lengths:
                 fitting_blocks(
                     direction, config, program.plan.mask, shape, (local.q_len, k_len), local.lists,
                     GENERATIONS.get(local.device_kind, UNKNOWN),
@@ -71,5 +71,5 @@ class PallasKernel:
         launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
         if fused is None:
-            fused = prefers_fused(launch.shape, launch.blocks)
+            fused = use_fused(launch.shape, launch.blocks)
         return backward(launch, upstream, into, fused=fused)

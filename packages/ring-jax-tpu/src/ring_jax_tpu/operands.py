@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import KernelConfig, Mask
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels.block_index import item_bounds, under_mask
+from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
 from ring_jax_tpu.block_sizes import (
@@ -102,7 +102,7 @@ class Launch:
         )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
-            kinds = under_mask(kinds, rows.bias, blocks.q, blocks.k)
+            kinds = masked_kinds(kinds, rows.bias, blocks.q, blocks.k)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
@@ -180,29 +180,29 @@ class Launch:
         arrays = (lists, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
         before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
-        semantics = [
-            pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY for n in range(len(grid.sizes))
-        ]
 
         def launch(
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
             extra: Any, into: Any,
         ) -> Any:  # fmt: skip
             scalars = scalars._replace(block_index=words.reshape(-1))
-            steps_or_one = 1 if steps is None else steps
+            number = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
                 out_shape=(jax.tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
-                    grid=tuple(steps_or_one if size is None else size for size in grid.sizes),
+                    grid=tuple(number if size is None else size for size in grid.sizes),
                     in_specs=(self._specs(grid), extra_specs, into_specs),
                     out_specs=(into_specs,),
                     scratch_shapes=(*scratch, *room),
                 ),
                 input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
-                    dimension_semantics=semantics,
+                    dimension_semantics=[
+                        pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY
+                        for n in range(len(grid.sizes))
+                    ],
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
                 cost_estimate=cost,

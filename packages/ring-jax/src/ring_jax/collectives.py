@@ -34,10 +34,10 @@ class Ranks:
         if self.axis_name is None or not pairs:
             return cast("T", jax.tree.map(jnp.zeros_like, x))
 
-        def permute(leaf: jax.Array) -> jax.Array:
-            return cast("jax.Array", lax.ppermute(leaf, self.axis_name, pairs))
+        def moved(part: jax.Array) -> jax.Array:
+            return cast("jax.Array", lax.ppermute(part, self.axis_name, pairs))
 
-        return cast("T", jax.tree.map(permute, x))
+        return cast("T", jax.tree.map(moved, x))
 
     def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """The arrays of all ranks, one behind the other along a dimension."""
@@ -62,7 +62,7 @@ def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
     """
 
     def mark(x: jax.Array) -> jax.Array:
-        missing = axes - _varies_over(x)
+        missing = axes - _varying(x)
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return cast("T", jax.tree.map(mark, arrays))
@@ -70,10 +70,10 @@ def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
 
 def varying_axes(arrays: Any) -> frozenset[Any]:
     """The mesh axes over which any of the arrays varies."""
-    return frozenset().union(*(_varies_over(x) for x in jax.tree.leaves(arrays)))
+    return frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
 
 
-def _varies_over(x: jax.Array) -> frozenset[Any]:
+def _varying(x: jax.Array) -> frozenset[Any]:
     kind: Any = jax.typeof(x)
     return cast(
         "frozenset[Any]", kind.mat.varying if hasattr(kind, "mat") else kind.vma

@@ -30,8 +30,8 @@ from ring_jax.mesh import (
     Order,
     axes_along,
     free,
+    in_order,
     names_of,
-    reordered,
     size_of,
     split,
     spread,
@@ -103,7 +103,7 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
         _check_dim(x, dim)
-        return self._lay(x, self._order(x.shape[dim]), dim, whole=False)
+        return self._moved(x, self._order(x.shape[dim]), dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
         """The array in natural order again, no longer split along the axis.
@@ -113,7 +113,7 @@ class ContextParallel:
         """
         _check_dim(x, dim)
         order = self._order(x.shape[dim])
-        return self._lay(x, None if order is None else np.argsort(order), dim, whole=True)
+        return self._moved(x, None if order is None else np.argsort(order), dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
@@ -149,7 +149,7 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
-        laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
+        laid = jax.tree.map(partial(self._as_input, manual), inputs, specs)
         out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
         return (out, lse) if return_lse else out
 
@@ -201,7 +201,7 @@ class ContextParallel:
         named = {*names_of(self.axis_name, batch, heads)}
         return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
 
-    def _laid(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+    def _as_input(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
         """An array of a call as its program takes it."""
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
@@ -234,12 +234,12 @@ class ContextParallel:
             return None
         return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
 
-    def _lay(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
+    def _moved(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
         """Tokens in another order, split along the axis or not; they are moved as a whole."""
         if order is not None or whole:
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
         if order is not None:
-            x = reordered(x, order, dim)
+            x = in_order(x, order, dim)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 

@@ -175,12 +175,12 @@ def convert[Model](model: Model, attention: Attention) -> Model:
         found.append(part)
         return _with_attention(part, attention)
 
-    converted: Model = jax.tree.map(
+    model = jax.tree.map(
         replaced, model, is_leaf=lambda part: isinstance(part, eqx.nn.MultiheadAttention)
     )
     if not found:
         raise ValueError("there is no equinox.nn.MultiheadAttention in the model")
-    return converted
+    return model
 
 
 def _with_attention(part: eqx.nn.MultiheadAttention, attention: Attention) -> MultiheadAttention:

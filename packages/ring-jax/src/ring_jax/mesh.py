@@ -18,7 +18,7 @@ Order = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def reordered(x: Array, order: Order, dim: int) -> Array:
+def in_order(x: Array, order: Order, dim: int) -> Array:
     """The slices of a dimension in another order, a permutation.
 
     Its gradient is the reverse permutation: no scatter, which is slow and, where axes are explicit,
@@ -28,14 +28,14 @@ def reordered(x: Array, order: Order, dim: int) -> Array:
 
 
 def _forward(x: Array, order: Order, dim: int) -> tuple[Array, None]:
-    return reordered(x, order, dim), None
+    return in_order(x, order, dim), None
 
 
 def _backward(order: Order, dim: int, _: None, gradient: Array) -> tuple[Array]:
-    return (reordered(gradient, np.argsort(order), dim),)
+    return (in_order(gradient, np.argsort(order), dim),)
 
 
-reordered.defvjp(_forward, _backward)
+in_order.defvjp(_forward, _backward)
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:

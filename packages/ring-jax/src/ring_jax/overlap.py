@@ -25,23 +25,24 @@ def order_after[M](moved: M, results: Any) -> M:
     stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
     """
     return cast(
-        "M", lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
+        "M",
+        lax.platform_dependent(moved, results, tpu=_order_after, default=lambda moved, _: moved),
     )
 
 
-def _tied[M](moved: M, results: Any) -> M:
+def _order_after[M](moved: M, results: Any) -> M:
     never = _opaque_false(results)
     if never is None:
         return moved
 
-    def tie(x: jax.Array) -> jax.Array:
+    def order(x: jax.Array) -> jax.Array:
         if x.size == 0:
             return x
         at = (0,) * x.ndim
-        corner = lax.slice(x, at, (1,) * x.ndim)
-        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(corner), corner), at)
+        first = lax.slice(x, at, (1,) * x.ndim)
+        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), at)
 
-    return cast("M", jax.tree.map(tie, moved))
+    return cast("M", jax.tree.map(order, moved))
 
 
 def reload_after[A](arrays: A, results: Any) -> A:

@@ -138,8 +138,8 @@ def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
     It is known, as far as it is, from ``mesh``, from the mesh around the call (``shard_map``,
     ``set_mesh``), or from that of the array's sharding, else the machine's first device is taken.
     """
-    meshes = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    devices = [x.abstract_device for x in meshes if x is not None and x.abstract_device is not None]
+    every = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    devices = [x.abstract_device for x in every if x is not None and x.abstract_device is not None]
     return str((devices or jax.devices())[0].device_kind)
 
 

@@ -62,9 +62,9 @@ def step_table(program: RingProgram, step: int) -> StepTable:
     helped = live & ~is_own
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
-    own = _pick(table, live & is_own)
+    own = _picked(table, live & is_own)
     items = _items(own) if plan.blocks is None else None
-    shift, helped = program.steps[step].shift, _pick(table, helped)
+    shift, helped = program.steps[step].shift, _picked(table, helped)
     return StepTable(shift, False, own, helped, helpers, has_documents, items)
 
 
@@ -81,11 +81,11 @@ def remote_table(program: RingProgram) -> StepTable | None:
     for name in ("k_start", "k_stop"):
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
-    own = _joined(_pick(table, live))
+    own = _joined(_picked(table, live))
     return StepTable(0, True, own, own[:, :0], (), has_documents, _items(own))
 
 
-def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
+def _picked(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     """The wanted rows of each rank first, as many as the busiest rank has."""
     order = np.argsort(~wanted, axis=1, kind="stable")[..., None]
     width = int(wanted.sum(axis=1).max(initial=0))
@@ -100,23 +100,23 @@ def _joined(table: Table) -> Table:
     table = np.take_along_axis(table, order[..., None], axis=1)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     is_plain, stop = _is_plain(table), column["k_stop"]
-    goes_on = np.zeros_like(is_plain)  # a row that the one before it takes in
-    goes_on[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
-    goes_on[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
+    is_taken = np.zeros_like(is_plain)  # a row that the one before it takes in
+    is_taken[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
+    is_taken[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
     for name in ("q_start", "q_stop"):
-        goes_on[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
-    begins = np.maximum.accumulate(np.where(goes_on, 0, np.arange(table.shape[1])), axis=1)
-    np.maximum.at(stop, (np.arange(len(table))[:, None], begins), stop)
-    return _pick(table, ~goes_on & (column["q_stop"] > column["q_start"]))
+        is_taken[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
+    first = np.maximum.accumulate(np.where(is_taken, 0, np.arange(table.shape[1])), axis=1)
+    np.maximum.at(stop, (np.arange(len(table))[:, None], first), stop)
+    return _picked(table, ~is_taken & (column["q_stop"] > column["q_start"]))
 
 
 def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     """Which rows show all of their rectangle."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
+    full = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
     is_live = column["q_stop"] > column["q_start"]
     return cast(
-        "npt.NDArray[np.bool_]", is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
+        "npt.NDArray[np.bool_]", is_live & full & (column["doc_stop"] <= column["doc_start"])
     )
 
 
@@ -192,8 +192,9 @@ class RankView:
         boundaries = self.plan.boundaries
         if boundaries is None or (self.plan.blocks is None and not part.has_documents):
             return None
-        borders = jnp.asarray(boundaries.astype(np.int32))
-        return jnp.searchsorted(borders, positions, side="right").astype(jnp.int32)
+        return jnp.searchsorted(
+            jnp.asarray(boundaries.astype(np.int32)), positions, side="right"
+        ).astype(jnp.int32)
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:

@@ -168,7 +168,7 @@ class LocalShape(NamedTuple):
 
     lists: int  # of blocks to visit: as many as rows of the batch that see differently
     q_len: int
-    k_lens: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
+    k_lengths: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
     head_dim: int
     v_head_dim: int
     itemsize: int

@@ -61,8 +61,8 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
         "items": InArray(arrays["items"]),
-        "stream_k": _looked_up(stream_k, arrays) if split else None,
-        "marks": InArray(jnp.zeros(many + 1 + 2 * split, jnp.int32), changes=True),
+        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "marks": InArray(jnp.zeros(many + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=HEADS_BEHIND),
         "lse": _result(arrays["lse"], consts["FRESH"]),
         "out": _result(arrays["out"], consts["FRESH"] or before is not None, HEADS_BEHIND),
@@ -103,11 +103,11 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
             hopper_consts.BLOCK,
         ),
         "neg_delta": _numbers(-arrays["delta"], hopper_consts.BLOCK),
-        "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changes=True),
+        "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
         "items": InArray(arrays["items"]),
-        "stream_k": _looked_up(stream_k, arrays) if split else None,
-        "marks": InArray(jnp.zeros(split, jnp.int32), changes=True) if split else None,
-        "parts": InArray(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
+        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
+        "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
         "dk": _result(arrays["dk"], consts["FRESH"], HEADS_BEHIND),
         "dv": None if dv is None else _result(dv, consts["FRESH"], HEADS_BEHIND),
         "flags": OutArray((many, blocks), "int32"), **sizes,
@@ -126,7 +126,7 @@ def _key_heads_per_swizzle(many: int, blocks: int) -> int:
     return next(n for n in range(min(wanted, many), many + 1) if many % n == 0)
 
 
-def _looked_up(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
+def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
     """A rank's row; zeros for one that computes nothing now."""
     (width,) = {len(x) for x in stream_k.values()}
     table = np.zeros((max(stream_k) + 1, width), np.int32)
@@ -148,13 +148,13 @@ def _rest(
         consts=tuple(consts.items()),
         numbers=tuple((dict(launch.numbers) | strides | flags).items()),
     )
-    known = arguments_of(kernel, rest, arrays, has_copy_engine=False)
+    known = arguments_of(kernel, rest, arrays, has_tma=False)
     constants = {name: known.pop(name) for name in ("consts", "nan_safe")}
     parameters: dict[str, Parameter] = dict(known)
     for name, x in known.items():
         if hasattr(x, "shape"):
             layout = HEADS_BEHIND if x.ndim == 4 else None
-            parameters[name] = InArray(x, changes=name in _CHANGED[launch.kernel], layout=layout)
+            parameters[name] = InArray(x, changed=name in _CHANGED[launch.kernel], layout=layout)
     return call(kernel, parameters, constants, warps=4, programs=programs)
 
 
@@ -205,7 +205,7 @@ def _numbers(x: Any, length: int) -> InArray:
 def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Parameter:
     if is_fresh:
         return OutArray(x.shape, x.dtype.name, layout)
-    return InArray(x, changes=True, layout=layout)
+    return InArray(x, changed=True, layout=layout)
 
 
 def _processors() -> int:

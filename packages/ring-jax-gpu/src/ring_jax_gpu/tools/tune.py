@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 SIZES, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 HEADS, KV_HEADS = 16, 4
-_TOLERANCE = 0.02  # of the norm of a result
+_LIMIT = 0.02  # of the norm of a result
 
 
 def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
@@ -34,11 +34,11 @@ def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
     First sizes and warps are tried, then stages. The least of many times is partly luck, so the
     winner and ``row`` are timed once more, and ``row`` stays unless it is slower again.
     """
-    sized = [replace(row, q=q, k=k, warps=warps) for q, k, warps in product(SIZES, SIZES, WARPS)]
-    best = _fastest([row, *sized], seconds)
+    others = [replace(row, q=q, k=k, warps=warps) for q, k, warps in product(SIZES, SIZES, WARPS)]
+    best = _fastest([row, *others], seconds)
     best = _fastest([best, *(replace(best, stages=stages) for stages in STAGES)], seconds)
-    gain = 1.0 if best == row else seconds(row) / seconds(best)
-    return (best, gain) if gain > 1.0 else (row, 1.0)
+    ratio = 1.0 if best == row else seconds(row) / seconds(best)
+    return (best, ratio) if ratio > 1.0 else (row, 1.0)
 
 
 def _fastest(rows: Iterable[Row], seconds: Seconds) -> Row:
@@ -62,19 +62,19 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
     """
     known = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]
 
-    def seconds(candidate: Row) -> float:
+    def seconds(new: Row) -> float:
         try:
-            run = _call(tuple(candidate if x == row else x for x in table), row, tokens)
+            run = _call(tuple(new if x == row else x for x in table), row, tokens)
             found = [np.asarray(x, np.float32) for x in run()]
         except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
-            say(f"{_described(candidate)}: {str(error).strip().splitlines()[0][:90]}")
+            say(f"{_described(new)}: {str(error).strip().splitlines()[0][:90]}")
             return math.inf
-        off = max(_off(x, y) for x, y in zip(found, known, strict=True))
-        if not off <= _TOLERANCE:
-            say(f"{_described(candidate)}: wrong by {off:.3g} of the norm")
+        distance = max(_distance(x, y) for x, y in zip(found, known, strict=True))
+        if not distance <= _LIMIT:
+            say(f"{_described(new)}: wrong by {distance:.3g} of the norm")
             return math.inf
-        took = _median(run, rounds)
-        say(f"{_described(candidate)}: {took * 1e3:.3f} ms")
+        took = _seconds(run, rounds)
+        say(f"{_described(new)}: {took * 1e3:.3f} ms")
         return took
 
     return seconds
@@ -118,7 +118,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     return partial(backward, pull, dout)
 
 
-def _median(run: Callable[[], Any], rounds: int) -> float:
+def _seconds(run: Callable[[], Any], rounds: int) -> float:
     took = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -127,7 +127,7 @@ def _median(run: Callable[[], Any], rounds: int) -> float:
     return sorted(took)[rounds // 2]
 
 
-def _off(found: Any, known: Any) -> float:
+def _distance(found: Any, known: Any) -> float:
     return float(np.linalg.norm(found - known) / max(float(np.linalg.norm(known)), 1e-30))
 
 

@@ -149,22 +149,24 @@ class RingAttn:
             UnsupportedError: An argument cannot be honoured; the message says what to do instead.
         """
         refuse(mask_info=(mask_info, MASK_INFO))
-        meta = self.metadata
-        if meta.runtime_dtype is not None:
-            query, key, value = (x.astype(meta.runtime_dtype) for x in (query, key, value))
-        if meta.mesh is None:
-            ring: Any = partial(attend, axis_name=meta.sequence_axis_name, layout=meta.layout)
+        metadata = self.metadata
+        if metadata.runtime_dtype is not None:
+            query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
+        if metadata.mesh is None:
+            ring: Any = partial(
+                attend, axis_name=metadata.sequence_axis_name, layout=metadata.layout
+            )
         else:
-            assert meta.sequence_axis_name is not None  # checked when this was made
+            assert metadata.sequence_axis_name is not None  # checked when this was made
             ring = ContextParallel(
-                meta.mesh, meta.sequence_axis_name, meta.batch_axis_name, meta.head_axis_name,
-                layout=meta.layout,
+                metadata.mesh, metadata.sequence_axis_name, metadata.batch_axis_name, metadata.head_axis_name,
+                layout=metadata.layout,
             ).attention  # fmt: skip
         out = ring(
             query, key, value, causal=causal, window=window_of(sliding_window),
-            chunk_size=chunk_size, strategy=meta.strategy,
+            chunk_size=chunk_size, strategy=metadata.strategy,
             segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
-            softmax_scale=meta.softmax_scale if softmax_scale is None else softmax_scale,
+            softmax_scale=metadata.softmax_scale if softmax_scale is None else softmax_scale,
             softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
             kernel=replace(self._kernel, fused_backward=fused_backward or None),
         )  # fmt: skip

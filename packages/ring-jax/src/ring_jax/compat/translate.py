@@ -143,14 +143,14 @@ def alike(
             )
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
 
-    def longer(x: Array, by: int) -> Array:
+    def padded(x: Array, by: int) -> Array:
         return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
 
     q_ids, k_ids = (
         jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
         for ids, by in zip(documents, more, strict=True)
     )
-    return longer(q, more[0]), longer(k, more[1]), longer(v, more[1]), bias, (q_ids, k_ids)
+    return padded(q, more[0]), padded(k, more[1]), padded(v, more[1]), bias, (q_ids, k_ids)
 
 
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
@@ -203,8 +203,8 @@ def _blocks(name: str, params: object) -> dict[str, int | None]:
     """Block sizes of forward or backward parameters, by our names."""
     left = {key: value for key, value in _settings(name, params).items() if value is not None}
     sizes: dict[str, int | None] = {}
-    for block, spellings in BLOCK_NAMES.items():
-        found = [left.pop(spelling) for spelling in spellings if spelling in left]
+    for block, known in BLOCK_NAMES.items():
+        found = [left.pop(x) for x in known if x in left]
         if len(set(found)) > 1:
             raise ValueError(f"{name} has several {block}: {found}")
         sizes[block] = found[0] if found else None

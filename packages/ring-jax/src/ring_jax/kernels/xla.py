@@ -302,7 +302,7 @@ def _attend(
     i = sight.row_block(number)
     q = sight.take_rows(sight.rows.q, i)
     out, lse = sight.take_rows(into.out, i), sight.take_rows(into.lse, i)
-    started = (lse > -jnp.inf).astype(lse.dtype)
+    seen = (lse > -jnp.inf).astype(lse.dtype)
 
     def column(j_number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = state
@@ -316,10 +316,10 @@ def _attend(
         total = total * shrink + weights.sum(axis=-1)
         keep = sight.kept(i, j)
         weights = weights if keep is None else weights * keep
-        seen = _seen_dot(weights, visible, v[:, :, None], acc.dtype)
-        return new_top, total, acc * shrink[..., None] + seen
+        values = _seen_dot(weights, visible, v[:, :, None], acc.dtype)
+        return new_top, total, acc * shrink[..., None] + values
 
-    start = (lse, started, jnp.where(started[..., None] > 0, out, 0.0))
+    start = (lse, seen, jnp.where(seen[..., None] > 0, out, 0.0))
     top, total, acc = sight.for_column_blocks(bounds, number, column, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
     lse = top + jnp.log(total)

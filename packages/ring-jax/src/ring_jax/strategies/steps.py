@@ -149,7 +149,7 @@ class StepRunner:
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
         static = self._static(part, fresh=fresh)
         dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into)
-        return QueryGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
+        return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
         self, stage: Stage | None, q: Array, upstream: BackwardInputs | None = None
@@ -187,12 +187,12 @@ class StepRunner:
         moved = self.ring.move(results, -shift, owners)
         if isinstance(moved, QueryGrads):
             return moved
-        was_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
-        return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
+        is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
+        return moved._replace(lse=jnp.where(is_helped[self.side.rank], moved.lse, -jnp.inf))
 
     def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
         """Add what a helper sent home."""
-        dbias = self._scattered(grads.dbias, self._helpers_keys(part), found.dbias)
+        dbias = self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias)
         return QueryGrads(grads.dq + found.dq, dbias)
 
     def _helpers_keys(self, part: StepTable) -> Array:
@@ -225,7 +225,7 @@ class StepRunner:
         bias = self.inputs.bias
         return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
 
-    def _scattered(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+    def _add_bias_grad(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
         """Add the gradient of some columns of the bias."""
         if dbias is None or part is None:
             return dbias

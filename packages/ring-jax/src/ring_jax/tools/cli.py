@@ -24,7 +24,7 @@ from ring_core.tools import bench, doctor
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
     HOST_DEVICES,
-    _imported,
+    _module_of,
     _platform,
     diagnose,
     kernels,
@@ -100,7 +100,9 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _context() -> type[ring_jax.ContextParallel]:
     """The class whose kernels suit the default devices, of the packages there are."""
-    module = _imported({"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax"))
+    module = _module_of(
+        {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
+    )
     return cast(
         "type[ring_jax.ContextParallel]",
         getattr(module, "ContextParallel", ring_jax.ContextParallel),

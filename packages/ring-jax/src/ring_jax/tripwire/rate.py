@@ -53,8 +53,8 @@ def check_rate(
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
-        microseconds = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
-        rates = ring.gather((flops[ring.rank()] / microseconds.astype(jnp.float32) / 1e6)[None], 0)
+        took = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
+        rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
         jax.debug.callback(partial(_compare, which, peak), rates)
 
     turn.run(compare, lambda: None)
@@ -66,11 +66,11 @@ def _peak(inputs: Inputs) -> float | None:
     return None if hidden else peak_tflops(jax.devices()[0].device_kind)
 
 
-def _read(when: str, *before: Array) -> Array:
+def _read(what: str, *before: Array) -> Array:
     """Microseconds of the host's clock, uint32, once some arrays are there."""
     shape = jax.ShapeDtypeStruct((), jnp.uint32)
     return cast(
-        "Array", jax.pure_callback(partial(_now, when), shape, *before, vmap_method="sequential")
+        "Array", jax.pure_callback(partial(_now, what), shape, *before, vmap_method="sequential")
     )
 
 

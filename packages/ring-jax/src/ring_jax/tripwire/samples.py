@@ -53,7 +53,7 @@ def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: A
             "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
             "lse": (taken, exact.lse[..., None], plain.lse[..., None], jnp.ones(SAMPLES)),
         }
-        sample.judge("forward", {"queries": results})
+        sample.compare("forward", {"queries": results})
 
     turn.run(partial(_in_float64, run), lambda: None)
 
@@ -96,7 +96,7 @@ def check_backward(
             name: (x[b, columns], exact[..., part], plain[..., part].astype(x.dtype), size)
             for name, (x, part, size) in sizes.items()
         }
-        sample.judge("backward", {"queries": q_side, "keys": k_side})
+        sample.compare("backward", {"queries": q_side, "keys": k_side})
 
     turn.run(partial(_in_float64, run), lambda: None)
 
@@ -137,8 +137,8 @@ class _Sample(NamedTuple):
         plan, size = self.static.plan, self.ring.size
         length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
         counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
-        seeds = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
-        return (mixed(seeds ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
+        numbers = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
+        return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
         """Those of this rank."""
@@ -224,20 +224,20 @@ class _Sample(NamedTuple):
         mine = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
         columns = all_positions(self.static.plan.k_layout)
         parts = jnp.moveaxis(jnp.take(mine, columns, axis=2), 2, 0)  # [P, 4, H or 1, m]
-        came = self._exchanged(parts)
+        came = self._all_to_all(parts)
         return came.reshape(-1, *came.shape[2:])
 
     def _home(self, x: Array) -> Array:
         """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""
-        return self._exchanged(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
+        return self._all_to_all(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
 
-    def _exchanged(self, x: Array) -> Array:
+    def _all_to_all(self, x: Array) -> Array:
         """Part ``n`` goes to rank ``n``."""
         if self.static.axis_name is None:
             return x
         return cast("Array", lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True))
 
-    def judge(self, which: str, results: dict[Kind, Results]) -> None:
+    def compare(self, which: str, results: dict[Kind, Results]) -> None:
         """Show the hosts of all ranks what was found; they compare and raise."""
         arrays: list[Array] = []
         names: list[tuple[Kind, str]] = []

@@ -96,11 +96,11 @@ class Turn(NamedTuple):
             total = lax.psum(total, static.axis_name)
         return cls(static.check, mixed(lax.bitcast_convert_type(total, jnp.uint32)))
 
-    def run[T](self, checked: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    def run[T](self, checked: Callable[[], T], skipped: Callable[[], T]) -> T:
         """The one or the other."""
         if self.every == 1:
             return checked()
-        return cast("T", lax.cond(self.number % jnp.uint32(self.every) == 0, checked, otherwise))
+        return cast("T", lax.cond(self.number % jnp.uint32(self.every) == 0, checked, skipped))
 
 
 def mixed(x: Array) -> Array:

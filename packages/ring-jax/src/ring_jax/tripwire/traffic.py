@@ -27,35 +27,35 @@ def check_traffic(
     size = static.plan.cp_size
     if static.axis_name is None or size == 1:
         return
-    carried = sum(_carried(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+    moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
     expected = _EXPECTED[static.strategy](static, inputs, which)
-    if carried != expected:
+    if moved != expected:
         raise WrongResultError(
-            f"the collectives of a {which} carry {carried:,} bytes between {size} ranks, and the "
+            f"the collectives of a {which} carry {moved:,} bytes between {size} ranks, and the "
             f"program {expected:,}: strategy {static.strategy!r}, layout "
             f"{str(static.plan.q_layout.name)!r}, mask {static.plan.mask.describe()!r}"
         )
 
 
-def _carried(jaxpr: Any, size: int) -> Iterator[int]:
+def _moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Bytes that leave all ranks together, of each collective."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _COLLECTIVES:
             for x in equation.invars:
-                senders = len(equation.params["perm"]) if name == "ppermute" else size
+                ranks = len(equation.params["perm"]) if name == "ppermute" else size
                 share = x.aval.size * x.aval.dtype.itemsize
                 if name == "all_gather":
                     share *= size - 1
                 elif name == "reduce_scatter":
                     share = share // size * (size - 1)
-                yield senders * share
+                yield ranks * share
         for inner in jax.tree.leaves(
             list(equation.params.values()),
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _carried(getattr(inner, "jaxpr", inner), size)
+                yield from _moved(getattr(inner, "jaxpr", inner), size)
 
 
 def _bytes(*arrays: Any) -> int:
