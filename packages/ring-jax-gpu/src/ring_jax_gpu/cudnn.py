@@ -114,8 +114,7 @@ class CudnnKernel:
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
         del work
-        run = partial(_differentiate, static, rows, columns, upstream)
-        return _for_own_tile(static, run, into)
+        return _for_own_tile(static, partial(_differentiate, static, rows, columns, upstream), into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
@@ -237,8 +236,9 @@ def _given(
     bias = tile.bias(rows.bias)
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(_LEAST[static.dtype], bias.dtype))
-    has_grad = bias is not None and static.bias_grad
-    pattern = fmha.Pattern(static.scale, tile.causal, tile.window, has_grad)
+    pattern = fmha.Pattern(
+        static.scale, tile.causal, tile.window, bias is not None and static.bias_grad
+    )
     return (wide(tile.queries(rows.q), qk_dim), wide(k, qk_dim), wide(v, v_dim), bias), pattern
 
 

@@ -108,8 +108,9 @@ class TritonKernel:
         return Grads(dq, dkv, dbias)
 
     def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
-        is_one = _is_one(static.program.forward)
-        return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
+        return Call(
+            static, rows, columns, work, _is_one(static.program.forward), self.blocks, self.roles
+        )
 
 
 def _is_one(stages: Sequence[Stage]) -> bool:

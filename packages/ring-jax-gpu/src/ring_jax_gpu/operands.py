@@ -104,12 +104,11 @@ class Call:
         )  # fmt: skip
 
     def _choose(self, name: Pass) -> Blocks:
-        widest = max(self.static.head_dim, self._v_dim)
-        rows, has_tiles = self.rows, self.work.kinds is not None
-        per_score_inputs = rows.bias is not None or rows.seed is not None or has_tiles
+        per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
         return choose_blocks(
-            self.static.config, name, widest, rows.q.dtype.itemsize,
-            per_score_inputs=per_score_inputs, rows=self.blocks,
+            self.static.config, name, max(self.static.head_dim, self._v_dim),
+            self.rows.q.dtype.itemsize, rows=self.blocks,
+            per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
 
     def _plan(

@@ -82,7 +82,6 @@ def _call_one(
     import jax_triton
 
     kernel = kernel_of(launch)
-    stages = stages_of(launch, by_name["q"].dtype.itemsize, capability)
     arguments = arguments_of(kernel, launch, by_name, has_tma=capability >= HOPPER)
     changed = [name for name in all_changed if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
@@ -98,7 +97,7 @@ def _call_one(
             grid=launch.grid,
             name=f"ring_{launch.kernel}",
             num_warps=launch.warps,
-            num_stages=stages,
+            num_stages=stages_of(launch, by_name["q"].dtype.itemsize, capability),
             compute_capability=capability,
             backend_options={"enable_fp_fusion": True},
             input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},

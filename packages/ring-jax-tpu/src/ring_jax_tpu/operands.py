@@ -131,8 +131,9 @@ class Launch:
 
     def nan_safe_for(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
-        has_bias = self.operands.bias is not None
-        kinds = with_nonfinite(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
+        kinds = with_nonfinite(
+            self.kinds, rows, columns, self.blocks, has_bias=self.operands.bias is not None
+        )
         return replace(self, kinds=kinds)
 
     def run[T](
@@ -278,8 +279,9 @@ class Launch:
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
-            many = x.shape[0] > 1
-            return grid.spec((None, 1, size), lambda at: (at.batch if many else 0, 0, block(at)))
+            return grid.spec(
+                (None, 1, size), lambda at: (at.batch if x.shape[0] > 1 else 0, 0, block(at))
+            )
 
         return Operands(
             self.query_rows(grid, self.consts.head_dim),
@@ -346,9 +348,9 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     def place(
         scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
     ) -> GridPoint:
-        last = (inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1)
         visit = unpack(scalars.block_index[step])._replace(
-            is_first=(inner_batch == 0) & (inner_head == 0), is_last=last
+            is_first=(inner_batch == 0) & (inner_head == 0),
+            is_last=(inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1),
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 

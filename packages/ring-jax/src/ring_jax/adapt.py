@@ -250,8 +250,7 @@ def precision_of(precision: object, dtype: DTypeLike) -> tuple[object, str]:
     exact = (lax.Precision.HIGHEST, "highest", "float32")
     taken = [None, "default", lax.Precision.DEFAULT]
     taken += exact if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
-    pair = isinstance(precision, tuple) and len(precision) == 2
-    sides = precision if isinstance(precision, tuple) and pair else (precision,)
+    sides = precision if isinstance(precision, tuple) and len(precision) == 2 else (precision,)
     return None if all(side in taken for side in sides) else precision, (
         "products of float32 have the highest precision, and 16-bit ones are summed in float32; "
         "leave it out, and cast the inputs to bfloat16 for speed"

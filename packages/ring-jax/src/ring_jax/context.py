@@ -170,8 +170,10 @@ class ContextParallel:
     ) -> tuple[Static, Inputs, Selection]:
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
-        sizes = (size_of(self.mesh, batch), size_of(self.mesh, heads))
-        parts = Parts(self.mesh.abstract_mesh, *sizes, self._parts(options.mask, batch, heads))
+        parts = Parts(
+            self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
+            self._parts(options.mask, batch, heads),
+        )  # fmt: skip
         return check_call(
             self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
         )
@@ -251,17 +253,17 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     def by_rows(x: Array | None) -> PartitionSpec | None:
         if x is None:
             return None
-        shared = [size == 1 for size in x.shape[:2]]
-        axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
-        return PartitionSpec(*axes, tokens, None)
+        pairs = zip(x.shape[:2], (batch, heads), strict=True)
+        return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
     if x.slopes is not None:
         slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
     sinks, seed = PartitionSpec(heads), PartitionSpec()
     bias, mask = by_rows(x.bias), by_rows(x.mask)
     every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
-    given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
-    return Inputs._make(given)
+    return Inputs._make(
+        None if array is None else spec for array, spec in zip(x, every, strict=True)
+    )
 
 
 @lru_cache(maxsize=128)
@@ -283,10 +285,12 @@ def _ring(
         return attend(static, prepared(static, x, (batch, heads)))
 
     rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
-    ring = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+        ),
+        inline=True,
     )
-    return jax.jit(ring, inline=True)
 
 
 def _check_dim(x: Array, dim: object) -> None:

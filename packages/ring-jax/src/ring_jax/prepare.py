@@ -175,8 +175,10 @@ def prepared(
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
     if inputs.slopes is not None:
         slopes = jnp.atleast_2d(inputs.slopes)
-    bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
-    inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
+    inputs = inputs._replace(
+        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None, slopes=slopes,
+        seed=seed, offsets=offsets,
+    )  # fmt: skip
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
     return match_varying(inputs, varying_axes((inputs, rank)))
 
@@ -190,8 +192,7 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
     """The bias ``[B or 1, H or 1, T, S]`` that says what a mask, alike in shape, says, too."""
     if mask is None:
         return bias
-    shown = jnp.zeros((), dtype) if bias is None else bias
-    return jnp.where(mask, shown, -jnp.inf)
+    return jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
 
 
 def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:

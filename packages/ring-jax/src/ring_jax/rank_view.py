@@ -95,8 +95,8 @@ def _picked(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
 def _joined(table: Table) -> Table:
     """The same rows, those in one that show touching keys whole to the same queries."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    keys = ("k_start", "q_stop", "q_start")
-    order = np.lexsort((*(column[name] for name in keys), ~_is_plain(table)), axis=1)
+    keys = [column[name] for name in ("k_start", "q_stop", "q_start")]
+    order = np.lexsort((*keys, ~_is_plain(table)), axis=1)
     table = np.take_along_axis(table, order[..., None], axis=1)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     is_plain, stop = _is_plain(table), column["k_stop"]

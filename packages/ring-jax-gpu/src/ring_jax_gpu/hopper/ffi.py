@@ -126,9 +126,8 @@ def compiled(
     }
     known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
     signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned)
     return triton.compile(
-        source,
+        (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned),
         target=GPUTarget("cuda", _HOPPER, _WARP),
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
     )

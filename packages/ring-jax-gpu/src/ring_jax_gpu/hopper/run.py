@@ -113,8 +113,10 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         "flags": OutArray((many, blocks), "int32"), **sizes,
         "heads_per_swizzle": _key_heads_per_swizzle(many, blocks),
     }  # fmt: skip
-    programs = many * blocks + helpers
-    found = call(bwd_hopper, parameters, {"consts": hopper_consts}, warps=8, programs=programs)
+    found = call(
+        bwd_hopper, parameters, {"consts": hopper_consts}, warps=8,
+        programs=many * blocks + helpers,
+    )  # fmt: skip
     arrays = arrays | {"only": found.pop("flags")}
     arrays |= {name: x for name, x in found.items() if name in arrays}
     return _rest(launch, arrays, {"only_per_head": blocks}, many * blocks, KEYS)

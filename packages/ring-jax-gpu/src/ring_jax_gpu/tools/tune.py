@@ -82,11 +82,10 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
 def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]]:
     """A compiled call of the kernel that a row is for: the forward, or a backward."""
-    dtype = "bfloat16" if row.itemsize == 2 else "float32"
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, heads, row.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (
-        jax.random.normal(key, shape).astype(dtype)
+        jax.random.normal(key, shape).astype("bfloat16" if row.itemsize == 2 else "float32")
         for key, shape in zip(keys[:4], shapes, strict=True)
     )
     shape = (1, 1, tokens, tokens)

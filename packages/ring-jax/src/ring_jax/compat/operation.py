@@ -102,10 +102,10 @@ class RingAttn:
                 f"metadata must be a ring_jax.compat.OperationMetadata, got "
                 f"{type(metadata).__name__}"
             )
-        axes = (metadata.sequence_axis_name, metadata.batch_axis_name, metadata.head_axis_name)
+        axes = (metadata.batch_axis_name, metadata.head_axis_name)
         if metadata.mesh is not None and metadata.sequence_axis_name is None:
             raise ValueError("mesh needs sequence_axis_name, the axis that splits the sequence")
-        if metadata.mesh is None and axes[1:] != (None, None):
+        if metadata.mesh is None and axes != (None, None):
             raise ValueError("batch_axis_name and head_axis_name are axes of a mesh; give mesh too")
         softmax = metadata.runtime_softmax_dtype
         refuse(

@@ -79,10 +79,12 @@ def choose(
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    every = [kernel.capabilities for kernel in kernels]
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
-        require(kernel.capabilities, _on_its_device(request, kernel), program, others=every)
+        require(
+            kernel.capabilities, _on_its_device(request, kernel), program,
+            others=[one.capabilities for one in kernels],
+        )  # fmt: skip
         why_not = kernel.refusals("forward", local, config, program)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")

@@ -288,8 +288,9 @@ class ScoreBlocks:
         )
 
     def _bias(self, bias: Array, i: Block, j: Block) -> Array:
-        size = (*bias.shape[:2], self.block_q, self.block_k)
-        part = lax.dynamic_slice(bias, (_ZERO, _ZERO, i.start, j.start), size)
+        part = lax.dynamic_slice(
+            bias, (_ZERO, _ZERO, i.start, j.start), (*bias.shape[:2], self.block_q, self.block_k)
+        )
         if bias.shape[1] == 1:
             return part[:, :, None]
         return part.reshape(part.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])

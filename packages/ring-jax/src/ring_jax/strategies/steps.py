@@ -134,8 +134,8 @@ class StepRunner:
         if work is None:
             return into
         rows, columns = self._own(part, q, held)
-        static = self._static(part, fresh=fresh, last=last)
-        return cast("AttentionState", _kernel("attend_into", static, rows, columns, work, into))
+        static = replace(self.static, fresh=fresh, last=last, items=part.items)
+        return _kernel("attend_into", static, rows, columns, work, into=into)
 
     def differentiate(
         self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
@@ -147,8 +147,8 @@ class StepRunner:
             return grads, dkv
         rows, columns = self._own(part, q, held)
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
-        static = self._static(part, fresh=fresh)
-        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into)
+        static = replace(self.static, fresh=fresh, items=part.items)
+        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into=into)
         return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
@@ -167,7 +167,7 @@ class StepRunner:
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
-        return cast("AttentionState", _kernel("attend_into", static, rows, columns, work, empty))
+        return _kernel("attend_into", static, rows, columns, work, into=empty)
 
     def help_backward(
         self, part: StepTable, helping: RemoteBlock, own: KVPayload, at_home: Array
@@ -175,9 +175,7 @@ class StepRunner:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
-        grads: Grads = _kernel(
-            "grads_into", self.static, rows, columns, helping.upstream, work, into
-        )
+        grads = _kernel("grads_into", self.static, rows, columns, helping.upstream, work, into=into)
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
     def home[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
@@ -216,10 +214,6 @@ class StepRunner:
         rows = side.rows(part, part.shift, helping.queries)
         return rows, side.columns(part, side.key_positions(0), own), work
 
-    def _static(self, part: StepTable, *, fresh: bool, last: bool = False) -> Static:
-        """What is known of a part of the call, for this device's own queries."""
-        return replace(self.static, fresh=fresh, last=last, items=part.items)
-
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""
         bias = self.inputs.bias
@@ -238,18 +232,20 @@ class StepRunner:
         return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
 
 
-def _kernel(name: str, static: Static, rows: QueryBlock, *args: Any) -> Any:
-    """Call the kernel of the platform that is compiled for; ``into`` is the last argument."""
+def _kernel[State: (AttentionState, Grads)](
+    name: str, static: Static, rows: QueryBlock, *args: Any, into: State
+) -> State:
+    """Call the kernel of the platform that is compiled for, if there are queries."""
     if rows.q.size == 0:
-        return args[-1]
+        return into
     left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
     calls = [partial(getattr(kernel, name), static) for kernel in kernels]
     if len(calls) == 1:
-        return calls[0](rows, *args)
+        return cast("State", calls[0](rows, *args, into))
     chosen = {
         device: call
         for kernel, call in zip(kernels, calls, strict=True)
         for device in kernel.capabilities.devices or ("default",)
     }
-    return lax.platform_dependent(rows, *args, **chosen)
+    return cast("State", lax.platform_dependent(rows, *args, into, **chosen))

@@ -118,11 +118,10 @@ def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
 
     def run(seed: int) -> tuple[float, float]:
-        keys = jax.random.split(jax.random.key(seed), 4)
         shapes = [(1, setting.seq_len, h, setting.head_dim) for h in heads]
         q, k, v, dout = (
             cp.shard(jax.random.normal(key, shape, setting.dtype))
-            for key, shape in zip(keys, shapes, strict=True)
+            for key, shape in zip(jax.random.split(jax.random.key(seed), 4), shapes, strict=True)
         )
         jax.block_until_ready((q, k, v, dout))
         with tripwire.check(check):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 import jax
 
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 1
-    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    facts = asdict(found) | {"healthy": found.healthy}
+    print(json.dumps(facts, indent=2) if args.json else shown(found))
     return 0 if found.healthy else 1
 
 

@@ -288,8 +288,7 @@ def _dot(
     It names no dtype of the result, as ``einsum`` does: ``vmap`` comes to it outside of
     ``enable_x64``, where a float64 that is named becomes a float32.
     """
-    batch = (heads[:1], heads[1:])
-    return lax.dot_general(x, y, (over, batch), precision=lax.Precision.HIGHEST)
+    return lax.dot_general(x, y, (over, (heads[:1], heads[1:])), precision=lax.Precision.HIGHEST)
 
 
 def _weight(part: Array, total: Array) -> Array:

@@ -48,10 +48,14 @@ def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: A
         rows = sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
-        taken = lse[sample.batch][:, rows].T[..., None]
         results: Results = {
             "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
-            "lse": (taken, exact.lse[..., None], plain.lse[..., None], jnp.ones(SAMPLES)),
+            "lse": (
+                lse[sample.batch][:, rows].T[..., None],
+                exact.lse[..., None],
+                plain.lse[..., None],
+                jnp.ones(SAMPLES),
+            ),
         }
         sample.compare("forward", {"queries": results})
 
@@ -245,13 +249,12 @@ class _Sample(NamedTuple):
             for name, parts in found.items():
                 names.append((kind, name))
                 arrays += [self.ring.gather(self._for_host(x)[None], 0) for x in parts]
-        picked = [self.of_all(kind) for kind in _KINDS]
         (batch, length, heads, _), dim = self.inputs.q.shape, self.inputs.v.shape[3]
         shapes = {"out": (batch, length, heads, dim), "lse": (batch, heads, length)}
         shapes |= {f"d{name}": getattr(self.inputs, name).shape for name in ("q", "k", "v")}
         jax.debug.callback(
             partial(_compare, self.static, which, shapes, names),
-            self.number, self.batch, *picked, *arrays,
+            self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip
 
     def _for_host(self, x: Array) -> Array:
