@@ -19,18 +19,6 @@ from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 
-class BlockIndex(NamedTuple):
-    """Which inner blocks each outer block visits, int32.
-
-    Attributes:
-        blocks: Their numbers, ``[1 or B, outer, inner]``.
-        counts: How many of them are partial and how many full, ``[1 or B, outer, 2]``.
-    """
-
-    blocks: Array
-    counts: Array
-
-
 def in_documents(outer: Array, inner: Array) -> Array:
     """From where to where the inner tokens lie in the document of each outer one, int32 [2, T].
 
@@ -66,17 +54,17 @@ def block_kinds(
     return kinds_of(rows, columns, work, in_tiles, (block_q, block_k), grid)
 
 
-def q_major(kinds: Array) -> BlockIndex:
-    """What each block of queries visits."""
+def block_index(kinds: Array) -> tuple[Array, Array]:
+    """Which inner blocks each outer block visits, int32, for kinds ``[1 or B, outer, inner]``.
+
+    Returns:
+        Their numbers, ``[1 or B, outer, inner]``, and how many of them are partial and how many
+        full, ``[1 or B, outer, 2]``.
+    """
     kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
     counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
-    return BlockIndex(blocks, jnp.stack(counts, axis=2))
-
-
-def k_major(kinds: Array) -> BlockIndex:
-    """What each block of keys visits."""
-    return q_major(kinds.swapaxes(1, 2))
+    return blocks, jnp.stack(counts, axis=2)
 
 
 def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:

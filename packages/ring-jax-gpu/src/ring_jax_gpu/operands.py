@@ -24,7 +24,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax_gpu.block_index import Tiles, block_kinds, in_documents, k_major, q_major
+from ring_jax_gpu.block_index import Tiles, block_index, block_kinds, in_documents
 from ring_jax_gpu.launch import RANK_OPERAND, Kernel, Launch
 from ring_jax_gpu.primitive import run
 
@@ -115,7 +115,6 @@ class Call:
         self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
     ) -> tuple[Launch, Arrays]:
         """The launch of a kernel, and what it reads."""
-        fused = name == "bwd_fused"
         kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
         blocks, is_q_major = self._choose(name), kernel != "bwd_dkv"
         keys = self.parts_of(self.columns.kv, "k" if self.separate_kv else "kv", "v")
@@ -140,11 +139,12 @@ class Call:
                 kinds = masked_kinds(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
-            given["block_index"], given["counts"] = (q_major if is_q_major else k_major)(kinds)
+            kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
+            given["block_index"], given["counts"] = block_index(kinds)
             many, outer, inner = given["block_index"].shape
             numbers["block_index_batch"] = outer * inner if many > 1 else 0
         consts = {
-            "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": fused,
+            "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
             "FRESH": self.static.fresh and kernel in ("fwd", "bwd_dkv"), **self._consts,
             **self._sizes(blocks),
         }  # fmt: skip

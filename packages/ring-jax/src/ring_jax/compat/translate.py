@@ -88,8 +88,7 @@ def segments_of(
         if ids is not None and not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise ValueError(f"{name} must be integers, got {jnp.result_type(ids)}")
     given = [ids for ids in pair.values() if ids is not None]
-    first, last = jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
-    return first, last
+    return jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
 
 
 def documents_of(
@@ -247,7 +246,5 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 def _are_equal(a: Array, b: Array) -> bool:
     """Whether two arrays are known to be equal while a call is traced."""
-    if a is b:
-        return True
-    known = not any(isinstance(x, jax.core.Tracer) for x in (a, b))
-    return known and np.array_equal(np.asarray(a), np.asarray(b))
+    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))
