@@ -166,7 +166,7 @@ def test_what_the_kernels_for_hopper_leave(
         return {
             name: memory[name].swapaxes(1, 2) if x.layout else memory[name]
             for name, x in arrays.items()
-            if x.changes
+            if x.changed
         }
 
     def leave(*arrays: Any, launch: Launch, names: Any, num_changed: int) -> list[Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax_gpu import operands
+from internals.jax_gpu import block_index, operands
 from jax.sharding import AxisType
 
 from ring_core import KernelConfig
@@ -77,7 +77,7 @@ def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
 
         return jax.grad(loss)(qkv)
 
-    listed = mock.patch.object(operands, "block_index", counting(operands.block_index))
+    listed = mock.patch.object(operands, "block_index", counting(block_index))
     with listed, mock.patch.object(operands.Call, "bwd_dbias") as bwd_dbias:
         jax.block_until_ready(grads(qkv, mask))
         jax.effects_barrier()
