@@ -50,4 +50,4 @@ from ring_jax.strategies.steps import (
 from ring_jax.tools import cli as cli, doctor as doctor
 from ring_jax.tools.cli import main as main
 from ring_jax.tools.doctor import self_test as self_test
-from ring_jax.tripwire import rate as tripwire_rate
+from ring_jax.tripwire import traffic as tripwire_traffic
