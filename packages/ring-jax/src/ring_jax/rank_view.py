@@ -177,7 +177,7 @@ class RankView:
         """Queries of the rank this far behind, with what every rank knows of them."""
         indices = local_positions(self.plan.q_layout, self.behind(shift))
         positions = indices + self.plan.q_offset
-        q, ids, bias = queries
+        q, ids, bias, _ = queries
         return QueryBlock(
             q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
             self.inputs.seed, self.inputs.offsets,

@@ -97,6 +97,7 @@ class Queries(NamedTuple):
     q: Array  # [B, H, T, D]
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
+    upstream: BackwardInputs | None = None  # of a backward
 
 
 class KVPayload(NamedTuple):

@@ -85,13 +85,6 @@ class QueryGrads(NamedTuple):
     dbias: Array | None
 
 
-class RemoteBlock(NamedTuple):
-    """What arrived of another rank's queries; the second part only in the backward."""
-
-    queries: Queries
-    upstream: BackwardInputs | None
-
-
 @dataclass(frozen=True)
 class StepRunner:
     """What forward and backward need: the ring, this device's side of the plan, accumulators."""
@@ -158,16 +151,17 @@ class StepRunner:
 
     def ship(
         self, stage: Stage | None, q: Array, upstream: BackwardInputs | None = None
-    ) -> RemoteBlock | None:
+    ) -> Queries | None:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
         part = step_table(self.static.program, stage.step)
-        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
         upstream = None if upstream is None else upstream._replace(out=None)
-        return self.ring.move(RemoteBlock(queries, upstream), part.shift, part.helpers)
+        bias = self._bias(self._helpers_keys(part))
+        queries = Queries(q, self.inputs.q_ids, bias, upstream)
+        return self.ring.move(queries, part.shift, part.helpers)
 
-    def help(self, part: StepTable, helping: RemoteBlock, own: KVPayload) -> AttentionState:
+    def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
         """Attend for another rank's queries, over this device's own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
@@ -175,7 +169,7 @@ class StepRunner:
         return _kernel("attend_into", static, rows, columns, work, into=empty)
 
     def help_backward(
-        self, part: StepTable, helping: RemoteBlock, own: KVPayload, at_home: Array
+        self, part: StepTable, helping: Queries, own: KVPayload, at_home: Array
     ) -> tuple[QueryGrads, Array]:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
@@ -212,11 +206,11 @@ class StepRunner:
         return side.rows(part, 0, queries), side.columns(part, positions, held)
 
     def _theirs(
-        self, part: StepTable, helping: RemoteBlock, own: KVPayload
+        self, part: StepTable, helping: Queries, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
         side, work = self.side, self.side.helped_work(part)
         assert work is not None
-        rows = side.rows(part, part.shift, helping.queries)
+        rows = side.rows(part, part.shift, helping)
         return rows, side.columns(part, side.key_positions(0), own), work
 
     def _bias(self, keys: Array) -> Array | None:
