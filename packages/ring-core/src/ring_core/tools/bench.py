@@ -7,13 +7,12 @@ alternates, so that a machine that slows down slows both, and each round has new
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from ring_core.base.strategy import STRATEGIES, StrategyConfig
@@ -21,7 +20,6 @@ from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
-from ring_core.tools.doctor import Check, shown_checks
 from ring_core.tools.sizes import size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
@@ -231,18 +229,3 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     cost = found[-1].check_cost
     lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)
-
-
-def report(
-    setting: BenchCase, where: str, versions: Mapping[str, str], checks: Sequence[Check],
-    found: Sequence[Timing], *, as_json: bool,
-) -> str:  # fmt: skip
-    """What a ``bench`` command found, for people or as JSON; if nothing, which check failed."""
-    if not found:
-        return "\n".join(shown_checks("the ring to be timed", checks, healthy=False))
-    timings = [
-        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-        for timing in found
-    ]
-    facts = {"versions": versions, "setting": asdict(setting), "where": where, "timings": timings}
-    return json.dumps(facts, indent=2) if as_json else shown(setting, where, found)

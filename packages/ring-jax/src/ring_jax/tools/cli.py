@@ -20,7 +20,7 @@ import jax
 
 import ring_jax
 from ring_core import support_matrix
-from ring_core.tools import bench
+from ring_core.tools import bench, doctor
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
     HOST_DEVICES,
@@ -82,11 +82,20 @@ def _bench(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 2
+    if not found:
+        print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
+        return 1
     where = f"devices: {jax.devices()[0].device_kind}"
-    if found and found[0].work_fraction == 1:
+    if found[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
-    print(bench.report(setting, where, versions(), checks, found, as_json=args.json))
-    return 0 if found else 1
+    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
+    rows = [
+        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
+        for timing in found
+    ]
+    text = bench.shown(setting, where, found)
+    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    return 0
 
 
 def _context() -> type[ring_jax.ContextParallel]:
