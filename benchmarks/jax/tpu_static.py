@@ -119,8 +119,7 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
 
 def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
     """The block sizes that our kernels choose for a mask."""
-    from ring_jax_tpu.block_sizes import Shape, default_sizes
-    from ring_jax_tpu.generations import GENERATIONS
+    from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
 
     here = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
     shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)

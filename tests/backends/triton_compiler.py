@@ -134,7 +134,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
     def describe(*arrays: Any) -> None:
         by_name = dict(zip(params["names"], arrays, strict=True))
-        given = arguments_of(kernel, launch, by_name, has_copy_engine=arch >= 90)
+        given = arguments_of(kernel, launch, by_name, has_tma=arch >= 90)
         for n, (name, value) in enumerate(given.items()):
             if value is None or kernel.params[n].is_constexpr:
                 signature[name], constants[name] = "constexpr", value

@@ -128,7 +128,7 @@ def interpret(
             copies[name][...] = np.nan
     for part in launches_of(launch):
         known = arrays_of(part, copies, changed)
-        arguments = arguments_of(kernel_of(part), part, known, has_copy_engine=False)
+        arguments = arguments_of(kernel_of(part), part, known, has_tma=False)
         views = {id(x): HostArray(x) for x in copies.values()}
         given = {name: views.get(id(x), x) for name, x in arguments.items()}
         with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():

@@ -10,9 +10,13 @@ from ring_jax import (
 )
 from ring_jax.attention import RingAttention as RingAttention
 from ring_jax.autodiff import _compiled as _compiled
-from ring_jax.collectives import Ranks as Ranks
-from ring_jax.dense_mask import shown_in_blocks as shown_in_blocks
+from ring_jax.collectives import (
+    Ranks as Ranks,
+    match_varying as match_varying,
+    varying_axes as varying_axes,
+)
 from ring_jax.kernels import compute_capability as compute_capability, xla as xla
+from ring_jax.kernels.block_index import shown_in_blocks as shown_in_blocks
 from ring_jax.kernels.xla import ScoreBlocks as ScoreBlocks, XlaKernel as XlaKernel
 from ring_jax.prepare import choose_strategy as choose_strategy, seed_words as seed_words
 from ring_jax.rank_view import (
@@ -35,6 +39,7 @@ from ring_jax.records import (
     QueryBlock as QueryBlock,
     Rectangle as Rectangle,
     Static as Static,
+    rectangles_of as rectangles_of,
 )
 from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy, steps as steps
 from ring_jax.strategies.steps import (
@@ -45,5 +50,4 @@ from ring_jax.strategies.steps import (
 from ring_jax.tools import cli as cli, doctor as doctor
 from ring_jax.tools.cli import main as main
 from ring_jax.tools.doctor import self_test as self_test
-from ring_jax.tripwire import rate as tripwire_rate
-from ring_jax.varying import match_varying as match_varying, varying_axes as varying_axes
+from ring_jax.tripwire import traffic as tripwire_traffic

@@ -1,6 +1,7 @@
 """Of ring_jax_gpu."""
 
 from ring_jax_gpu import cudnn as cudnn, fmha as fmha, kernel as kernel, operands as operands
+from ring_jax_gpu.block_index import block_index as block_index
 from ring_jax_gpu.fmha import Pattern as Pattern
 from ring_jax_gpu.hopper import ffi as hopper_ffi, run as hopper_run
 from ring_jax_gpu.hopper.ffi import InArray as InArray

@@ -16,15 +16,13 @@ from ring_jax_tpu.block_index import (
     with_nonfinite as with_nonfinite,
 )
 from ring_jax_tpu.block_sizes import (
+    GENERATIONS as GENERATIONS,
+    UNKNOWN as UNKNOWN,
     Blocks as Blocks,
+    Generation as Generation,
     Shape as Shape,
     choose_blocks as choose_blocks,
     default_sizes as default_sizes,
-    vmem_mib as vmem_mib,
-)
-from ring_jax_tpu.generations import (
-    GENERATIONS as GENERATIONS,
-    UNKNOWN as UNKNOWN,
-    Generation as Generation,
     generation_of as generation_of,
+    vmem_mib as vmem_mib,
 )

@@ -166,7 +166,7 @@ def test_what_the_kernels_for_hopper_leave(
         return {
             name: memory[name].swapaxes(1, 2) if x.layout else memory[name]
             for name, x in arrays.items()
-            if x.changes
+            if x.changed
         }
 
     def leave(*arrays: Any, launch: Launch, names: Any, num_changed: int) -> list[Any]:
@@ -183,7 +183,7 @@ def test_what_the_kernels_for_hopper_leave(
             flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
         else:
             programs = many
-        found = run._rest(launch, x, flags, programs, 64, size)
+        found = run._rest(launch, x, flags, programs, size)
         return [found[name] for name in names[len(names) - num_changed :]]
 
     monkeypatch.setattr(run, "call", call)
@@ -269,4 +269,4 @@ def test_what_a_kernel_does_not_know_is_an_error() -> None:
     launch = Launch("fwd", (), tuple(consts.items()), (1, 1, 1), 4, 2)
     arrays = {"q": jnp.zeros((1, 1, 16, 16)), "q_idx": jnp.zeros(16)}
     with pytest.raises(AssertionError, match="q_idx"):
-        arguments_of(fwd, launch, arrays, has_copy_engine=False)
+        arguments_of(fwd, launch, arrays, has_tma=False)

@@ -57,7 +57,7 @@ KERNELS = [row for row in table.default() if row.itemsize == 2 and row.head_dim 
 @pytest.mark.parametrize("row", KERNELS, ids=tune.name_of)
 def test_calls_of_each_kernel_use_their_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(tune, "_median", lambda *_: 1.0)
+    monkeypatch.setattr(tune, "_seconds", lambda *_: 1.0)
     seconds = tune.timer(table.default(), row, 48, 1, said.append)
     assert seconds(replace(row, q=16, k=32)) == 1.0
     assert seconds(replace(row, q=7)) == math.inf
@@ -85,7 +85,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.setattr(tune, "SIZES", (16, 32))
     monkeypatch.setattr(tune, "WARPS", (4,))
     monkeypatch.setattr(tune, "STAGES", (2,))
-    monkeypatch.setattr(tune, "_median", lambda *_: 2.0)
+    monkeypatch.setattr(tune, "_seconds", lambda *_: 2.0)
     arguments = ["tune", str(path), "--kernels", "fwd", "--head-dims", "64", "--tokens", "48"]
     assert main([*arguments, "--verbose"]) == 0
     assert table.read(str(path)) == table.default(), "nothing was faster"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import RINGS
-from internals.jax import step_table
+from internals.jax import rectangles_of, step_table
 
 from ring_core import TABLE_COLUMNS, Mask, make_plan, ring_program
 
@@ -28,7 +28,7 @@ def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
             rank: [item for item in program.items(rank, step) if item.q_rank == rank]
             for rank in range(program.plan.cp_size)
         }
-        found = {x.q_rank: x for x in step_table(program, step).rectangles}
+        found = {x.q_rank: x for x in rectangles_of(step_table(program, step).items)}
         if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
             assert found == {}
             continue
@@ -61,13 +61,11 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
         shown = [(*x.rectangle, x.lo, x.hi) for x in part.items]
         names = ("q_rank", "kv_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
         assert shown == [tuple(row[at[x]] for x in names) for rows in live for row in rows]
-        if part.rectangles:
-            assert part.rectangles == tuple(x.rectangle for x in part.items)
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
     program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
-    steps = [step_table(program, step).rectangles for step in range(program.num_steps)]
+    steps = [rectangles_of(step_table(program, step).items) for step in range(program.num_steps)]
     assert [len(x) for x in steps] == [0, 4, 4, 4]
     assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}

@@ -21,7 +21,7 @@ from internals.jax import (
     own_message,
     ring_strategy,
     tripwire,
-    tripwire_rate,
+    tripwire_traffic,
 )
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -323,7 +323,7 @@ def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> N
 
 def device_of(tflops: float) -> Patches:
     """A device whose peak is known."""
-    return [(tripwire_rate, "peak_tflops", lambda name: tflops if name == "cpu" else None)]
+    return [(tripwire_traffic, "peak_tflops", lambda name: tflops if name == "cpu" else None)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -345,7 +345,7 @@ def test_a_rate_that_no_device_has(every: int) -> None:
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_the_rate_of_a_pass_in_a_ring(which: str) -> None:
-    right = tripwire_rate.check_rate
+    right = tripwire_traffic.check_rate
 
     def of_one(turn: Any, static: Any, x: Any, now: Any, *rest: Any) -> None:
         if now == which:

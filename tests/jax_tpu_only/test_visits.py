@@ -50,9 +50,9 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
         return None
     empty: Any = jnp.zeros((1, 1, 1, 1))
     shift = part.shift
-    q_rank, k_rank = (side.behind(shift), side.rank) if helped else (side.rank, side.behind(shift))
-    rows = side.rows(part, q_rank, Queries(empty, None, None))
-    columns = side.columns(part, side.key_positions(k_rank), KVPayload(empty, None))
+    q_shift, k_shift = (shift, 0) if helped else (0, shift)
+    rows = side.rows(part, q_shift, Queries(empty, None, None))
+    columns = side.columns(part, side.key_positions(k_shift), KVPayload(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 

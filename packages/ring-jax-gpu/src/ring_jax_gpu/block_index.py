@@ -15,20 +15,8 @@ import numpy.typing as npt
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE
 from ring_core.triton.tile_sizes import parts_of_tiles
-from ring_jax.kernels.block_index import Flags, classify
+from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
-
-
-class BlockIndex(NamedTuple):
-    """Which inner blocks each outer block visits, int32.
-
-    Attributes:
-        blocks: Their numbers, ``[1 or B, outer, inner]``.
-        counts: How many of them are partial and how many full, ``[1 or B, outer, 2]``.
-    """
-
-    blocks: Array
-    counts: Array
 
 
 def in_documents(outer: Array, inner: Array) -> Array:
@@ -63,20 +51,20 @@ def block_kinds(
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
     in_tiles = None if tiles is None else _in_tiles(tiles, grid, block_q, block_k)
-    return classify(rows, columns, work, in_tiles, (block_q, block_k), grid)
+    return kinds_of(rows, columns, work, in_tiles, (block_q, block_k), grid)
 
 
-def q_major(kinds: Array) -> BlockIndex:
-    """What each block of queries visits."""
+def block_index(kinds: Array) -> tuple[Array, Array]:
+    """Which inner blocks each outer block visits, int32, for kinds ``[1 or B, outer, inner]``.
+
+    Returns:
+        Their numbers, ``[1 or B, outer, inner]``, and how many of them are partial and how many
+        full, ``[1 or B, outer, 2]``.
+    """
     kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
     counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
-    return BlockIndex(blocks, jnp.stack(counts, axis=2))
-
-
-def k_major(kinds: Array) -> BlockIndex:
-    """What each block of keys visits."""
-    return q_major(kinds.swapaxes(1, 2))
+    return blocks, jnp.stack(counts, axis=2)
 
 
 def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
@@ -90,17 +78,15 @@ def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -
         for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
     )
     for axis, size in enumerate((block_q, block_k)):
-        some, every = (_regrouped(x, axis, grid[axis], size) for x in (some, every))
+        some, every = (_in_blocks(x, axis, grid[axis], size) for x in (some, every))
         some, every = some.any(axis=axis + 1), every.all(axis=axis + 1)
     return some[None], every[None]
 
 
-def _regrouped(parts: Array, axis: int, blocks: int, size: int) -> Array:
+def _in_blocks(parts: Array, axis: int, blocks: int, size: int) -> Array:
     """Flags of parts as ``blocks`` groups along an axis, the parts of a group along the next."""
     each = max(1, size // TILE)
-    have, want = parts.shape[axis], blocks * each
-    edges = [(0, max(0, want - have) if n == axis else 0) for n in range(2)]
-    parts = jnp.pad(parts, edges)
-    parts = parts[:want] if axis == 0 else parts[:, :want]
-    shape = (*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :])
-    return parts.reshape(shape)
+    length, wanted = parts.shape[axis], blocks * each
+    parts = jnp.pad(parts, [(0, max(0, wanted - length) if n == axis else 0) for n in range(2)])
+    parts = parts[:wanted] if axis == 0 else parts[:, :wanted]
+    return parts.reshape((*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :]))

@@ -94,8 +94,7 @@ class CudnnKernel:
     ) -> tuple[str, ...]:
         """What it has no kernel for, here."""
         del direction, config  # what it cannot do backward it is not asked to do forward
-        capability = compute_capability()
-        return (*_refused_here(capability, local), *_refused_steps(local, program))
+        return (*_refused_here(compute_capability(), local), *_refused_steps(local, program))
 
     def attend_into(
         self,
@@ -107,9 +106,7 @@ class CudnnKernel:
     ) -> AttentionState:
         """Attend and merge into ``into``."""
         del work  # known when the call is traced
-        if into.lse.size == 0:
-            return into
-        return _for_this_rank(static, partial(_attend, static, rows, columns), into)
+        return _for_own_tile(static, partial(_attend, static, rows, columns), into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
@@ -117,10 +114,7 @@ class CudnnKernel:
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
         del work
-        if into.dq.size == 0:
-            return into
-        add = partial(_differentiate, static, rows, columns, upstream)
-        return _for_this_rank(static, add, into)
+        return _for_own_tile(static, partial(_differentiate, static, rows, columns, upstream), into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
@@ -140,7 +134,7 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 
 def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
     """What it cannot do of a program, and of a bias."""
-    gathers = len(local.k_lens) > 1
+    gathers = len(local.k_lengths) > 1
     others = remote_table(program) if gathers else None
     parts = [
         step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
@@ -167,7 +161,7 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
             yield "has no window beside a bias"
 
 
-def _for_this_rank[State: (AttentionState, Grads)](
+def _for_own_tile[State: (AttentionState, Grads)](
     static: Static, run: Callable[[Tile, State], State], into: State
 ) -> State:
     """Run what this rank has to do; ranks that have the same share a program."""
@@ -175,12 +169,12 @@ def _for_this_rank[State: (AttentionState, Grads)](
     tiles = {item.rectangle.q_rank: Tile.of(item) for item in static.items}
     of_ranks = [tiles.get(rank) for rank in range(static.plan.cp_size)]
     several = list(dict.fromkeys(of_ranks))
-    bodies = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
-    if len(bodies) == 1:
-        return bodies[0](into)
+    runs = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
+    if len(runs) == 1:
+        return runs[0](into)
     which = jnp.asarray([several.index(tile) for tile in of_ranks], jnp.int32)
     rank = Ranks(static.axis_name, static.plan.cp_size).rank()
-    return cast("State", lax.switch(which[rank], bodies, into))
+    return cast("State", lax.switch(which[rank], runs, into))
 
 
 def _attend(
@@ -198,7 +192,10 @@ def _attend(
     if lse.shape == into.lse.shape and static.fresh:
         return found
     found = merge(AttentionState(tile.queries(into.out), tile.queries(into.lse)), found)
-    return AttentionState(*(_put(x, y, tile.q_start) for x, y in zip(into, found, strict=True)))
+    return AttentionState(*(
+        lax.dynamic_update_slice_in_dim(x, y, tile.q_start, axis=2)
+        for x, y in zip(into, found, strict=True)
+    ))  # fmt: skip
 
 
 def _differentiate(
@@ -235,22 +232,23 @@ def _given(
     """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
     dims = HeadDims.of(static, columns)
     k, v = dims.apart(tile.keys(columns.kv))
-    qk_dim, v_dim = _computed_at(dims)
+    qk_dim, v_dim = _call_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(_LEAST[static.dtype], bias.dtype))
-    has_grad = bias is not None and static.bias_grad
-    pattern = fmha.Pattern(static.scale, tile.causal, tile.window, has_grad)
+    pattern = fmha.Pattern(
+        static.scale, tile.causal, tile.window, bias is not None and static.bias_grad
+    )
     return (wide(tile.queries(rows.q), qk_dim), wide(k, qk_dim), wide(v, v_dim), bias), pattern
 
 
-def _computed_at(dims: HeadDims) -> HeadDims:
+def _call_dims(dims: HeadDims) -> HeadDims:
     """The head dims that cuDNN is called with."""
     version = fmha.cudnn_version()
     is_able = version is None or version >= _MIXED_FROM
     dims = HeadDims(*(-(-dim // _MULTIPLE) * _MULTIPLE for dim in dims))
-    stay = dims.qk == dims.v or (dims == _MIXED and is_able)
-    return dims if stay else HeadDims(max(dims), max(dims))
+    fits = dims.qk == dims.v or (dims == _MIXED and is_able)
+    return dims if fits else HeadDims(max(dims), max(dims))
 
 
 def _hidden(tile: Tile, bias: Array | None) -> Array | None:
@@ -262,13 +260,7 @@ def _hidden(tile: Tile, bias: Array | None) -> Array | None:
     if tile.causal:
         i, j = (lax.broadcasted_iota(jnp.int32, shown.shape[2:], n) for n in (0, 1))
         shown &= (i >= j)[None, None]
-    hidden: Array = ~shown.any(axis=-1)
-    return hidden
-
-
-def _put(into: Array, x: Array, start: int) -> Array:
-    """The rows from ``start`` on in place of those that are there."""
-    return lax.dynamic_update_slice_in_dim(into, x, start, axis=2)
+    return ~shown.any(axis=-1)
 
 
 def _add(into: Array, x: Array, start: tuple[int, int]) -> Array:

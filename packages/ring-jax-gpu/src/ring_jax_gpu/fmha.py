@@ -120,11 +120,10 @@ def found_binding() -> Binding | str:
         )  # fmt: skip
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         return f"jax {jax.__version__} calls cuDNN in another way ({error})"
-    wanted = (
+    for signature, arrays, options in (
         (forward, _ARRAYS, (*_OPTIONS, "is_training")),
         (backward, (*_ARRAYS, *_SAVED), _OPTIONS),
-    )
-    for signature, arrays, options in wanted:
+    ):
         _, *names = signature.parameters
         others = set(names[len(arrays) :]) - set(_SCORE_MOD)
         if tuple(names[: len(arrays)]) != arrays or others != set(options):

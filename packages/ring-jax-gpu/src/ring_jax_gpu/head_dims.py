@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from ring_core.triton.tile_sizes import padded
 from ring_jax.records import (
     Array,
-    AttentionState,
     BackwardInputs,
     Grads,
     KeyBlock,
@@ -46,7 +45,7 @@ class HeadDims(NamedTuple):
         return both[..., : self.qk], both[..., self.qk :]
 
 
-def widened(
+def wide_step(
     now: HeadDims, then: HeadDims, static: Static, rows: QueryBlock, columns: KeyBlock
 ) -> tuple[Static, QueryBlock, KeyBlock]:
     """A step of a call at other head dims."""
@@ -57,26 +56,15 @@ def widened(
     )
 
 
-def widened_result(then: HeadDims, into: AttentionState) -> AttentionState:
-    """Where a forward merges its part, at other head dims."""
-    return into._replace(out=wide(into.out, then.v))
-
-
-def narrowed_result(now: HeadDims, found: AttentionState) -> AttentionState:
-    """A result without what was added."""
-    return found._replace(out=found.out[..., : now.v])
-
-
-def widened_grads(
+def wide_grads(
     now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
-    dkv = _side_by_side(now, then, into.dkv)
-    grads = into._replace(dq=wide(into.dq, then.qk), dkv=dkv)
+    grads = into._replace(dq=wide(into.dq, then.qk), dkv=_side_by_side(now, then, into.dkv))
     return upstream._replace(dout=wide(upstream.dout, then.v)), grads
 
 
-def narrowed_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
+def narrow_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
     """Gradients without what was added."""
     dk, dv = then.apart(found.dkv)
     dkv = jnp.concatenate([dk[..., : now.qk], dv[..., : now.v]], axis=-1)

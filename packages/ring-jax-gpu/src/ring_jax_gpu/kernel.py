@@ -22,11 +22,10 @@ from ring_jax.records import (
 )
 from ring_jax_gpu.head_dims import (
     HeadDims,
-    narrowed_grads,
-    narrowed_result,
-    widened,
-    widened_grads,
-    widened_result,
+    narrow_grads,
+    wide,
+    wide_grads,
+    wide_step,
 )
 from ring_jax_gpu.operands import Call
 
@@ -69,36 +68,32 @@ class TritonKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        if into.lse.size == 0:
-            return into
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
-            given = widened(dims, fast, static, rows, columns)
-            found = self.attend_into(*given, work, widened_result(fast, into))
-            return narrowed_result(dims, found)
-        wide, before = into.out.dtype, None
-        if self.rounds and static.last and rows.q.dtype != wide:
+            given = wide_step(dims, fast, static, rows, columns)
+            into = into._replace(out=wide(into.out, fast.v))
+            found = self.attend_into(*given, work, into)
+            return found._replace(out=found.out[..., : dims.v])
+        dtype, before = into.out.dtype, None
+        if self.rounds and static.last and rows.q.dtype != dtype:
             before = None if static.fresh else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
-        call = self._call(static, rows, columns, work)
-        out, lse = call.fwd(into, before)
-        return AttentionState(out.astype(wide), lse)
+        out, lse = self._call(static, rows, columns, work).fwd(into, before)
+        return AttentionState(out.astype(dtype), lse)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        if into.dq.size == 0:
-            return into
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
-            upstream, into = widened_grads(dims, fast, upstream, into)
-            given = widened(dims, fast, static, rows, columns)
-            return narrowed_grads(dims, fast, self.grads_into(*given, upstream, work, into))
+            upstream, into = wide_grads(dims, fast, upstream, into)
+            given = wide_step(dims, fast, static, rows, columns)
+            return narrow_grads(dims, fast, self.grads_into(*given, upstream, work, into))
         is_one = _is_one(static.program.backward)
         call = self._call(static, rows, columns, work)
-        (dq, dkv, dbias), wide = into, into.dkv.dtype
+        (dq, dkv, dbias), dtype = into, into.dkv.dtype
         fused = static.config.fused_backward
         keys = call.parts_of(dkv.astype(rows.q.dtype) if is_one else dkv, "dk", "dv")
         on_hopper = fused is None and not self.repeats and call.on_hopper
@@ -107,14 +102,15 @@ class TritonKernel:
         else:
             dq = call.bwd_dq(upstream, dq)
             keys = call.bwd_dkv(upstream, keys)
-        dkv = jnp.concatenate([x.astype(wide) for x in keys.values()], axis=-1)
+        dkv = jnp.concatenate([x.astype(dtype) for x in keys.values()], axis=-1)
         if dbias is not None:
             dbias = call.bwd_dbias(upstream, dbias)
         return Grads(dq, dkv, dbias)
 
     def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
-        is_one = _is_one(static.program.forward)
-        return Call(static, rows, columns, work, is_one, self.blocks, self.roles)
+        return Call(
+            static, rows, columns, work, _is_one(static.program.forward), self.blocks, self.roles
+        )
 
 
 def _is_one(stages: Sequence[Stage]) -> bool:

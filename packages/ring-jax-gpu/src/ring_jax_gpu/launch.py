@@ -49,16 +49,11 @@ def kernel_of(launch: Launch) -> Any:
     return getattr(forward if launch.kernel == "fwd" else backward, launch.kernel)
 
 
-def arrays_of(launch: Launch, arrays: Arrays, may_change: tuple[str, ...]) -> Arrays:
+def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Arrays:
     """All but what another launch changes, and what kernels for Hopper alone take."""
     known = kernel_of(launch).arg_names
-    others = {*may_change, RANK_OPERAND}
+    others = {*changed, RANK_OPERAND}
     return {name: x for name, x in arrays.items() if name not in others or name in known}
-
-
-def name_is_static(kernel: Any, name: str) -> bool:
-    """Whether a parameter of a kernel is one it is compiled for."""
-    return bool(kernel.params[kernel.arg_names.index(name)].is_constexpr)
 
 
 def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
@@ -73,16 +68,14 @@ def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
     return stages_that_fit(name, blocks, (consts["D"], consts["DV"]), itemsize, capability)
 
 
-def arguments_of(
-    kernel: Any, launch: Launch, arrays: Arrays, *, has_copy_engine: bool
-) -> dict[str, Any]:
+def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) -> dict[str, Any]:
     """All arguments of a kernel by name, ``None`` for arrays that the call does not have.
 
     jax-triton takes a name that it does not know for a constant; here that is an error.
     """
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
-    copied = has_copy_engine and launch.kernel != "bwd_dbias" and _can_be_copied(launch, arrays)
+    copied = has_tma and launch.kernel != "bwd_dbias" and _can_use_tma(launch, arrays)
     consts = Constexprs(**dict(launch.consts), TMA=copied)
     known: dict[str, Any] = {**arrays, **dict(launch.numbers), "consts": as_constants(consts)}
     known["nan_safe"] = as_constants(nan_safe_constexprs(consts))
@@ -95,7 +88,7 @@ def arguments_of(
     return {name: known.get(name) for name in kernel.arg_names}
 
 
-def _can_be_copied(launch: Launch, arrays: Arrays) -> bool:
+def _can_use_tma(launch: Launch, arrays: Arrays) -> bool:
     """Whether tiles can come by the copy engine, which knows no padding inside a row."""
     consts = dict(launch.consts)
     whole = consts["D"] == consts["PADDED"] and consts["DV"] == consts["PADDED_V"]

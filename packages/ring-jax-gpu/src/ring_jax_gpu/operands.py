@@ -14,7 +14,7 @@ from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
 from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, positions_aligned8
-from ring_jax.kernels.block_index import item_bounds, under_mask
+from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -24,7 +24,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax_gpu.block_index import Tiles, block_kinds, in_documents, k_major, q_major
+from ring_jax_gpu.block_index import Tiles, block_index, block_kinds, in_documents
 from ring_jax_gpu.launch import RANK_OPERAND, Kernel, Launch
 from ring_jax_gpu.primitive import run
 
@@ -53,16 +53,13 @@ class Call:
 
     def fwd(self, into: AttentionState, before: Array | None) -> AttentionState:
         """Merge what the queries see into a result, or into ``before``, which ``out`` rounds."""
-        changed = {"out": into.out, "lse": into.lse}
         launch, given = self._plan("fwd")
         given |= {} if before is None else {"before": before}
-        changed = run(launch, given, changed)
-        return AttentionState(changed["out"], changed["lse"])
+        return AttentionState(**run(launch, given, into._asdict()))
 
     def bwd_dq(self, upstream: BackwardInputs, dq: Array) -> Array:
         """Add the gradient of the queries."""
-        launch, given = self._plan("bwd_dq", upstream)
-        return run(launch, given, {"dq": dq})["dq"]
+        return run(*self._plan("bwd_dq", upstream), {"dq": dq})["dq"]
 
     def parts_of(self, both: Array, keys: str, values: str) -> Arrays:
         """What lies side by side, by name; side by side still in calls of several steps.
@@ -76,8 +73,7 @@ class Call:
 
     def bwd_dkv(self, upstream: BackwardInputs, dkv: Arrays) -> Arrays:
         """Add the gradients of keys and values."""
-        launch, given = self._plan("bwd_dkv", upstream)
-        return run(launch, given, dkv)
+        return run(*self._plan("bwd_dkv", upstream), dkv)
 
     def bwd_fused(
         self, upstream: BackwardInputs, dq: Array, dkv: Arrays, *, only_on_hopper: bool
@@ -93,8 +89,7 @@ class Call:
 
     def bwd_dbias(self, upstream: BackwardInputs, dbias: Array) -> Array:
         """Add the gradient of the bias."""
-        launch, given = self._plan("bwd_dbias", upstream, dbias=dbias)
-        return run(launch, given, {"dbias": dbias})["dbias"]
+        return run(*self._plan("bwd_dbias", upstream, dbias=dbias), {"dbias": dbias})["dbias"]
 
     @property
     def on_hopper(self) -> bool:
@@ -109,19 +104,17 @@ class Call:
         )  # fmt: skip
 
     def _choose(self, name: Pass) -> Blocks:
-        widest = max(self.static.head_dim, self._v_dim)
-        rows, has_tiles = self.rows, self.work.kinds is not None
-        per_score_inputs = rows.bias is not None or rows.seed is not None or has_tiles
+        per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
         return choose_blocks(
-            self.static.config, name, widest, rows.q.dtype.itemsize,
-            per_score_inputs=per_score_inputs, rows=self.blocks,
+            self.static.config, name, max(self.static.head_dim, self._v_dim),
+            self.rows.q.dtype.itemsize, rows=self.blocks,
+            per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
 
     def _plan(
         self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
     ) -> tuple[Launch, Arrays]:
         """The launch of a kernel, and what it reads."""
-        fused = name == "bwd_fused"
         kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
         blocks, is_q_major = self._choose(name), kernel != "bwd_dkv"
         keys = self.parts_of(self.columns.kv, "k" if self.separate_kv else "kv", "v")
@@ -134,23 +127,24 @@ class Call:
             sides = (self.rows.cells, self.columns.cells)
             given["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
         masked_by = self.rows.bias if self.static.bias_masks else None
-        lists = (self.work.kinds, self.rows.ids, masked_by)
-        is_indexed = any(x is not None for x in lists)
+        is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, masked_by))
         numbers = self._numbers | self._strides(kernel)
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
-            tiles = self._tiles_of_predicate
-            kinds = block_kinds(self.rows, self.columns, self.work, tiles, blocks.q, blocks.k)
+            kinds = block_kinds(
+                self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
+            )
             if masked_by is not None:
-                kinds = under_mask(kinds, masked_by, blocks.q, blocks.k)
+                kinds = masked_kinds(kinds, masked_by, blocks.q, blocks.k)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
-            given["block_index"], given["counts"] = (q_major if is_q_major else k_major)(kinds)
+            kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
+            given["block_index"], given["counts"] = block_index(kinds)
             many, outer, inner = given["block_index"].shape
             numbers["block_index_batch"] = outer * inner if many > 1 else 0
         consts = {
-            "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": fused,
+            "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
             "FRESH": self.static.fresh and kernel in ("fwd", "bwd_dkv"), **self._consts,
             **self._sizes(blocks),
         }  # fmt: skip
@@ -280,13 +274,10 @@ class Call:
         if rows.seed is not None and rows.offsets is not None:
             words = lax.bitcast_convert_type(rows.seed, jnp.int32)
             options["dropout"] = jnp.concatenate([words, rows.offsets])
-        return options | (self._tiles() if self.work.kinds is not None else {})
-
-    def _tiles(self) -> Arrays:
-        """The tiles of a predicate, each once, and which of them lies where."""
         tiles = self._tiles_of_predicate
-        assert tiles is not None
-        return {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+        if tiles is not None:
+            options |= {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+        return options
 
     @cached_property
     def _tiles_of_predicate(self) -> Tiles | None:

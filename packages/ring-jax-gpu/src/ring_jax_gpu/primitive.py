@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ring_core.triton.tile_sizes import HOPPER
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.records import Array
-from ring_jax.varying import match_varying, varying_axes
 from ring_jax_gpu.launch import (
     Arrays,
     Launch,
@@ -25,7 +25,6 @@ from ring_jax_gpu.launch import (
     arrays_of,
     kernel_of,
     launches_of,
-    name_is_static,
     stages_of,
 )
 
@@ -45,7 +44,7 @@ def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     return dict(zip(changed, results, strict=True))
 
 
-def _execute(*arrays: Array, **params: Any) -> Any:
+def _run(*arrays: Array, **params: Any) -> Any:
     return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
 
 
@@ -53,15 +52,8 @@ def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
     return types[len(types) - num_changed :]
 
 
-triton_launch_p.def_impl(_execute)
+triton_launch_p.def_impl(_run)
 triton_launch_p.def_abstract_eval(_changed_types)
-
-
-def _lower(context: Any, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(partial(_call_triton, **params))(context, *operands)
-
-
-mlir.register_lowering(triton_launch_p, _lower, platform="cuda")
 
 
 def _call_triton(
@@ -80,19 +72,22 @@ def _call_triton(
     return [by_name[name] for name in changed]
 
 
+mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="cuda")
+
+
 def _call_one(
-    launch: Launch, by_name: Arrays, may_change: tuple[str, ...], capability: int
+    launch: Launch, by_name: Arrays, all_changed: tuple[str, ...], capability: int
 ) -> Arrays:
     """Call one kernel of plain Triton; returns what it changed."""
     import jax_triton
 
     kernel = kernel_of(launch)
-    stages = stages_of(launch, by_name["q"].dtype.itemsize, capability)
-    arguments = arguments_of(kernel, launch, by_name, has_copy_engine=capability >= HOPPER)
-    changed = [name for name in may_change if name in by_name]
+    arguments = arguments_of(kernel, launch, by_name, has_tma=capability >= HOPPER)
+    changed = [name for name in all_changed if name in by_name]
     results = [jax.ShapeDtypeStruct(by_name[name].shape, by_name[name].dtype) for name in changed]
-    operands = [name for name in kernel.arg_names if not name_is_static(kernel, name)]
-    operands = [name for name in operands if arguments[name] is not None]
+    operands = [
+        x.name for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None
+    ]
     with warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
@@ -102,7 +97,7 @@ def _call_one(
             grid=launch.grid,
             name=f"ring_{launch.kernel}",
             num_warps=launch.warps,
-            num_stages=stages,
+            num_stages=stages_of(launch, by_name["q"].dtype.itemsize, capability),
             compute_capability=capability,
             backend_options={"enable_fp_fusion": True},
             input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},

@@ -124,8 +124,7 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
 
 def _bias_grads(launch: Launch, above: BackwardInputs, dbias: Array) -> Array:
     blocks = launch.blocks
-    walk = q_major(for_every_batch(launch.kinds))
-    grid = bias_grid(walk, dbias.shape, launch.operands.q.shape)
+    grid = bias_grid(q_major(for_every_batch(launch.kinds)), dbias.shape, launch.operands.q.shape)
     return launch.run(
         _bwd_dbias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
         scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
@@ -245,7 +244,7 @@ def _bwd_fused(
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            dq = pipeline.take(block(tile), block(after), nothing_follows=ends)
+            dq = pipeline.take(block(tile), block(after), is_last=ends)
             _add_block(tile, x, above, Sums(dq, dk, dv), kind)
             pipeline.write_back(block(tile))
 
@@ -268,8 +267,7 @@ def _bwd_dbias(
 
         @pl.when(tile.visit.kind == kind)
         def _add(kind: int = kind) -> None:
-            masked = kind == PARTIAL
-            acc[...] += _slopes(tile, x, above, masked=masked, finite=False).dlogits.T
+            acc[...] += _slopes(tile, x, above, masked=kind == PARTIAL, finite=False).dlogits.T
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:

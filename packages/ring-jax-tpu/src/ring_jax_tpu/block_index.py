@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
-from ring_jax.kernels.block_index import Flags, classify
+from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks
 
@@ -64,7 +64,7 @@ def unpack(word: Any) -> Visit:
 def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Blocks) -> Array:
     """The kind of each block, int32 ``[1 or B, I, J]``."""
     in_tiles = None if work.kinds is None else _in_tiles(work.kinds, blocks)
-    return classify(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
+    return kinds_of(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
 
 
 def with_nonfinite(
@@ -198,6 +198,6 @@ def _in_tiles(kinds: Array, blocks: Blocks) -> Flags:
     """What the tiles of a block show; ``[1, I, J]``."""
     rows, cols = blocks.q // TILE, blocks.k // TILE
     shape = (blocks.grid[0] * rows, blocks.grid[1] * cols)
-    edges = [(0, want - have) for want, have in zip(shape, kinds.shape, strict=True)]
+    edges = [(0, wanted - length) for wanted, length in zip(shape, kinds.shape, strict=True)]
     tiles = jnp.pad(kinds, edges).reshape(blocks.grid[0], rows, blocks.grid[1], cols)
     return (tiles > EMPTY).any(axis=(1, 3))[None], (tiles == FULL).all(axis=(1, 3))[None]

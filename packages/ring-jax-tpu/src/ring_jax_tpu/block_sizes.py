@@ -1,16 +1,21 @@
 """How large blocks are, and whether they fit on chip.
 
-The sizes are those of the generation's table; :class:`ring_core.KernelConfig` overrides them.
+The sizes are those of the generation's table; :class:`ring_core.KernelConfig` overrides them. What
+differs between generations is told from machine code, see ``nox -s tpu_static`` and docs/tried.md;
+nothing was timed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ring_core import KernelConfig, Mask, UnsupportedError
-from ring_jax.records import Pass
-from ring_jax_tpu.generations import UNKNOWN, Generation, Pair
+from ring_jax.prepare import device_kind
+from ring_jax.records import Array, Pass
+
+Pair = tuple[int, int]  # (queries, keys)
 
 LANES = 128  # of a vector register: sizes of blocks are multiples
 _VMEM_FRACTION = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
@@ -19,6 +24,65 @@ _SPAN = 8192  # below this span narrow blocks cost less: see docs/tried.md
 
 #: ``(queries, keys)`` a block by pass where numbers are wide; see :func:`default_sizes`.
 _WIDE: dict[Pass, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A table's row.
+
+    Attributes:
+        name: As in the names of topologies.
+        vmem_mib: On-chip memory that a kernel asks for, MiB; the compiler's default is 16.
+        forward, backward: A block where a query sees many keys.
+        narrow: A block where it sees few: windows, chunks.
+        part, windowed_part: What of a forward block is multiplied at once.
+        prefetches_scores: A part's scores are computed before the softmax of the part before it.
+        separate_kv_fetch: K and V are fetched one by one. Their rows lie side by side in main
+            memory, and v4 turns half-filled registers into full ones at some cost.
+    """
+
+    name: str
+    vmem_mib: float = 16.0
+    forward: Pair = (1024, 1024)
+    backward: Pair = (512, 1024)
+    windowed: Pair = (512, 512)
+    part: Pair = (256, 128)
+    windowed_part: Pair = (256, 128)
+    prefetches_scores: bool = True
+    separate_kv_fetch: bool = False
+
+
+#: Fits on every generation.
+UNKNOWN = Generation("unknown")
+
+_V4 = Generation(
+    "v4", backward=(1024, 512), part=(128, 128), windowed_part=(128, 128),
+    prefetches_scores=False, separate_kv_fetch=True,
+)  # fmt: skip
+_LARGER = Generation("", vmem_mib=32.0, backward=(1024, 1024))
+_V5E = replace(_LARGER, name="v5e")
+_V5P = replace(_LARGER, name="v5p")
+_V6E = replace(_LARGER, name="v6e", windowed_part=(512, 256))
+_TPU7X = replace(_LARGER, name="tpu7x", windowed_part=(256, 512))
+
+#: By what jax calls a device's kind.
+GENERATIONS = MappingProxyType(
+    {
+        "TPU v4": _V4,
+        "TPU v5 lite": _V5E,
+        "TPU v5e": _V5E,
+        "TPU v5": _V5P,
+        "TPU v5p": _V5P,
+        "TPU v6 lite": _V6E,
+        "TPU v6e": _V6E,
+        "TPU7x": _TPU7X,
+    }
+)
+
+
+def generation_of(x: Array) -> Generation:
+    """What an array's program is compiled for, as far as that is known while it is traced."""
+    return GENERATIONS.get(device_kind(x), UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -59,11 +123,11 @@ def choose_blocks(
     q_default, k_default = default_sizes(direction, shape, span, generation)
     q = _size("block_q", config.block_q, q_default, q_len)
     k = _size("block_k", config.block_k, k_default, k_len)
-    need = vmem_mib(direction, shape, q, k)
-    if need > generation.vmem_mib:
+    mib = vmem_mib(direction, shape, q, k)
+    if mib > generation.vmem_mib:
         raise UnsupportedError(
             f"kernel 'pallas': the {direction} with blocks of {q} queries and {k} keys needs "
-            f"{need:.1f} MiB of on-chip memory, and {generation.vmem_mib:.0f} MiB is the limit "
+            f"{mib:.1f} MiB of on-chip memory, and {generation.vmem_mib:.0f} MiB is the limit "
             f"(generation: {generation.name}). Instead: choose smaller block_q and block_k, "
             f"leave them out, or kernel='auto'"
         )
@@ -100,7 +164,7 @@ def part_sizes(span: float, generation: Generation) -> Pair:
     return generation.windowed_part if span < _SPAN else generation.part
 
 
-def prefers_fused(shape: Shape, blocks: Blocks) -> bool:
+def use_fused(shape: Shape, blocks: Blocks) -> bool:
     """Whether one backward kernel is modelled to be faster than two; not measured.
 
     It spares two products and the exponentials of every block, which take about as long as products
@@ -109,8 +173,8 @@ def prefers_fused(shape: Shape, blocks: Blocks) -> bool:
     takes six passes.
     """
     passes = 6 if shape.itemsize > 2 else 1
-    spared = 2 * blocks.k * (shape.head_dim + shape.v_dim + 256) * passes
-    return spared >= 300 * 2 * 4 * shape.head_dim
+    saved = 2 * blocks.k * (shape.head_dim + shape.v_dim + 256) * passes
+    return saved >= 300 * 2 * 4 * shape.head_dim
 
 
 def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:

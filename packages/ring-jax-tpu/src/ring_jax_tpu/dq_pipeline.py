@@ -53,7 +53,7 @@ class DqPipeline(NamedTuple):
             self.is_writing[slot] = 0
         self.slot[0], self.ahead[0], self.last[0] = 0, _NONE, _NONE
 
-    def take(self, block: Block, after: Block, *, nothing_follows: Any) -> Ref:
+    def take(self, block: Block, after: Block, *, is_last: Any) -> Ref:
         """What a block holds; what the one after it holds will be read meanwhile.
 
         What this visit or the last one writes is not there yet: such a block is read when its turn
@@ -63,14 +63,14 @@ class DqPipeline(NamedTuple):
         free = lax.rem(slot + 1, _SLOTS)
 
         @pl.when(self.ahead[0] != block.name)
-        def _late() -> None:
+        def _read_now() -> None:
             self.end(block)
             self._read(block, slot).start()
 
         self._read(block, slot).wait()
         self._finish_write(block, free)
         is_there = (after.name != block.name) & (after.name != self.last[0])
-        early = is_there & jnp.logical_not(nothing_follows)
+        early = is_there & jnp.logical_not(is_last)
         pl.when(early)(lambda: self._read(after, free).start())
         self.ahead[0], self.last[0] = jnp.where(early, after.name, _NONE), block.name
         return self.blocks.at[slot]

@@ -18,9 +18,8 @@ from ring_jax.records import (
     Static,
 )
 from ring_jax_tpu.backward import backward
-from ring_jax_tpu.block_sizes import Shape, prefers_fused
+from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, use_fused
 from ring_jax_tpu.forward import forward
-from ring_jax_tpu.generations import GENERATIONS, UNKNOWN
 from ring_jax_tpu.operands import Launch, fitting_blocks
 
 
@@ -43,13 +42,12 @@ class PallasKernel:
         shape = Shape(
             local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )
-        generation = GENERATIONS.get(local.device_kind, UNKNOWN)
         try:
-            for k_len in local.k_lens:
-                lengths = local.q_len, k_len
+            for k_len in local.k_lengths:
                 fitting_blocks(
-                    direction, config, program.plan.mask, shape, lengths, local.lists, generation
-                )
+                    direction, config, program.plan.mask, shape, (local.q_len, k_len), local.lists,
+                    GENERATIONS.get(local.device_kind, UNKNOWN),
+                )  # fmt: skip
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)
         return ()
@@ -63,20 +61,15 @@ class PallasKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        if into.lse.size == 0:
-            return into
-        launch = Launch.of("forward", static, rows, columns, work)
-        return forward(launch, into)
+        return forward(Launch.of("forward", static, rows, columns, work), into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        if into.dq.size == 0:
-            return into
         launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
         if fused is None:
-            fused = prefers_fused(launch.shape, launch.blocks)
+            fused = use_fused(launch.shape, launch.blocks)
         return backward(launch, upstream, into, fused=fused)

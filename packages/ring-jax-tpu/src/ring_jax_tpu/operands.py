@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_core import KernelConfig, Mask
-from ring_jax.kernels.block_index import item_bounds, under_mask
+from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
-from ring_jax.varying import match_varying, varying_axes
 from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
-from ring_jax_tpu.block_sizes import LANES, Blocks, Shape, choose_blocks, part_sizes, span_of
-from ring_jax_tpu.generations import Generation, generation_of
+from ring_jax_tpu.block_sizes import (
+    LANES,
+    Blocks,
+    Generation,
+    Shape,
+    choose_blocks,
+    generation_of,
+    part_sizes,
+    span_of,
+)
 from ring_jax_tpu.scores import Constants, ScalarOperands, Tile, TokenOperands
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
@@ -94,7 +102,7 @@ class Launch:
         )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
-            kinds = under_mask(kinds, rows.bias, blocks.q, blocks.k)
+            kinds = masked_kinds(kinds, rows.bias, blocks.q, blocks.k)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
@@ -123,8 +131,9 @@ class Launch:
 
     def nan_safe_for(self, rows: Array, columns: Array) -> Launch:
         """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
-        has_bias = self.operands.bias is not None
-        kinds = with_nonfinite(self.kinds, rows, columns, self.blocks, has_bias=has_bias)
+        kinds = with_nonfinite(
+            self.kinds, rows, columns, self.blocks, has_bias=self.operands.bias is not None
+        )
         return replace(self, kinds=kinds)
 
     def run[T](
@@ -149,7 +158,6 @@ class Launch:
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
-            place = grid.place(scalars, *ids)
             dropout_scratch, refs = (refs[-1], refs[:-1]) if room else (None, refs)
             tile = Tile(
                 self.consts,
@@ -157,7 +165,7 @@ class Launch:
                 operands.rows,
                 operands.columns,
                 operands.bias,
-                *place,
+                *grid.place(scalars, *ids),
                 dropout_scratch,
             )
             kernel(tile, operands, *refs)
@@ -173,29 +181,29 @@ class Launch:
         arrays = (lists, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
         before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
-        semantics = [
-            pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY for n in range(len(grid.sizes))
-        ]
 
         def launch(
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
             extra: Any, into: Any,
         ) -> Any:  # fmt: skip
             scalars = scalars._replace(block_index=words.reshape(-1))
-            steps_or_one = 1 if steps is None else steps
+            number = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
                 out_shape=(jax.tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
-                    grid=tuple(steps_or_one if size is None else size for size in grid.sizes),
+                    grid=tuple(number if size is None else size for size in grid.sizes),
                     in_specs=(self._specs(grid), extra_specs, into_specs),
                     out_specs=(into_specs,),
                     scratch_shapes=(*scratch, *room),
                 ),
                 input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
-                    dimension_semantics=semantics,
+                    dimension_semantics=[
+                        pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY
+                        for n in range(len(grid.sizes))
+                    ],
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
                 cost_estimate=cost,
@@ -216,18 +224,19 @@ class Launch:
 
             return lax.fori_loop(0, walk.pieces, piece, into)
 
-        result: T = sequential_vmap(call)(lists, steps, scalars, operands, extra, into)
-        return result
+        return cast("T", sequential_vmap(call)(lists, steps, scalars, operands, extra, into))
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
         """The block of ``[B, H, T, width]``."""
-        shape = (None, None, self.blocks.q, width)
-        return grid.spec(shape, lambda at: (at.batch, at.head, at.visit.q_block, 0))
+        return grid.spec(
+            (None, None, self.blocks.q, width), lambda at: (at.batch, at.head, at.visit.q_block, 0)
+        )
 
     def query_numbers(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, H, 1, T]``."""
-        shape = (None, None, 1, self.blocks.q)
-        return grid.spec(shape, lambda at: (at.batch, at.head, 0, at.visit.q_block))
+        return grid.spec(
+            (None, None, 1, self.blocks.q), lambda at: (at.batch, at.head, 0, at.visit.q_block)
+        )
 
     def key_rows(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, K, S, D + Dv]``."""
@@ -236,9 +245,8 @@ class Launch:
     def bias_block(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B or 1, H or 1, T, S]``."""
         many_batch, many_heads = (size > 1 for size in self.operands.bias.shape[:2])
-        shape = (None, None, self.blocks.q, self.blocks.k)
         return grid.spec(
-            shape,
+            (None, None, self.blocks.q, self.blocks.k),
             lambda at: (
                 at.batch if many_batch else 0,
                 at.head if many_heads else 0,
@@ -271,8 +279,9 @@ class Launch:
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
-            many = x.shape[0] > 1
-            return grid.spec((None, 1, size), lambda at: (at.batch if many else 0, 0, block(at)))
+            return grid.spec(
+                (None, 1, size), lambda at: (at.batch if x.shape[0] > 1 else 0, 0, block(at))
+            )
 
         return Operands(
             self.query_rows(grid, self.consts.head_dim),
@@ -310,22 +319,20 @@ class Grid:
 
 def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     """All visits for each query head of ``[B, H, ...]``."""
-    stride = walk.stride
 
     def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
-        return GridPoint(batch, head, unpack(scalars.block_index[batch * stride + step]))
+        return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
     return Grid(walk, (*q[:2], None), 2, place)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
-    stride = walk.stride
 
     def place(
         scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
     ) -> GridPoint:
-        visit = unpack(scalars.block_index[batch * stride + step])
+        visit = unpack(scalars.block_index[batch * walk.stride + step])
         visit = visit._replace(
             is_first=visit.is_first & (member == 0), is_last=visit.is_last & (member == group - 1)
         )
@@ -341,9 +348,9 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     def place(
         scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
     ) -> GridPoint:
-        last = (inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1)
         visit = unpack(scalars.block_index[step])._replace(
-            is_first=(inner_batch == 0) & (inner_head == 0), is_last=last
+            is_first=(inner_batch == 0) & (inner_head == 0),
+            is_last=(inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1),
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 

@@ -187,8 +187,9 @@ class Tile:
         if self.rows.ids is not None:
             visible &= self.rows.ids[...] == as_column(self.columns.ids)
         if self.consts.static.plan.mask.predicate is not None:
-            rule = self.consts.static.plan.mask.rule
-            visible &= rule(self.rows.positions[...], as_column(self.columns.positions))
+            visible &= self.consts.static.plan.mask.rule(
+                self.rows.positions[...], as_column(self.columns.positions)
+            )
         return visible
 
     def _in_item(self, item: int, row: Any, col: Any) -> Any:
@@ -197,8 +198,9 @@ class Tile:
         The first and the number of them are worked out on a single row of registers; one difference
         and one comparison per score remain, of numbers shifted so that those below the first wrap.
         """
-        at = [self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))]
-        q_start, q_stop, k_start, k_stop, lo, hi = at
+        q_start, q_stop, k_start, k_stop, lo, hi = (
+            self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))
+        )
         diagonal = row - q_start + k_start
         first = jnp.maximum(diagonal - hi, k_start)
         stop = jnp.minimum(diagonal - lo + 1, k_stop)

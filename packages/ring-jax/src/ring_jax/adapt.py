@@ -1,4 +1,4 @@
-"""What the adapters share: an attention with options bound to it, and what may stand for a mask."""
+"""What the adapters share: an attention with options bound to it, masks, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
 from ring_jax.attention import RingAttention
@@ -23,7 +24,7 @@ from ring_jax.records import Array
 
 Attention = Callable[..., Any]
 
-ORDERED = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
+BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
@@ -64,10 +65,10 @@ class Bound:
         Raises:
             ValueError: An option is bound and given.
         """
-        twice = [name for name in given if name in self.options and name != "causal"]
-        if twice:
+        both = [name for name in given if name in self.options and name != "causal"]
+        if both:
             raise ValueError(
-                f"{', '.join(twice)}: bound to the attention, and the call says it too; keep one"
+                f"{', '.join(both)}: bound to the attention, and the call says it too; keep one"
             )
         return self.attention(q, k, v, **given)
 
@@ -130,14 +131,14 @@ def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
         ValueError: Its leading dimensions do not fit the batch.
     """
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
-    front, tail = x.shape[:-3], x.shape[-3:]
-    if all(size == 1 for size in front):
-        return x.reshape(1, *tail)
-    if len(front) > len(batch) or any(
-        size not in (1, wanted) for size, wanted in zip(front[::-1], batch[::-1], strict=False)
+    x_batch, rest = x.shape[:-3], x.shape[-3:]
+    if all(size == 1 for size in x_batch):
+        return x.reshape(1, *rest)
+    if len(x_batch) > len(batch) or any(
+        size not in (1, wanted) for size, wanted in zip(x_batch[::-1], batch[::-1], strict=False)
     ):
         raise ValueError(f"{name} of shape {x.shape} does not fit a batch of {list(batch)}")
-    return flat(jnp.broadcast_to(x, (*batch, *tail)), 3)
+    return flat(jnp.broadcast_to(x, (*batch, *rest)), 3)
 
 
 def mask_options(
@@ -214,7 +215,7 @@ def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: b
     Raises:
         UnsupportedError: A bound option compares positions.
     """
-    given = [name for name in ORDERED if options.get(name) is not None]
+    given = [name for name in BY_POSITION if options.get(name) is not None]
     if given and hidden and q_len != k_len:
         raise UnsupportedError(
             f"{', '.join(given)}: {q_len} queries meet {k_len} keys of which an array hides some, "
@@ -227,5 +228,30 @@ def _ids_of(segments: Segments) -> Array | tuple[Array, Array]:
     for ids in given:
         if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise ValueError(f"Segments must be integers, got {jnp.result_type(ids)}")
-    flattened = [flat(jnp.asarray(ids, jnp.int32), 1) for ids in given]
-    return flattened[0] if len(flattened) == 1 else (flattened[0], flattened[1])
+    flat_ids = [flat(jnp.asarray(ids, jnp.int32), 1) for ids in given]
+    return flat_ids[0] if len(flat_ids) == 1 else (flat_ids[0], flat_ids[1])
+
+
+def refuse(**arguments: tuple[object, str]) -> None:
+    """Raise for what was given: each argument is its value, ``None`` if not given, and advice.
+
+    Raises:
+        UnsupportedError: Naming every argument that was given and what to do instead.
+    """
+    given = [
+        f"{name}: {advice}" for name, (value, advice) in arguments.items() if value is not None
+    ]
+    if given:
+        raise UnsupportedError("; ".join(given))
+
+
+def precision_of(precision: object, dtype: DTypeLike) -> tuple[object, str]:
+    """What :func:`refuse` takes of a precision of matmuls: the default, and what runs anyway."""
+    exact = (lax.Precision.HIGHEST, "highest", "float32")
+    taken = [None, "default", lax.Precision.DEFAULT]
+    taken += exact if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
+    sides = precision if isinstance(precision, tuple) and len(precision) == 2 else (precision,)
+    return None if all(side in taken for side in sides) else precision, (
+        "products of float32 have the highest precision, and 16-bit ones are summed in float32; "
+        "leave it out, and cast the inputs to bfloat16 for speed"
+    )

@@ -144,7 +144,7 @@ class RingAttention:
         )  # fmt: skip
         inputs = prepared(static, inputs)
         run = partial(attend, static)
-        mesh = explicit_mesh(inputs) if axis_name is None else None
+        mesh = mesh_of(inputs) if axis_name is None else None
         if mesh is not None:  # kernels make arrays of their own, which lie on no mesh
             run = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
         out, lse = run(inputs)
@@ -154,7 +154,7 @@ class RingAttention:
 ring_attention = RingAttention((XlaKernel(),))
 
 
-def explicit_mesh(arrays: Any) -> AbstractMesh | None:
+def mesh_of(arrays: Any) -> AbstractMesh | None:
     """The mesh with explicit axes of which every device holds all of the arrays, if there is one.
 
     Raises:

@@ -56,8 +56,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
     strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
-        run = partial(strategy.forward, static)
-        tripwire.check_traffic(static, x, "forward", run, x)
+        tripwire.check_traffic(static, x, "forward", partial(strategy.forward, static), x)
         at, (q,) = tripwire.start(turn, x, "forward", x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
@@ -85,16 +84,16 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     strategy, turn, at = STRATEGIES[static.strategy], None, None
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
-        run = partial(strategy.backward, static)
-        tripwire.check_traffic(static, x, "backward", run, x, upstream, saved.last)
+        tripwire.check_traffic(
+            static, x, "backward", partial(strategy.backward, static), x, upstream, saved.last
+        )
         at, (q, held) = tripwire.start(turn, x, "backward", x.q, upstream.dout)
         x, upstream = x._replace(q=q), upstream._replace(dout=held)
     grads = strategy.backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
     if turn is not None:
-        results = saved.out, saved.lse
-        tripwire.check_backward(turn, static, x, results, gradients, (dq, dk, dv))
+        tripwire.check_backward(turn, static, x, (saved.out, saved.lse), gradients, (dq, dk, dv))
         tripwire.check_rate(turn, static, x, "backward", at, dq, dk, dv)
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)

@@ -22,7 +22,7 @@ from ring_core import (
 from ring_core.base.arguments import with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
-from ring_jax.dense_mask import split_mask
+from ring_jax.kernels import Selection
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.mesh import (
     AnyMesh,
@@ -30,13 +30,13 @@ from ring_jax.mesh import (
     Order,
     axes_along,
     free,
+    in_order,
     names_of,
-    reordered,
     size_of,
     split,
     spread,
 )
-from ring_jax.prepare import CheckedCall, Whole, check_call, prepared
+from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
 
@@ -74,8 +74,6 @@ class ContextParallel:
         head_axis: Axes = None,
         layout: LayoutSpec = "zigzag",
     ) -> None:
-        if not isinstance(mesh, Mesh | AbstractMesh):
-            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh = mesh
         self.axis_name = axis_name
@@ -105,7 +103,7 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
         _check_dim(x, dim)
-        return self._lay(x, self._order(x.shape[dim]), dim, whole=False)
+        return self._moved(x, self._order(x.shape[dim]), dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
         """The array in natural order again, no longer split along the axis.
@@ -115,7 +113,7 @@ class ContextParallel:
         """
         _check_dim(x, dim)
         order = self._order(x.shape[dim])
-        return self._lay(x, None if order is None else np.argsort(order), dim, whole=True)
+        return self._moved(x, None if order is None else np.argsort(order), dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
@@ -147,12 +145,11 @@ class ContextParallel:
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
         ``mask`` that is an array. Arrays that lie otherwise are resharded first.
         """
-        given = Options(return_lse=return_lse, **options)
-        static, inputs, _ = self._check_call(q, k, v, given)
+        static, inputs, _ = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
-        laid = jax.tree.map(partial(self._laid, manual), inputs, specs)
+        laid = jax.tree.map(partial(self._as_input, manual), inputs, specs)
         out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
         return (out, lse) if return_lse else out
 
@@ -165,22 +162,21 @@ class ContextParallel:
 
         The kernel of each platform, why not the faster ones, and the plan.
         """
-        given = Options(return_lse=return_lse, **options)
-        static, _, choice = self._check_call(q, k, v, given)
+        static, _, choice = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
         return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
 
-    def _check_call(self, q: Array, k: Array, v: Array, options: Options) -> CheckedCall:
+    def _check_call(
+        self, q: Array, k: Array, v: Array, options: Options
+    ) -> tuple[Static, Inputs, Selection]:
         self._check(q, k, v)
-        return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options,
-            whole=self._whole(q, k), mask_parts=self._parts(options.mask, *self._axes(q, k)),
-        )  # fmt: skip
-
-    def _whole(self, q: Array, k: Array) -> Whole:
-        """What tells what a device holds of a call."""
         batch, heads = self._axes(q, k)
-        sizes = (size_of(self.mesh, axes) for axes in (batch, heads))
-        return Whole(self.mesh.abstract_mesh, *sizes)
+        parts = Parts(
+            self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
+            self._parts(options.mask, batch, heads),
+        )  # fmt: skip
+        return check_call(
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
+        )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """The axes of batch and heads: those that are named, else those known to split q."""
@@ -207,16 +203,15 @@ class ContextParallel:
         named = {*names_of(self.axis_name, batch, heads)}
         return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
 
-    def _laid(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+    def _as_input(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
         """An array of a call as its program takes it."""
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
-    def _check(self, q: object, k: object, v: object) -> None:
+    def _check(self, q: Array, k: Array, v: Array) -> None:
         """What ``shard_map`` would refuse in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, jax.Array | np.ndarray):
-                raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
+            described_as(name, x)
             if x.ndim != 4:
                 raise ValueError(
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
@@ -241,12 +236,12 @@ class ContextParallel:
             return None
         return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
 
-    def _lay(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
+    def _moved(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
         """Tokens in another order, split along the axis or not; they are moved as a whole."""
         if order is not None or whole:
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
         if order is not None:
-            x = reordered(x, order, dim)
+            x = in_order(x, order, dim)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 
@@ -258,17 +253,17 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     def by_rows(x: Array | None) -> PartitionSpec | None:
         if x is None:
             return None
-        shared = [size == 1 for size in x.shape[:2]]
-        axes = (None if one else axis for one, axis in zip(shared, (batch, heads), strict=True))
-        return PartitionSpec(*axes, tokens, None)
+        pairs = zip(x.shape[:2], (batch, heads), strict=True)
+        return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
     if x.slopes is not None:
         slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
     sinks, seed = PartitionSpec(heads), PartitionSpec()
     bias, mask = by_rows(x.bias), by_rows(x.mask)
     every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
-    given = (None if array is None else spec for array, spec in zip(x, every, strict=True))
-    return Inputs._make(given)
+    return Inputs._make(
+        None if array is None else spec for array, spec in zip(x, every, strict=True)
+    )
 
 
 @lru_cache(maxsize=128)
@@ -290,15 +285,16 @@ def _ring(
         return attend(static, prepared(static, x, (batch, heads)))
 
     rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
-    ring = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
+        ),
+        inline=True,
     )
-    return jax.jit(ring, inline=True)
 
 
-def _check_dim(x: object, dim: object) -> None:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise ValueError(f"x must be a jax.Array, got {type(x).__name__}")
+def _check_dim(x: Array, dim: object) -> None:
+    described_as("x", x)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"

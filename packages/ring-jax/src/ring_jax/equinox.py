@@ -27,8 +27,8 @@ from ring_jax.adapt import (
     dropout_options,
     is_array,
     mask_options,
+    refuse,
 )
-from ring_jax.foreign import refuse
 from ring_jax.records import Array
 
 Heads = tuple[Array, Array, Array]
@@ -132,8 +132,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         check_cache(bound.options, *sizes, hidden=is_array(mask))
         options = mask_options(bound, mask, (), *sizes) | self._dropout(key, inference)
         out = bound(q[None], k[None], v[None], options)
-        mapped: Array = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
-        return mapped
+        return jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
 
     def _dropout(self, key: Array | None, inference: bool | None) -> dict[str, Any]:
         rate: object = self.dropout.p
@@ -176,12 +175,12 @@ def convert[Model](model: Model, attention: Attention) -> Model:
         found.append(part)
         return _with_attention(part, attention)
 
-    converted: Model = jax.tree.map(
+    model = jax.tree.map(
         replaced, model, is_leaf=lambda part: isinstance(part, eqx.nn.MultiheadAttention)
     )
     if not found:
         raise ValueError("there is no equinox.nn.MultiheadAttention in the model")
-    return converted
+    return model
 
 
 def _with_attention(part: eqx.nn.MultiheadAttention, attention: Attention) -> MultiheadAttention:

@@ -29,8 +29,9 @@ from ring_jax.adapt import (
     flat,
     is_array,
     mask_options,
+    precision_of,
+    refuse,
 )
-from ring_jax.foreign import precision_of, refuse
 from ring_jax.records import Array
 
 EINSUM = "matmuls are the kernel's own; quantise queries, keys and values instead"
@@ -102,10 +103,10 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
         attn_weights_value_einsum: object = None,
         input_positions: Array | None = None,
     ) -> Array:
-        dropping = not deterministic and dropout_rate > 0
+        has_dropout = not deterministic and dropout_rate > 0
         refuse(
             broadcast_dropout=(
-                True if dropping and broadcast_dropout else None,
+                True if has_dropout and broadcast_dropout else None,
                 "every batch row and head drops elements of its own; pass False",
             ),
             precision=precision_of(precision, query.dtype),
@@ -119,9 +120,9 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
         )  # fmt: skip
         checks.check_flag("is_causal", is_causal)
         checks.check_flag("force_fp32_for_softmax", force_fp32_for_softmax)
-        q, k, v = _promoted((query, key, value), dtype, promote_dtype)
+        q, k, v = _in_one_dtype((query, key, value), dtype, promote_dtype)
         options = _options(bound, (q, k, v), mask, bias, is_causal=is_causal)
-        if dropping:
+        if has_dropout:
             if dropout_rng is None:
                 raise ValueError(f"{dropout_rate=} needs dropout_rng, or deterministic=True")
             options |= dropout_options(dropout_rate, dropout_rng)
@@ -153,7 +154,7 @@ def _options(
     return options
 
 
-def _promoted(
+def _in_one_dtype(
     arrays: tuple[Array, Array, Array],
     dtype: DTypeLike | None,
     promote_dtype: Callable[..., Any] | None,

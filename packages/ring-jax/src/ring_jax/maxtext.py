@@ -20,9 +20,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ring_core import KernelConfig, LayoutSpec, StrategyConfig
-from ring_jax.adapt import check_first_aligned
+from ring_jax.adapt import check_first_aligned, refuse
 from ring_jax.context import ContextParallel
-from ring_jax.foreign import refuse
 from ring_jax.records import Array
 
 #: The rules of each kind of layer.

@@ -18,7 +18,7 @@ Order = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def reordered(x: Array, order: Order, dim: int) -> Array:
+def in_order(x: Array, order: Order, dim: int) -> Array:
     """The slices of a dimension in another order, a permutation.
 
     Its gradient is the reverse permutation: no scatter, which is slow and, where axes are explicit,
@@ -28,14 +28,14 @@ def reordered(x: Array, order: Order, dim: int) -> Array:
 
 
 def _forward(x: Array, order: Order, dim: int) -> tuple[Array, None]:
-    return reordered(x, order, dim), None
+    return in_order(x, order, dim), None
 
 
 def _backward(order: Order, dim: int, _: None, gradient: Array) -> tuple[Array]:
-    return (reordered(gradient, np.argsort(order), dim),)
+    return (in_order(gradient, np.argsort(order), dim),)
 
 
-reordered.defvjp(_forward, _backward)
+in_order.defvjp(_forward, _backward)
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:
@@ -85,9 +85,8 @@ def size_of(mesh: AnyMesh, axes: Axes) -> int:
 
 def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
     """What splits each dimension; of auto axes only the compiler knows while it is traced."""
-    explicit = AxisType.Explicit in mesh.axis_types
     traced = isinstance(x, jax.core.Tracer)
-    if traced and not explicit:
+    if traced and AxisType.Explicit not in mesh.axis_types:
         return [PartitionSpec.UNCONSTRAINED] * x.ndim
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()

@@ -97,8 +97,10 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
             q.shape[-3], k.shape[-3], "JAX", is_causal=is_causal,
             local_window_size=local_window_size is not None,
         )  # fmt: skip
+        window = local_window_size
         given = {
-            "causal": is_causal or None, "window": _window(local_window_size),
+            "causal": is_causal or None,
+            "window": (window, window) if isinstance(window, int) else window,
             "softmax_scale": scale, "kernel": _kernel(implementation, bound.kernels),
             "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
             "return_lse": return_residual or None,
@@ -153,12 +155,6 @@ def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
     if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{rows}], got {array.dtype} {array.shape}")
     return array.astype(jnp.int32)[:, None]
-
-
-def _window(local_window_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if isinstance(local_window_size, int):
-        return local_window_size, local_window_size
-    return local_window_size
 
 
 def _kernel(

@@ -24,26 +24,25 @@ def order_after[M](moved: M, results: Any) -> M:
     XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
     stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
     """
-    found: M = lax.platform_dependent(moved, results, tpu=_tied, default=lambda moved, _: moved)
-    return found
+    return cast(
+        "M",
+        lax.platform_dependent(moved, results, tpu=_order_after, default=lambda moved, _: moved),
+    )
 
 
-def _tied[M](moved: M, results: Any) -> M:
+def _order_after[M](moved: M, results: Any) -> M:
     never = _opaque_false(results)
     if never is None:
         return moved
 
-    def tie(x: jax.Array) -> jax.Array:
+    def order(x: jax.Array) -> jax.Array:
         if x.size == 0:
             return x
         at = (0,) * x.ndim
-        corner = lax.slice(x, at, (1,) * x.ndim)
-        tied: jax.Array = lax.dynamic_update_slice(
-            x, jnp.where(never, jnp.zeros_like(corner), corner), at
-        )
-        return tied
+        first = lax.slice(x, at, (1,) * x.ndim)
+        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), at)
 
-    return cast("M", jax.tree.map(tie, moved))
+    return cast("M", jax.tree.map(order, moved))
 
 
 def reload_after[A](arrays: A, results: Any) -> A:
@@ -62,5 +61,4 @@ def _opaque_false(results: Any) -> jax.Array | None:
     corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:
         return None
-    never: jax.Array = jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()
-    return never
+    return jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()

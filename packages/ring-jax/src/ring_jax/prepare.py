@@ -24,39 +24,33 @@ from ring_core import (
 )
 from ring_core.base.capabilities import kernel_config
 from ring_core.base.strategy import strategy_config
-from ring_jax.dense_mask import split_mask, with_mask
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
 from ring_jax.strategies import STRATEGIES
 from ring_jax.tripwire import checked_every
-from ring_jax.varying import match_varying, varying_axes
 
 
-class CheckedCall(NamedTuple):
-    """What is known of a call, its arrays as given, for :func:`prepared`, and why its kernels."""
+class Parts(NamedTuple):
+    """Into how many parts the arrays of a call are split, if they are those of all devices."""
 
-    static: Static
-    inputs: Inputs
-    choice: Selection
+    mesh: AbstractMesh | None = None
+    batch: int = 1
+    heads: int = 1
+    mask: int = 1  # one that is an array
 
 
-class Whole(NamedTuple):
-    """Of a call on all devices' arrays: the mesh, how many devices split the batch, and heads."""
-
-    mesh: AbstractMesh
-    batch_size: int
-    head_size: int
+LOCAL = Parts()  # one device's shards
 
 
 def check_call(
     kernels: Sequence[Kernel], axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
-    q: Array, k: Array, v: Array, options: Options, *, whole: Whole | None = None,
-    mask_parts: int = 1,
-) -> CheckedCall:  # fmt: skip
+    q: Array, k: Array, v: Array, options: Options, parts: Parts = LOCAL,
+) -> tuple[Static, Inputs, Selection]:  # fmt: skip
     """Check all arguments of a call, plan it and choose its kernel.
 
-    The arrays are one device's shards, or with ``whole`` those of all devices, a ``mask`` that is
-    an array among them, which is split into ``mask_parts``.
+    Returns:
+        What is known of the call, its arrays as given, for :func:`prepared`, and why its kernels.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -65,16 +59,16 @@ def check_call(
     _check_static(options)
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
-    shards = cp_size if whole is None else 1
+    shards = cp_size if parts.mesh is None else 1
     keys = sizes.k_len * shards
-    mask, dense = _check_mask(options, described[0].shape, keys, mask_parts)
+    mask, dense = _check_mask(options, described[0].shape, keys, parts.mask)
     named = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
     plan = make_plan(
         mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
     )
     program = ring_program(plan, named.ring_strategy)
-    request, scale, cap = _request(options, sizes, described[0].dtype, whole, dense is not None)
+    request, scale, cap = _request(options, sizes, described[0].dtype, parts, dense is not None)
     way = choose_strategy(named.name, program)
     q_ids, k_ids = _check_others(sizes, keys, options)
     config = kernel_config(options.kernel, kernel_names(kernels))
@@ -83,7 +77,7 @@ def check_call(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if seed is None else seed_words(seed), None, dense,
     )  # fmt: skip
-    local = _local_shape(inputs, program, way, whole, has_dropout=options.dropout_p > 0)
+    local = _local_shape(inputs, program, way, parts, has_dropout=options.dropout_p > 0)
     choice = choose(kernels, config, request, program, local)
     forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
@@ -92,7 +86,7 @@ def check_call(
         bias_grad=options.bias is not None, forward_only=forward_only,
         check=checked_every(),
     )  # fmt: skip
-    return CheckedCall(static, inputs, choice)
+    return static, inputs, choice
 
 
 def _check_mask(
@@ -111,7 +105,7 @@ def _check_mask(
 
 
 def _request(
-    options: Options, sizes: checks.Sizes, dtype: str, whole: Whole | None, has_mask: bool
+    options: Options, sizes: checks.Sizes, dtype: str, parts: Parts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
     """What a call asks of a kernel, and its scale and softcap."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
@@ -119,26 +113,25 @@ def _request(
     checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    batch_parts, head_parts = (1, 1) if whole is None else (whole.batch_size, whole.head_size)
     request = Request(
         device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
         bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
-        lse_grad=options.return_lse, batch=sizes.batch // batch_parts,
-        q_heads=sizes.q_heads // head_parts, kv_heads=sizes.kv_heads // head_parts,
+        lse_grad=options.return_lse, batch=sizes.batch // parts.batch,
+        q_heads=sizes.q_heads // parts.heads, kv_heads=sizes.kv_heads // parts.heads,
     )  # fmt: skip
     return request, scale, cap
 
 
-def device_kind(x: Array, *meshes: AbstractMesh) -> str:
+def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
     """The kind of device that an array's program is compiled for, as jax calls it.
 
-    It is known, as far as it is, from ``meshes``, from the mesh around the call (``shard_map``,
+    It is known, as far as it is, from ``mesh``, from the mesh around the call (``shard_map``,
     ``set_mesh``), or from that of the array's sharding, else the machine's first device is taken.
     """
-    every = *meshes, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    devices = [mesh.abstract_device for mesh in every if mesh.abstract_device is not None]
+    every = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    devices = [x.abstract_device for x in every if x is not None and x.abstract_device is not None]
     return str((devices or jax.devices())[0].device_kind)
 
 
@@ -146,18 +139,17 @@ def _local_shape(
     x: Inputs,
     program: RingProgram,
     strategy: StrategyName,
-    whole: Whole | None,
+    parts: Parts,
     *,
     has_dropout: bool,
 ) -> LocalShape:
     """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
-    parts, meshes = (1, ()) if whole is None else (whole.batch_size, (whole.mesh,))
     return LocalShape(
-        x.q.shape[0] // parts if apart else 1, program.plan.q_layout.local_len,
+        x.q.shape[0] // parts.batch if apart else 1, program.plan.q_layout.local_len,
         STRATEGIES[strategy].key_lengths(program), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
-        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, *meshes),
+        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, parts.mesh),
         str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
     )  # fmt: skip
 
@@ -175,11 +167,24 @@ def prepared(
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
     if inputs.slopes is not None:
         slopes = jnp.atleast_2d(inputs.slopes)
-    bias = with_mask(inputs.bias, inputs.mask, inputs.q.dtype)
-    inputs = inputs._replace(bias=bias, mask=None, slopes=slopes, seed=seed, offsets=offsets)
+    inputs = inputs._replace(
+        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None, slopes=slopes,
+        seed=seed, offsets=offsets,
+    )  # fmt: skip
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
-    varying: Inputs = match_varying(inputs, varying_axes((inputs, rank)))
-    return varying
+    return match_varying(inputs, varying_axes((inputs, rank)))
+
+
+def split_mask(mask: Any) -> tuple[Any, Any]:
+    """A rule, and an array: what was given is one of them, the other is ``None``."""
+    return (None, mask) if isinstance(mask, jax.Array | np.ndarray) else (mask, None)
+
+
+def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array | None:
+    """The bias ``[B or 1, H or 1, T, S]`` that says what a mask, alike in shape, says, too."""
+    if mask is None:
+        return bias
+    return jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
 
 
 def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ class StepTable(NamedTuple):
 
     The keys are those of the rank ``shift`` behind, or, if ``gathered``, of all ranks, one rank's
     behind the other's. ``helped`` has no rows where nobody helps; ``helpers`` are the ranks that
-    do. ``rectangles`` are all of ``own``, if ranks show each other all or nothing of one rectangle,
-    and ``items`` are if they show each other a band of one; ``None`` if there is more to it.
+    do. ``items`` are all of ``own``, if ranks show each other a band of one rectangle at most;
+    ``None`` if there is more to it.
     """
 
     shift: int
@@ -49,7 +49,6 @@ class StepTable(NamedTuple):
     helped: Table
     helpers: tuple[int, ...]
     has_documents: bool
-    rectangles: tuple[Rectangle, ...]
     items: tuple[Item, ...] | None
 
 
@@ -63,11 +62,10 @@ def step_table(program: RingProgram, step: int) -> StepTable:
     helped = live & ~is_own
     helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
     has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
-    own = _pick(table, live & is_own)
-    rectangles, items = (_rectangles(own), _items(own)) if plan.blocks is None else ((), None)
-    shift = program.steps[step].shift
-    helped = _pick(table, helped)
-    return StepTable(shift, False, own, helped, helpers, has_documents, rectangles, items)
+    own = _picked(table, live & is_own)
+    items = _items(own) if plan.blocks is None else None
+    shift, helped = program.steps[step].shift, _picked(table, helped)
+    return StepTable(shift, False, own, helped, helpers, has_documents, items)
 
 
 @lru_cache(maxsize=256)
@@ -83,11 +81,11 @@ def remote_table(program: RingProgram) -> StepTable | None:
     for name in ("k_start", "k_stop"):
         table[..., at[name]] += before
     has_documents = any(part.has_documents for part in parts)
-    own = _joined(_pick(table, live))
-    return StepTable(0, True, own, own[:, :0], (), has_documents, _rectangles(own), _items(own))
+    own = _joined(_picked(table, live))
+    return StepTable(0, True, own, own[:, :0], (), has_documents, _items(own))
 
 
-def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
+def _picked(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     """The wanted rows of each rank first, as many as the busiest rank has."""
     order = np.argsort(~wanted, axis=1, kind="stable")[..., None]
     width = int(wanted.sum(axis=1).max(initial=0))
@@ -97,38 +95,29 @@ def _pick(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
 def _joined(table: Table) -> Table:
     """The same rows, those in one that show touching keys whole to the same queries."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    keys = ("k_start", "q_stop", "q_start")
-    order = np.lexsort((*(column[name] for name in keys), ~_is_plain(table)), axis=1)
+    keys = [column[name] for name in ("k_start", "q_stop", "q_start")]
+    order = np.lexsort((*keys, ~_is_plain(table)), axis=1)
     table = np.take_along_axis(table, order[..., None], axis=1)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     is_plain, stop = _is_plain(table), column["k_stop"]
-    goes_on = np.zeros_like(is_plain)  # a row that the one before it takes in
-    goes_on[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
-    goes_on[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
+    is_taken = np.zeros_like(is_plain)  # a row that the one before it takes in
+    is_taken[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
+    is_taken[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
     for name in ("q_start", "q_stop"):
-        goes_on[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
-    begins = np.maximum.accumulate(np.where(goes_on, 0, np.arange(table.shape[1])), axis=1)
-    np.maximum.at(stop, (np.arange(len(table))[:, None], begins), stop)
-    return _pick(table, ~goes_on & (column["q_stop"] > column["q_start"]))
+        is_taken[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
+    first = np.maximum.accumulate(np.where(is_taken, 0, np.arange(table.shape[1])), axis=1)
+    np.maximum.at(stop, (np.arange(len(table))[:, None], first), stop)
+    return _picked(table, ~is_taken & (column["q_stop"] > column["q_start"]))
 
 
 def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     """Which rows show all of their rectangle."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    shows_all = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
+    full = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
     is_live = column["q_stop"] > column["q_start"]
-    plain: npt.NDArray[np.bool_] = is_live & shows_all & (column["doc_stop"] <= column["doc_start"])
-    return plain
-
-
-def _rectangles(table: Table) -> tuple[Rectangle, ...]:
-    """The rows, if each rank has at most one and none has a band or several documents."""
-    column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    live = column["q_stop"] > column["q_start"]
-    if table.shape[1] != 1 or not _is_plain(table)[live].all():
-        return ()
-    wanted = [TABLE_COLUMNS.index(name) for name in Rectangle._fields]
-    return tuple(Rectangle(*row) for row in table[live][:, wanted].tolist())
+    return cast(
+        "npt.NDArray[np.bool_]", is_live & full & (column["doc_stop"] <= column["doc_start"])
+    )
 
 
 def _items(table: Table) -> tuple[Item, ...] | None:
@@ -156,22 +145,12 @@ class RankView:
         return self.static.plan
 
     def behind(self, shift: int) -> Array:
-        """The rank this far behind."""
+        """The rank this far behind; ahead where ``shift`` is negative."""
         return (self.rank - shift) % self.plan.cp_size
 
-    def ahead(self, shift: int) -> Array:
-        """The rank this far ahead."""
-        return (self.rank + shift) % self.plan.cp_size
-
-    def key_positions(self, rank: Array) -> Array:
-        """Global index of each key of a rank, int32 ``[S]``."""
-        return local_positions(self.plan.k_layout, rank)
-
-    def all_key_positions(self) -> Array:
-        """Those of all ranks, one rank's behind the other's, int32 ``[P * S]``."""
-        layout = self.plan.k_layout
-        each = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
-        return each.reshape(-1)
+    def key_positions(self, shift: int) -> Array:
+        """Global index of each key of the rank this far behind, int32 ``[S]``."""
+        return local_positions(self.plan.k_layout, self.behind(shift))
 
     def own_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
@@ -194,11 +173,11 @@ class RankView:
             kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
         return ItemTable(jnp.asarray(table)[self.rank], kinds)
 
-    def rows(self, part: StepTable, rank: Array, queries: Queries) -> QueryBlock:
-        """Queries of a rank, with what every rank knows of them."""
-        indices = local_positions(self.plan.q_layout, rank)
+    def rows(self, part: StepTable, shift: int, queries: Queries) -> QueryBlock:
+        """Queries of the rank this far behind, with what every rank knows of them."""
+        indices = local_positions(self.plan.q_layout, self.behind(shift))
         positions = indices + self.plan.q_offset
-        q, ids, bias = queries
+        q, ids, bias, _ = queries
         return QueryBlock(
             q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
             self.inputs.seed, self.inputs.offsets,
@@ -211,20 +190,24 @@ class RankView:
     def _cells(self, part: StepTable, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
         boundaries = self.plan.boundaries
-        spans = self.plan.blocks is not None or part.has_documents
-        if boundaries is None or not spans:
+        if boundaries is None or (self.plan.blocks is None and not part.has_documents):
             return None
-        borders = jnp.asarray(boundaries.astype(np.int32))
-        return jnp.searchsorted(borders, positions, side="right").astype(jnp.int32)
+        return jnp.searchsorted(
+            jnp.asarray(boundaries.astype(np.int32)), positions, side="right"
+        ).astype(jnp.int32)
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:
     """Global index of each token of a rank, int32 ``[T_local]``."""
-    runs = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
-    starts = jnp.asarray(runs)[rank]
+    starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)).astype(np.int32))[rank]
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index
     for n, begin in enumerate(layout.run_starts[1:], start=1):
         here = starts[n] + layout.stride * (index - begin)
         positions = jnp.where(index >= begin, here, positions)
     return positions
+
+
+def all_positions(layout: Layout) -> Array:
+    """Those of all ranks, int32 ``[P, T_local]``."""
+    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))

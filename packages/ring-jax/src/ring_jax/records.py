@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ring_core import (
+    TABLE_UNBOUNDED,
     Capabilities,
     KernelConfig,
     Mask,
@@ -96,6 +97,7 @@ class Queries(NamedTuple):
     q: Array  # [B, H, T, D]
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
+    upstream: BackwardInputs | None = None  # of a backward
 
 
 class KVPayload(NamedTuple):
@@ -167,7 +169,7 @@ class LocalShape(NamedTuple):
 
     lists: int  # of blocks to visit: as many as rows of the batch that see differently
     q_len: int
-    k_lens: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
+    k_lengths: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
     head_dim: int
     v_head_dim: int
     itemsize: int
@@ -202,6 +204,14 @@ class Item(NamedTuple):
     hi: int
 
 
+def rectangles_of(items: tuple[Item, ...] | None) -> tuple[Rectangle, ...]:
+    """The rectangles of items that show all of theirs; none if one does not."""
+    unbounded = (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
+    if items is None or any((item.lo, item.hi) != unbounded for item in items):
+        return ()
+    return tuple(item.rectangle for item in items)
+
+
 @dataclass(frozen=True)
 class Static:
     """What is known of a call when it is traced; hashable.
@@ -210,10 +220,8 @@ class Static:
         fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
             result, or to ``dkv`` of the gradients. It may write there instead.
         last: Nothing is merged into a kernel's result any more. It may be rounded.
-        rectangles: All that ranks compute now, if that is at most one each; but for segment ids,
-            which may hide some of it.
-        items: All that ranks compute now, with bands; ``None`` if some rank has more than one
-            rectangle, or several documents or a predicate.
+        items: All that ranks compute now, but for segment ids, which may hide some of it; ``None``
+            if some rank has more than one rectangle, or several documents or a predicate.
         bias_masks: The bias is ``-inf`` where a mask that is an array hides: blocks that it hides
             are to be skipped.
         bias_grad: The bias, if there is one, has a gradient.
@@ -233,7 +241,6 @@ class Static:
     strategy: StrategyName = "ring"
     fresh: bool = False
     last: bool = False
-    rectangles: tuple[Rectangle, ...] = ()
     items: tuple[Item, ...] | None = None
     bias_masks: bool = False
     bias_grad: bool = True
@@ -244,6 +251,11 @@ class Static:
     def plan(self) -> Plan:
         """What meets what."""
         return self.program.plan
+
+    @property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """All that ranks compute now, if that is at most one each, without a band."""
+        return rectangles_of(self.items)
 
     @property
     def wide(self) -> jnp.dtype:
@@ -257,13 +269,11 @@ class Kernel(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do; it is only ever given calls that fit."""
-        ...
 
     def refusals(
         self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
-        ...
 
     def attend_into(
         self,
@@ -274,11 +284,9 @@ class Kernel(Protocol):
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``."""
-        ...
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``."""
-        ...

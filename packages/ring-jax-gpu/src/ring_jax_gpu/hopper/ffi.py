@@ -52,7 +52,7 @@ class InArray:
 
     array: Array
     tiles: Tiles | None = None
-    changes: bool = False
+    changed: bool = False
     layout: Layout | None = None
 
 
@@ -71,11 +71,9 @@ def call(
     outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
     order = [name for name in parameters if name in inputs or name in outputs]
     assert order == [*inputs, *outputs], f"results come last, not {order}"
-    types = tuple(type_name(x) for x in parameters.values())
-    named = tuple(zip(parameters, types, strict=True))
-    module = compiled(kernel, named, tuple(constants.items()), warps)
-    opaque = _launch(module, list(parameters.values()), programs)
-    changed = {name: x for name, x in inputs.items() if x.changes}
+    types = tuple((name, type_name(x)) for name, x in parameters.items())
+    module = compiled(kernel, types, tuple(constants.items()), warps)
+    changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
     results = [spec(x.shape, x.dtype) for x in outputs.values()]
     results += [spec(x.array.shape, x.array.dtype) for x in changed.values()]
@@ -86,7 +84,10 @@ def call(
         input_layouts=[x.layout for x in inputs.values()],
         output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
-    )(*(x.array for x in inputs.values()), opaque=opaque)
+    )(
+        *(x.array for x in inputs.values()),
+        opaque=_launch(module, list(parameters.values()), programs),
+    )
     return dict(zip(names, found, strict=True))
 
 
@@ -125,9 +126,8 @@ def compiled(
     }
     known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
     signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned)
     return triton.compile(
-        source,
+        (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned),
         target=GPUTarget("cuda", _HOPPER, _WARP),
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
     )
@@ -138,11 +138,12 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
     from jaxlib import gpu_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    about = module.metadata
+    metadata = module.metadata
     kernel = gpu_triton.TritonKernel(
-        about.name, about.num_warps, about.num_ctas, about.shared, module.asm["ptx"], "", _HOPPER
-    )
-    descriptors = iter(about.tensordesc_meta)
+        metadata.name, metadata.num_warps, metadata.num_ctas, metadata.shared, module.asm["ptx"],
+        "", _HOPPER,
+    )  # fmt: skip
+    descriptors = iter(metadata.tensordesc_meta)
     handed = []
     for x in parameters:
         if x is None:
@@ -150,11 +151,11 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
         if isinstance(x, int):
             handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
         elif isinstance(x, InArray) and x.tiles is not None:
-            meta, tiles = next(descriptors), x.tiles
+            found, tiles = next(descriptors), x.tiles
             handed.append(
                 gpu_triton.create_tma_descriptor_parameter(
-                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], swizzle=meta["swizzle"],
-                    shape=tiles.shape, strides=tiles.strides, block_shape=meta["block_size"],
+                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[found["elem_type"]], swizzle=found["swizzle"],
+                    shape=tiles.shape, strides=tiles.strides, block_shape=found["block_size"],
                     oob_fill=0,
                 )
             )  # fmt: skip
@@ -163,4 +164,4 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
         else:
             handed.append(gpu_triton.create_array_parameter(0, 16))
     launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, handed)
-    return zlib.compress(launch.to_proto(about.name, b""))
+    return zlib.compress(launch.to_proto(metadata.name, b""))

@@ -49,6 +49,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     q, consts, programs = arrays["q"], dict(launch.consts), _processors()
     batch, heads, q_len, dim = q.shape
     flags_per_head = 2 * -(-q_len // QUERIES)  # flags of a head
+    many = batch * heads * flags_per_head
     stream_k = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
     split = max((x.split for x in stream_k.values()), default=0)
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
@@ -57,12 +58,11 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
     )  # fmt: skip
     before = arrays.get("before")
-    marks = jnp.zeros(batch * heads * flags_per_head + 1 + 2 * split, jnp.int32)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, _HALF), **_key_tiles(arrays, hopper_consts.BLOCK),
+        "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
         "items": InArray(arrays["items"]),
-        "stream_k": _looked_up(stream_k, arrays) if split else None,
-        "marks": InArray(marks, changes=True),
+        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "marks": InArray(jnp.zeros(many + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=HEADS_BEHIND),
         "lse": _result(arrays["lse"], consts["FRESH"]),
         "out": _result(arrays["out"], consts["FRESH"] or before is not None, HEADS_BEHIND),
@@ -72,9 +72,8 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     }  # fmt: skip
     found = call(fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs)
     arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
-    many = batch * heads * flags_per_head
     numbers = {"only_per_head": flags_per_head, "only_many": many}
-    return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF, _HALF)
+    return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF)
 
 
 def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
@@ -82,7 +81,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     from ring_jax_gpu.hopper.common import HopperConstexprs
 
     q, lse, consts = arrays["q"], arrays["lse"], dict(launch.consts)
-    sizes = _sizes(arrays)
+    sizes, dim = _sizes(arrays), q.shape[3]
     many = sizes["batch"] * sizes["heads"] // sizes["group"]
     blocks = -(-sizes["k_len"] // KEYS)
     stream_k = {
@@ -91,34 +90,36 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     split = max((x.split for x in stream_k.values()), default=0)
     helpers = max((x.helpers for x in stream_k.values()), default=0)
     hopper_consts = HopperConstexprs(
-        D=q.shape[3], ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
+        D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
         STAGES=_STAGES, FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
         STREAM_K=split > 0,
     )  # fmt: skip
-    dv, parts = arrays.get("dv"), (split, 2, KEYS, hopper_consts.D)
+    dv, parts = arrays.get("dv"), (split, 2, KEYS, dim)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, hopper_consts.BLOCK), **_key_tiles(arrays, KEYS),
-        "dout": _tiles(arrays["dout"], hopper_consts.BLOCK),
+        "q": _tiles(q, hopper_consts.BLOCK, dim), **_key_tiles(arrays, KEYS, dim),
+        "dout": _tiles(arrays["dout"], hopper_consts.BLOCK, dim),
         "neg_lse": _numbers(
             jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hopper_consts.SCALE)),
             hopper_consts.BLOCK,
         ),
         "neg_delta": _numbers(-arrays["delta"], hopper_consts.BLOCK),
-        "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK), changes=True),
+        "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
         "items": InArray(arrays["items"]),
-        "stream_k": _looked_up(stream_k, arrays) if split else None,
-        "marks": InArray(jnp.zeros(split, jnp.int32), changes=True) if split else None,
-        "parts": InArray(jnp.zeros(parts, jnp.float32), changes=True) if split else None,
+        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
+        "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
         "dk": _result(arrays["dk"], consts["FRESH"], HEADS_BEHIND),
         "dv": None if dv is None else _result(dv, consts["FRESH"], HEADS_BEHIND),
         "flags": OutArray((many, blocks), "int32"), **sizes,
         "heads_per_swizzle": _key_heads_per_swizzle(many, blocks),
     }  # fmt: skip
-    programs = many * blocks + helpers
-    found = call(bwd_hopper, parameters, {"consts": hopper_consts}, warps=8, programs=programs)
+    found = call(
+        bwd_hopper, parameters, {"consts": hopper_consts}, warps=8,
+        programs=many * blocks + helpers,
+    )  # fmt: skip
     arrays = arrays | {"only": found.pop("flags")}
     arrays |= {name: x for name, x in found.items() if name in arrays}
-    return _rest(launch, arrays, {"only_per_head": blocks}, many * blocks, _HALF, KEYS)
+    return _rest(launch, arrays, {"only_per_head": blocks}, many * blocks, KEYS)
 
 
 def _key_heads_per_swizzle(many: int, blocks: int) -> int:
@@ -127,7 +128,7 @@ def _key_heads_per_swizzle(many: int, blocks: int) -> int:
     return next(n for n in range(min(wanted, many), many + 1) if many % n == 0)
 
 
-def _looked_up(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
+def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
     """A rank's row; zeros for one that computes nothing now."""
     (width,) = {len(x) for x in stream_k.values()}
     table = np.zeros((max(stream_k) + 1, width), np.int32)
@@ -137,27 +138,25 @@ def _looked_up(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays
 
 
 def _rest(
-    launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_q: int, block_k: int
+    launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int
 ) -> Arrays:
     """Do the blocks that ``only`` names, in plain Triton; returns what the launch changed."""
     kernel = kernel_of(launch)
     arrays = {name: x for name, x in arrays.items() if name != RANK_OPERAND}
     strides, steps = _heads_behind(launch, arrays)
-    consts = dict(launch.consts) | steps | {"BLOCK_Q": block_q, "BLOCK_K": block_k} | _NOT_MULTIPLES
+    consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
     rest = replace(
         launch,
         consts=tuple(consts.items()),
         numbers=tuple((dict(launch.numbers) | strides | flags).items()),
     )
-    known = arguments_of(kernel, rest, arrays, has_copy_engine=False)
+    known = arguments_of(kernel, rest, arrays, has_tma=False)
     constants = {name: known.pop(name) for name in ("consts", "nan_safe")}
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = dict(known)
     for name, x in known.items():
         if hasattr(x, "shape"):
             layout = HEADS_BEHIND if x.ndim == 4 else None
-            parameters[name] = InArray(x, changes=name in _CHANGED[launch.kernel], layout=layout)
-        else:
-            parameters[name] = x
+            parameters[name] = InArray(x, changed=name in _CHANGED[launch.kernel], layout=layout)
     return call(kernel, parameters, constants, warps=4, programs=programs)
 
 
@@ -183,27 +182,20 @@ def _sizes(arrays: Arrays) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _keys(arrays: Arrays) -> Any:
-    """The keys, maybe with their values beside them."""
-    return arrays["kv"] if "kv" in arrays else arrays["k"]
+def _keys(arrays: Arrays, name: str = "k") -> Any:
+    """The keys, or the values, maybe with the others beside them."""
+    return arrays["kv"] if "kv" in arrays else arrays[name]
 
 
-def _tiles(x: Any, length: int) -> InArray:
+def _tiles(x: Any, length: int, dim: int) -> InArray:
     """``[B, H, T, D]`` as ``[B * T, H * D]``, which it is in memory."""
-    batch, heads, tokens, dim = x.shape
-    return InArray(x, Tiles((batch * tokens, heads * dim), (length, dim)), layout=HEADS_BEHIND)
+    batch, heads, tokens, row = x.shape
+    return InArray(x, Tiles((batch * tokens, heads * row), (length, dim)), layout=HEADS_BEHIND)
 
 
-def _key_tiles(arrays: Arrays, length: int) -> dict[str, Parameter]:
+def _key_tiles(arrays: Arrays, length: int, dim: int) -> dict[str, Parameter]:
     """Keys and values, which may lie side by side."""
-    dim = arrays["q"].shape[3]
-    found: dict[str, Parameter] = {}
-    for name in ("k", "v"):
-        x = arrays["kv"] if "kv" in arrays else arrays[name]
-        batch, heads, tokens, row = x.shape
-        tiles = Tiles((batch * tokens, heads * row), (length, dim))
-        found[name] = InArray(x, tiles, layout=HEADS_BEHIND)
-    return found
+    return {name: _tiles(_keys(arrays, name), length, dim) for name in ("k", "v")}
 
 
 def _numbers(x: Any, length: int) -> InArray:
@@ -215,7 +207,7 @@ def _numbers(x: Any, length: int) -> InArray:
 def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Parameter:
     if is_fresh:
         return OutArray(x.shape, x.dtype.name, layout)
-    return InArray(x, changes=True, layout=layout)
+    return InArray(x, changed=True, layout=layout)
 
 
 def _processors() -> int:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # kernels import what is here, and no JAX
 QUERIES, KEYS = 128, 128  # of a tile in the forward, and in the backward
 KEYS_A_BLOCK, QUERIES_A_BLOCK = 128, 64  # which a tile walks along
 _MOST_PARTS = 16  # of a tile in the forward
-_MOST_SHARERS = 4  # of a tile in the backward
-_JOINING = 4  # blocks that take about as long as to begin a part and to leave it for another
+_MOST_PARTS_BACKWARD = 4  # of a tile in the backward
+_BLOCKS_PER_PART = 4  # they take about as long as to begin a part and to leave it for another
 
 
 class StreamK(NamedTuple):
@@ -82,9 +82,9 @@ def split_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
         # Rounds of the other parts, which those without a tile take.
         rounds = -(-split * (each - 1) // (programs - split))
         share = rounds / (each - 1)
-        own = math.ceil((share * length + (rounds - 1) * _JOINING) / (1 + share))
+        own = math.ceil((share * length + (rounds - 1) * _BLOCKS_PER_PART) / (1 + share))
         other = -(-(length - own) // (each - 1))
-        takes = max(own + _JOINING, rounds * (other + _JOINING)) + each
+        takes = max(own + _BLOCKS_PER_PART, rounds * (other + _BLOCKS_PER_PART)) + each
         if takes < took and own < length:
             best, took = (split, own, each), takes
     return best
@@ -93,8 +93,8 @@ def split_tiles(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
 def split_tiles_backward(tiles: int, length: int, programs: int) -> tuple[int, int, int]:
     """``(split, own, helpers)`` of :class:`StreamKBackward`, for tiles of ``length`` blocks."""
     split = tiles % programs
-    helpers = min(programs - split, split * (_MOST_SHARERS - 1))
-    own = -(-split * (length + _JOINING) // max(split + helpers, 1))
+    helpers = min(programs - split, split * (_MOST_PARTS_BACKWARD - 1))
+    own = -(-split * (length + _BLOCKS_PER_PART) // max(split + helpers, 1))
     fits = split * length * helpers < 2**31  # the kernel counts in 32 bits
     return (split, own, helpers) if split > 0 and own < length and fits else (0, 0, 0)
 

@@ -17,7 +17,7 @@ from ring_core.tools.bench import progress
 from ring_core.triton.tile_configs import PASSES, default, read, written
 from ring_jax_gpu.tools import tune as _tune
 
-_USUAL = ("fwd", "bwd_dq", "bwd_dkv")
+_DEFAULT_KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,19 +45,15 @@ def _tuned(options: argparse.Namespace) -> int:
     with progress(len(chosen), "row") as bar:
         for row in chosen:
             print(f"{_tune.name_of(row)}, on {where}", flush=True)
-            say = print if options.verbose else _silent
+            say = print if options.verbose else lambda _: None
             seconds = _tune.timer(table, row, options.tokens, options.rounds, say)
-            best, gain = _tune.tuned(row, seconds)
-            print(f"  {row.blocks} -> {best.blocks}: {gain:.2f} times as fast", flush=True)
+            best, ratio = _tune.tuned(row, seconds)
+            print(f"  {row.blocks} -> {best.blocks}: {ratio:.2f} times as fast", flush=True)
             table = tuple(best if x == row else x for x in table)
             path.write_text(written(table))  # a run cut short leaves what it found
             bar.update()
     print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
     return 0
-
-
-def _silent(_: str) -> None:
-    """Say nothing."""
 
 
 def _positive(text: str) -> int:
@@ -72,17 +68,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = found.add_subparsers(dest="command", required=True)
-    tune = commands.add_parser("tune", help="find the fastest blocks", description=__doc__)
-    tune.add_argument(
-        "file", metavar="FILE", help="the table, JSON; one that is there is tuned further"
-    )
-    tune.add_argument("--kernels", nargs="+", choices=PASSES, default=_USUAL)
-    tune.add_argument("--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,))
-    tune.add_argument("--head-dims", nargs="+", type=int, default=(64, 128), help="of rows")
-    tune.add_argument(
-        "--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates"
-    )
-    tune.add_argument("--tokens", type=_positive, default=4096)
-    tune.add_argument("--rounds", type=_positive, default=5)
-    tune.add_argument("--verbose", action="store_true", help="a line for each that was tried")
+    add = commands.add_parser(
+        "tune", help="find the fastest blocks", description=__doc__
+    ).add_argument
+    add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
+    add("--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS)
+    add("--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,))
+    add("--head-dims", nargs="+", type=int, default=(64, 128), help="of rows")
+    add("--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates")
+    add("--tokens", type=_positive, default=4096)
+    add("--rounds", type=_positive, default=5)
+    add("--verbose", action="store_true", help="a line for each that was tried")
     return found

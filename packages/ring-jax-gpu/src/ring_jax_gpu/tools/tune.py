@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 SIZES, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 HEADS, KV_HEADS = 16, 4
-_TOLERANCE = 0.02  # of the norm of a result
+_LIMIT = 0.02  # of the norm of a result
 
 
 def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
@@ -34,11 +34,11 @@ def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
     First sizes and warps are tried, then stages. The least of many times is partly luck, so the
     winner and ``row`` are timed once more, and ``row`` stays unless it is slower again.
     """
-    sized = [replace(row, q=q, k=k, warps=warps) for q, k, warps in product(SIZES, SIZES, WARPS)]
-    best = _fastest([row, *sized], seconds)
+    others = [replace(row, q=q, k=k, warps=warps) for q, k, warps in product(SIZES, SIZES, WARPS)]
+    best = _fastest([row, *others], seconds)
     best = _fastest([best, *(replace(best, stages=stages) for stages in STAGES)], seconds)
-    gain = 1.0 if best == row else seconds(row) / seconds(best)
-    return (best, gain) if gain > 1.0 else (row, 1.0)
+    ratio = 1.0 if best == row else seconds(row) / seconds(best)
+    return (best, ratio) if ratio > 1.0 else (row, 1.0)
 
 
 def _fastest(rows: Iterable[Row], seconds: Seconds) -> Row:
@@ -62,20 +62,19 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
     """
     known = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]
 
-    def seconds(candidate: Row) -> float:
-        changed = tuple(candidate if x == row else x for x in table)
+    def seconds(new: Row) -> float:
         try:
-            run = _call(changed, row, tokens)
+            run = _call(tuple(new if x == row else x for x in table), row, tokens)
             found = [np.asarray(x, np.float32) for x in run()]
         except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
-            say(f"{_described(candidate)}: {str(error).strip().splitlines()[0][:90]}")
+            say(f"{_described(new)}: {str(error).strip().splitlines()[0][:90]}")
             return math.inf
-        off = max(_off(x, y) for x, y in zip(found, known, strict=True))
-        if not off <= _TOLERANCE:
-            say(f"{_described(candidate)}: wrong by {off:.3g} of the norm")
+        distance = max(_distance(x, y) for x, y in zip(found, known, strict=True))
+        if not distance <= _LIMIT:
+            say(f"{_described(new)}: wrong by {distance:.3g} of the norm")
             return math.inf
-        took = _median(run, rounds)
-        say(f"{_described(candidate)}: {took * 1e3:.3f} ms")
+        took = _seconds(run, rounds)
+        say(f"{_described(new)}: {took * 1e3:.3f} ms")
         return took
 
     return seconds
@@ -83,25 +82,32 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
 def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]]:
     """A compiled call of the kernel that a row is for: the forward, or a backward."""
-    dtype = "bfloat16" if row.itemsize == 2 else "float32"
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, heads, row.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (
-        jax.random.normal(key, shape).astype(dtype)
+        jax.random.normal(key, shape).astype("bfloat16" if row.itemsize == 2 else "float32")
         for key, shape in zip(keys[:4], shapes, strict=True)
     )
-    has_bias = row.kernel == "bwd_dbias"
-    bias = jax.random.normal(keys[4], (1, 1, tokens, tokens)) if has_bias else None
+    shape = (1, 1, tokens, tokens)
+    bias = jax.random.normal(keys[4], shape) if row.kernel == "bwd_dbias" else None
     options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
     fused = True if row.kernel == "bwd_fused" else None
     attention = RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),))
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-        out: Array = attention(
-            q, k, v, axis_name=None, causal=True, bias=bias,
-            kernel=KernelConfig("triton", fused_backward=fused), **options,
-        )  # fmt: skip
-        return out
+        return cast(
+            "Array",
+            attention(
+                q,
+                k,
+                v,
+                axis_name=None,
+                causal=True,
+                bias=bias,
+                kernel=KernelConfig("triton", fused_backward=fused),
+                **options,
+            ),
+        )
 
     if row.kernel == "fwd":
         forward = jax.jit(attend)
@@ -111,7 +117,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     return partial(backward, pull, dout)
 
 
-def _median(run: Callable[[], Any], rounds: int) -> float:
+def _seconds(run: Callable[[], Any], rounds: int) -> float:
     took = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -120,7 +126,7 @@ def _median(run: Callable[[], Any], rounds: int) -> float:
     return sorted(took)[rounds // 2]
 
 
-def _off(found: Any, known: Any) -> float:
+def _distance(found: Any, known: Any) -> float:
     return float(np.linalg.norm(found - known) / max(float(np.linalg.norm(known)), 1e-30))
 
 
@@ -145,5 +151,4 @@ def device() -> str:
             f"tune times kernels on an NVIDIA GPU, and jax runs on {jax.default_backend()} here. "
             "Install ring-jax-gpu[cuda13] on a machine with one"
         )
-    kind: str = jnp.zeros(1).devices().pop().device_kind
-    return kind
+    return cast("str", jnp.zeros(1).devices().pop().device_kind)

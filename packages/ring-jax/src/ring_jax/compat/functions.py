@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from ring_jax.adapt import precision_of, refuse
 from ring_jax.attention import ring_attention as attend
 from ring_jax.compat.translate import (
     Array,
@@ -23,7 +24,6 @@ from ring_jax.compat.translate import (
     sinks_of,
     window_of,
 )
-from ring_jax.foreign import precision_of, refuse
 
 IN_SHARD_MAP = (
     "call this inside jax.shard_map, or ring_jax.ContextParallel(mesh, axis_name).attention on "

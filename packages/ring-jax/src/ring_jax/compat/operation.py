@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, LayoutSpec, StrategyConfig
+from ring_jax.adapt import refuse
 from ring_jax.attention import ring_attention as attend
 from ring_jax.compat.functions import MASK_INFO
 from ring_jax.compat.translate import (
@@ -24,7 +25,6 @@ from ring_jax.compat.translate import (
     window_of,
 )
 from ring_jax.context import ContextParallel
-from ring_jax.foreign import refuse
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class RingAttn:
                 f"metadata must be a ring_jax.compat.OperationMetadata, got "
                 f"{type(metadata).__name__}"
             )
-        axes = (metadata.sequence_axis_name, metadata.batch_axis_name, metadata.head_axis_name)
+        axes = (metadata.batch_axis_name, metadata.head_axis_name)
         if metadata.mesh is not None and metadata.sequence_axis_name is None:
             raise ValueError("mesh needs sequence_axis_name, the axis that splits the sequence")
-        if metadata.mesh is None and axes[1:] != (None, None):
+        if metadata.mesh is None and axes != (None, None):
             raise ValueError("batch_axis_name and head_axis_name are axes of a mesh; give mesh too")
         softmax = metadata.runtime_softmax_dtype
         refuse(
@@ -149,22 +149,24 @@ class RingAttn:
             UnsupportedError: An argument cannot be honoured; the message says what to do instead.
         """
         refuse(mask_info=(mask_info, MASK_INFO))
-        meta = self.metadata
-        if meta.runtime_dtype is not None:
-            query, key, value = (x.astype(meta.runtime_dtype) for x in (query, key, value))
-        if meta.mesh is None:
-            ring: Any = partial(attend, axis_name=meta.sequence_axis_name, layout=meta.layout)
+        metadata = self.metadata
+        if metadata.runtime_dtype is not None:
+            query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
+        if metadata.mesh is None:
+            ring: Any = partial(
+                attend, axis_name=metadata.sequence_axis_name, layout=metadata.layout
+            )
         else:
-            assert meta.sequence_axis_name is not None  # checked when this was made
+            assert metadata.sequence_axis_name is not None  # checked when this was made
             ring = ContextParallel(
-                meta.mesh, meta.sequence_axis_name, meta.batch_axis_name, meta.head_axis_name,
-                layout=meta.layout,
+                metadata.mesh, metadata.sequence_axis_name, metadata.batch_axis_name, metadata.head_axis_name,
+                layout=metadata.layout,
             ).attention  # fmt: skip
         out = ring(
             query, key, value, causal=causal, window=window_of(sliding_window),
-            chunk_size=chunk_size, strategy=meta.strategy,
+            chunk_size=chunk_size, strategy=metadata.strategy,
             segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
-            softmax_scale=meta.softmax_scale if softmax_scale is None else softmax_scale,
+            softmax_scale=metadata.softmax_scale if softmax_scale is None else softmax_scale,
             softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
             kernel=replace(self._kernel, fused_backward=fused_backward or None),
         )  # fmt: skip

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core import KernelConfig, UnsupportedError
+from ring_core.base.arguments import is_integer
+from ring_jax.prepare import with_mask
+from ring_jax.records import Window
 
 Array = jax.Array
 SlidingWindow = int | tuple[int | None, int | None]
-Window = tuple[int | None, int | None]
 
 BLOCK_NAMES = {
     "block_q": ("q_blocksize", "block_q", "blocksize_q"),
@@ -31,7 +33,7 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
     if sliding_window is None:
         return None
     both = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window,) * 2
-    if len(both) != 2 or not all(side is None or _is_count(side) for side in both):
+    if len(both) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in both):
         raise ValueError(
             f"sliding_window must be a number of keys on each side, (left, right), or None, got "
             f"{sliding_window!r}; a side without a limit is None"
@@ -86,8 +88,7 @@ def segments_of(
         if ids is not None and not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise ValueError(f"{name} must be integers, got {jnp.result_type(ids)}")
     given = [ids for ids in pair.values() if ids is not None]
-    first, last = jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
-    return first, last
+    return jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
 
 
 def documents_of(
@@ -141,14 +142,14 @@ def alike(
             )
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
 
-    def longer(x: Array, by: int) -> Array:
+    def padded(x: Array, by: int) -> Array:
         return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
 
     q_ids, k_ids = (
         jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
         for ids, by in zip(documents, more, strict=True)
     )
-    return longer(q, more[0]), longer(k, more[1]), longer(v, more[1]), bias, (q_ids, k_ids)
+    return padded(q, more[0]), padded(k, more[1]), padded(v, more[1]), bias, (q_ids, k_ids)
 
 
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
@@ -186,14 +187,12 @@ def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Arr
             f"attention_mask must be boolean or integer [batch or 1, heads or 1, queries, keys], "
             f"got {kind} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
         )
-    shown = jnp.zeros((), dtype) if bias is None else bias
-    return jnp.where(jnp.asarray(attention_mask) != 0, shown, -jnp.inf)
+    return with_mask(bias, jnp.asarray(attention_mask) != 0, dtype)
 
 
 def platform_of(platform: str | None) -> tuple[str | None, str]:
     """What :func:`refuse` takes of the name of a platform."""
-    known = platform in (None, "auto", "xla")
-    return None if known else platform, (
+    return None if platform in (None, "auto", "xla") else platform, (
         f"this package has the kernel 'xla' alone, not {platform!r}; call "
         f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
     )
@@ -203,8 +202,8 @@ def _blocks(name: str, params: object) -> dict[str, int | None]:
     """Block sizes of forward or backward parameters, by our names."""
     left = {key: value for key, value in _settings(name, params).items() if value is not None}
     sizes: dict[str, int | None] = {}
-    for block, spellings in BLOCK_NAMES.items():
-        found = [left.pop(spelling) for spelling in spellings if spelling in left]
+    for block, known in BLOCK_NAMES.items():
+        found = [left.pop(x) for x in known if x in left]
         if len(set(found)) > 1:
             raise ValueError(f"{name} has several {block}: {found}")
         sizes[block] = found[0] if found else None
@@ -247,12 +246,5 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 def _are_equal(a: Array, b: Array) -> bool:
     """Whether two arrays are known to be equal while a call is traced."""
-    if a is b:
-        return True
-    known = not any(isinstance(x, jax.core.Tracer) for x in (a, b))
-    return known and np.array_equal(np.asarray(a), np.asarray(b))
-
-
-def _is_count(value: Any) -> bool:
-    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return bool(integer and value >= 0)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))

@@ -38,11 +38,10 @@ class Selection:
     def describe(self) -> str:
         """A few lines for ``explain``."""
         rest = "any other device" if len(self.kernels) > 1 else "any device"
-        chosen = (kernel.capabilities for kernel in self.kernels)
         lines = [
             f"kernel {can.name} ({', '.join(can.devices) or rest})"
             f"{self.expected.time_and_source(can.name)}"
-            for can in chosen
+            for can in (kernel.capabilities for kernel in self.kernels)
         ]
         lines += [
             f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
@@ -80,10 +79,12 @@ def choose(
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    every = [kernel.capabilities for kernel in kernels]
     if config.name != "auto":
         (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
-        require(kernel.capabilities, _on_its_device(request, kernel), program, others=every)
+        require(
+            kernel.capabilities, _on_its_device(request, kernel), program,
+            others=[one.capabilities for one in kernels],
+        )  # fmt: skip
         why_not = kernel.refusals("forward", local, config, program)
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS
-from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
@@ -24,7 +23,7 @@ def item_bounds(work: ItemTable) -> Array:
     return jnp.clip(picked, -_FAR, _FAR)
 
 
-def classify(
+def kinds_of(
     rows: QueryBlock, columns: KeyBlock, work: ItemTable, in_tiles: Flags | None,
     sizes: tuple[int, int], grid: tuple[int, int],
 ) -> Array:  # fmt: skip
@@ -44,9 +43,20 @@ def classify(
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
 
-def under_mask(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
+def masked_kinds(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
     """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
     return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
+
+
+def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
+    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block, ``[B or 1, I, J]``."""
+    shown = (bias > -jnp.inf).any(axis=1)
+    edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
+    padded = jnp.pad(shown, edges)
+    q_blocks, k_blocks = (
+        x // size for x, size in zip(padded.shape[1:], (block_q, block_k), strict=True)
+    )
+    return padded.reshape(-1, q_blocks, block_q, k_blocks, block_k).any(axis=(2, 4))
 
 
 def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
@@ -57,12 +67,12 @@ def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) 
     bottom, right = top + block_q, left + block_k
     first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
-    nearest = (first_row - q_start) - (last_col - k_start)
-    furthest = (last_row - q_start) - (first_col - k_start)
-    overlaps = (first_row <= last_row) & (first_col <= last_col)
-    live = overlaps & (furthest >= lo) & (nearest <= hi)
+    near = (first_row - q_start) - (last_col - k_start)
+    far = (last_row - q_start) - (first_col - k_start)
+    live = (first_row <= last_row) & (first_col <= last_col)
+    live &= (far >= lo) & (near <= hi)
     inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
-    full = inside & (nearest >= lo) & (furthest <= hi)
+    full = inside & (near >= lo) & (far <= hi)
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 

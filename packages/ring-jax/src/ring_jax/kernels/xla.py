@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TABLE_COLUMNS, TILE
+from ring_core import TILE
 from ring_core.base.capabilities import EVERYTHING
-from ring_jax.dense_mask import shown_in_blocks
 from ring_jax.dropout import dropout_keep
+from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -33,7 +33,6 @@ from ring_jax.records import (
 )
 
 BLOCK = 512
-_FAR = 1 << 30  # beyond any local index; sums of a few do not overflow int32
 _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide
 
 
@@ -60,14 +59,7 @@ class XlaKernel:
     ) -> AttentionState:
         """Attend and merge into ``into``, block row by block row."""
         sight = ScoreBlocks.of(static, rows, columns, work)
-
-        def item(n: Array, into: AttentionState) -> AttentionState:
-            bounds = Bounds.of(work.items[n])
-            return _loop(
-                *sight.row_blocks(bounds), lambda i, into: _attend(sight, bounds, i, into), into
-            )
-
-        return _loop(0, work.items.shape[0], item, into)
+        return sight.for_row_blocks(partial(_attend, sight), into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
@@ -75,16 +67,7 @@ class XlaKernel:
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``, block row by block row."""
         sight = ScoreBlocks.of(static, rows, columns, work)
-
-        def item(n: Array, into: Grads) -> Grads:
-            bounds = Bounds.of(work.items[n])
-            return _loop(
-                *sight.row_blocks(bounds),
-                lambda i, into: _differentiate(sight, bounds, upstream, i, into),
-                into,
-            )
-
-        return _loop(0, work.items.shape[0], item, into)
+        return sight.for_row_blocks(partial(_differentiate, sight, upstream), into)
 
 
 class Bounds(NamedTuple):
@@ -96,12 +79,6 @@ class Bounds(NamedTuple):
     k_stop: Array
     lo: Array
     hi: Array
-
-    @classmethod
-    def of(cls, item: Array) -> Bounds:
-        """From a row of the program's table."""
-        values = [item[TABLE_COLUMNS.index(name)] for name in cls._fields]
-        return cls(*values[:4], *(jnp.clip(x, -_FAR, _FAR) for x in values[4:]))
 
 
 class Block(NamedTuple):
@@ -160,11 +137,37 @@ class ScoreBlocks:
             size = -(-size // TILE) * TILE
         return min(size, length)
 
-    def row_blocks(self, bounds: Bounds) -> tuple[Array, Array]:
-        """The numbers ``[start, stop)`` of the blocks that hold an item's rows."""
-        return bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
+    def for_row_blocks[T](self, body: Callable[[Bounds, Array, T], T], state: T) -> T:
+        """Run ``body(bounds, i, state)`` for each item and each block ``i`` that holds its rows."""
+        every = item_bounds(self.work)
 
-    def column_blocks(self, bounds: Bounds, i: Array) -> tuple[Array, Array]:
+        def item(n: Array, state: T) -> T:
+            bounds = Bounds(*every[n])
+            start, stop = bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
+            return _loop(start, stop, partial(body, bounds), state)
+
+        return _loop(0, len(every), item, state)
+
+    def for_column_blocks[T](
+        self, bounds: Bounds, i: Array, body: Callable[[Array, T], T], state: T
+    ) -> T:
+        """Run ``body(j, state)`` for each block that rows of block ``i`` may see.
+
+        But for those that a predicate or a mask hides.
+        """
+
+        def unless_empty(j: Array, state: T) -> T:
+            kinds, empty = self.work.kinds, []
+            if kinds is not None:
+                empty.append(~(self._tiles(kinds, i, j) > 0).any())
+            if self.shown is not None:
+                empty.append(~self.shown[i, j])
+            run = partial(body, j)
+            return _unless(jnp.stack(empty).any(), run, state) if empty else run(state)
+
+        return _loop(*self._column_blocks(bounds, i), unless_empty, state)
+
+    def _column_blocks(self, bounds: Bounds, i: Array) -> tuple[Array, Array]:
         """The numbers ``[start, stop)`` of the blocks that some rows of block ``i`` may see."""
         first = jnp.maximum(i * self.block_q, bounds.q_start) - bounds.q_start
         last = jnp.minimum((i + 1) * self.block_q, bounds.q_stop) - 1 - bounds.q_start
@@ -208,15 +211,6 @@ class ScoreBlocks:
         kv = lax.dynamic_slice_in_dim(self.columns.kv, j.start, self.block_k, axis=2)
         return kv[..., : self.static.head_dim], kv[..., self.static.head_dim :]
 
-    def unless_empty[T](self, i: Array, j: Array, body: Callable[[T], T], state: T) -> T:
-        """Run a body but for a block that a predicate or a mask hides."""
-        kinds, empty = self.work.kinds, []
-        if kinds is not None:
-            empty.append(~(self._tiles(kinds, i, j) > 0).any())
-        if self.shown is not None:
-            empty.append(~self.shown[i, j])
-        return _unless(jnp.stack(empty).any(), body, state) if empty else body(state)
-
     def _tiles(self, kinds: Array, i: Array, j: Array) -> Array:
         """The kinds of the tiles of a block; rows of tiles are padded as blocks are."""
         size = (-(-self.block_q // TILE), -(-self.block_k // TILE))
@@ -237,7 +231,8 @@ class ScoreBlocks:
         if self.rows.slopes is not None:
             q_pos, k_pos = self._positions(self.rows.positions, self.columns.positions, i, j)
             distance = jnp.abs(q_pos - k_pos).astype(x.dtype)[None, None, None]
-            x -= self._heads(self.rows.slopes).astype(x.dtype) * distance
+            slopes = self.rows.slopes.astype(x.dtype)  # [B or 1, H]
+            x -= slopes.reshape(len(slopes), self.columns.kv.shape[1], -1, 1, 1) * distance
         return Scores(jnp.where(visible, x, -jnp.inf), slope, visible)
 
     def kept(self, i: Block, j: Block) -> Array | None:
@@ -293,16 +288,12 @@ class ScoreBlocks:
         )
 
     def _bias(self, bias: Array, i: Block, j: Block) -> Array:
-        size = (*bias.shape[:2], self.block_q, self.block_k)
-        part = lax.dynamic_slice(bias, (_ZERO, _ZERO, i.start, j.start), size)
+        part = lax.dynamic_slice(
+            bias, (_ZERO, _ZERO, i.start, j.start), (*bias.shape[:2], self.block_q, self.block_k)
+        )
         if bias.shape[1] == 1:
             return part[:, :, None]
-        kv_heads = self.columns.kv.shape[1]
-        return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
-
-    def _heads(self, x: Array) -> Array:
-        """``[B or 1, H]`` as ``[B or 1, K, G, 1, 1]``."""
-        return x.reshape(x.shape[0], self.columns.kv.shape[1], -1, 1, 1)
+        return part.reshape(part.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])
 
 
 def _attend(
@@ -312,7 +303,7 @@ def _attend(
     i = sight.row_block(number)
     q = sight.take_rows(sight.rows.q, i)
     out, lse = sight.take_rows(into.out, i), sight.take_rows(into.lse, i)
-    started = (lse > -jnp.inf).astype(lse.dtype)
+    seen = (lse > -jnp.inf).astype(lse.dtype)
 
     def column(j_number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = state
@@ -326,21 +317,18 @@ def _attend(
         total = total * shrink + weights.sum(axis=-1)
         keep = sight.kept(i, j)
         weights = weights if keep is None else weights * keep
-        seen = _seen_dot(weights, visible, v[:, :, None], acc.dtype)
-        return new_top, total, acc * shrink[..., None] + seen
+        values = _seen_dot(weights, visible, v[:, :, None], acc.dtype)
+        return new_top, total, acc * shrink[..., None] + values
 
-    def live(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        return sight.unless_empty(number, j, partial(column, j), state)
-
-    start = (lse, started, jnp.where(started[..., None] > 0, out, 0.0))
-    top, total, acc = _loop(*sight.column_blocks(bounds, number), live, start)
+    start = (lse, seen, jnp.where(seen[..., None] > 0, out, 0.0))
+    top, total, acc = sight.for_column_blocks(bounds, number, column, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
     lse = top + jnp.log(total)
     return AttentionState(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
 
 
 def _differentiate(
-    sight: ScoreBlocks, bounds: Bounds, upstream: BackwardInputs, number: Array, into: Grads
+    sight: ScoreBlocks, upstream: BackwardInputs, bounds: Bounds, number: Array, into: Grads
 ) -> Grads:
     """Add the gradients of what one block of rows sees."""
     i, wide = sight.row_block(number), sight.static.wide
@@ -374,11 +362,7 @@ def _differentiate(
         dkv = lax.dynamic_update_slice_in_dim(grads.dkv, part, j.start, axis=2)
         return dq, Grads(grads.dq, dkv, dbias)
 
-    def live(j: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
-        return sight.unless_empty(number, j, partial(column, j), state)
-
-    start = (sight.take_rows(into.dq, i), into)
-    dq, grads = _loop(*sight.column_blocks(bounds, number), live, start)
+    dq, grads = sight.for_column_blocks(bounds, number, column, (sight.take_rows(into.dq, i), into))
     return grads._replace(dq=sight.put_rows(grads.dq, dq, i))
 
 

@@ -24,19 +24,19 @@ def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     """
     loop, others, mine = StepRunner.of(static, x), remote_table(static.program), _own_part(static)
     q, own = to_bhtd(x.q), own_message(x)
-    everyone = None if others is None else _gathered(loop, own)
+    every = None if others is None else _gathered(loop, own)
     into = loop.nothing_seen(q, x.v.shape[3])
     if mine is not None:
         into = loop.attend(mine, q, own, into, fresh=True, last=others is None)
-    if others is None or everyone is None:
+    if others is None or every is None:
         return into, None
-    into, arrived = overlap(into, everyone)
+    into, arrived = overlap(into, every)
     into = loop.attend(others, q, order_after(arrived, into), into, fresh=mine is None, last=True)
     return into, arrived
 
 
 def _backward(
-    static: Static, x: Inputs, upstream: BackwardInputs, everyone: KVPayload | None
+    static: Static, x: Inputs, upstream: BackwardInputs, every: KVPayload | None
 ) -> Grads:
     """Gradients of this device's shards, wide, heads first.
 
@@ -46,17 +46,17 @@ def _backward(
     q, own = to_bhtd(x.q), own_message(x)
     rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
     at_home = loop.zeros(own.kv.shape)
-    coming: Array | None = None
-    if others is not None and everyone is not None:
-        sums = loop.zeros(everyone.kv.shape)
-        rows, sums = loop.differentiate(others, q, everyone, upstream, rows, sums, fresh=True)
-        coming = loop.ring.scatter(sums, _TOKENS)
+    arriving: Array | None = None
+    if others is not None and every is not None:
+        sums = loop.zeros(every.kv.shape)
+        rows, sums = loop.differentiate(others, q, every, upstream, rows, sums, fresh=True)
+        arriving = loop.ring.scatter(sums, _TOKENS)
         k, v = reload_after((x.k, x.v), rows.dq)  # packed anew, or the forward's is kept until now
         own = own_message(x._replace(k=k, v=v))
     if mine is not None:
         rows, at_home = loop.differentiate(mine, q, own, upstream, rows, at_home, fresh=True)
-    if coming is not None:
-        rows, at_home, came = overlap(rows, at_home, coming)
+    if arriving is not None:
+        rows, at_home, came = overlap(rows, at_home, arriving)
         at_home = at_home + came
     return Grads(rows.dq, at_home, rows.dbias)
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ring_core import RingProgram, Stage
-from ring_jax.collectives import Ranks
-from ring_jax.rank_view import RankView, StepTable, step_table
+from ring_jax.collectives import Ranks, match_varying, varying_axes
+from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -33,7 +33,6 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax.varying import match_varying, varying_axes
 
 
 class Strategy(NamedTuple):
@@ -81,13 +80,6 @@ class QueryGrads(NamedTuple):
     dbias: Array | None
 
 
-class RemoteBlock(NamedTuple):
-    """What arrived of another rank's queries; the second part only in the backward."""
-
-    queries: Queries
-    upstream: BackwardInputs | None
-
-
 @dataclass(frozen=True)
 class StepRunner:
     """What forward and backward need: the ring, this device's side of the plan, accumulators."""
@@ -106,8 +98,7 @@ class StepRunner:
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
         """A wide accumulator."""
-        filled: Array = match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
-        return filled
+        return match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
 
     def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
         """The identity of the merge."""
@@ -136,9 +127,8 @@ class StepRunner:
         if work is None:
             return into
         rows, columns = self._own(part, q, held)
-        static = self._static(part, fresh=fresh, last=last)
-        result: AttentionState = _kernel("attend_into", static, rows, columns, work, into)
-        return result
+        static = replace(self.static, fresh=fresh, last=last, items=part.items)
+        return _kernel("attend_into", static, rows, columns, work, into=into)
 
     def differentiate(
         self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
@@ -150,38 +140,36 @@ class StepRunner:
             return grads, dkv
         rows, columns = self._own(part, q, held)
         into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
-        static = self._static(part, fresh=fresh)
-        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into)
-        return QueryGrads(dq, self._scattered(grads.dbias, columns.positions, of_bias)), dkv
+        static = replace(self.static, fresh=fresh, items=part.items)
+        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into=into)
+        return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, of_bias)), dkv
 
     def ship(
         self, stage: Stage | None, q: Array, upstream: BackwardInputs | None = None
-    ) -> RemoteBlock | None:
+    ) -> Queries | None:
         """Send this device's queries to its helper in a stage; returns those it helps itself."""
         if stage is None or not stage.helps:
             return None
         part = step_table(self.static.program, stage.step)
-        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)))
         upstream = None if upstream is None else upstream._replace(out=None)
-        return self.ring.move(RemoteBlock(queries, upstream), part.shift, part.helpers)
+        bias = self._bias(self._helpers_keys(part))
+        queries = Queries(q, self.inputs.q_ids, bias, upstream)
+        return self.ring.move(queries, part.shift, part.helpers)
 
-    def help(self, part: StepTable, helping: RemoteBlock, own: KVPayload) -> AttentionState:
+    def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
         """Attend for another rank's queries, over this device's own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
         static = replace(self.static, fresh=True)
-        result: AttentionState = _kernel("attend_into", static, rows, columns, work, empty)
-        return result
+        return _kernel("attend_into", static, rows, columns, work, into=empty)
 
     def help_backward(
-        self, part: StepTable, helping: RemoteBlock, own: KVPayload, at_home: Array
+        self, part: StepTable, helping: Queries, own: KVPayload, at_home: Array
     ) -> tuple[QueryGrads, Array]:
         """The gradients of another rank's queries, and of the own keys."""
         rows, columns, work = self._theirs(part, helping, own)
         into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
-        grads: Grads = _kernel(
-            "grads_into", self.static, rows, columns, helping.upstream, work, into
-        )
+        grads = _kernel("grads_into", self.static, rows, columns, helping.upstream, work, into=into)
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
     def home[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
@@ -191,48 +179,41 @@ class StepRunner:
         moved = self.ring.move(results, -shift, owners)
         if isinstance(moved, QueryGrads):
             return moved
-        was_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
-        return moved._replace(lse=jnp.where(was_helped[self.side.rank], moved.lse, -jnp.inf))
+        is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
+        return moved._replace(lse=jnp.where(is_helped[self.side.rank], moved.lse, -jnp.inf))
 
     def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
         """Add what a helper sent home."""
-        dbias = self._scattered(grads.dbias, self._helpers_keys(part), found.dbias)
+        dbias = self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias)
         return QueryGrads(grads.dq + found.dq, dbias)
 
     def _helpers_keys(self, part: StepTable) -> Array:
         """Positions of the keys that this device's queries meet at its helper's."""
-        return self.side.key_positions(self.side.ahead(part.shift))
+        return self.side.key_positions(-part.shift)
 
     def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
         side = self.side
         if part.gathered:
-            positions = side.all_key_positions()
+            positions = all_positions(side.plan.k_layout).reshape(-1)
         else:
-            positions = side.key_positions(side.behind(part.shift))
+            positions = side.key_positions(part.shift)
         queries = Queries(q, self.inputs.q_ids, self._bias(positions))
-        return side.rows(part, side.rank, queries), side.columns(part, positions, held)
+        return side.rows(part, 0, queries), side.columns(part, positions, held)
 
     def _theirs(
-        self, part: StepTable, helping: RemoteBlock, own: KVPayload
+        self, part: StepTable, helping: Queries, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        side = self.side
-        work = side.helped_work(part)
+        side, work = self.side, self.side.helped_work(part)
         assert work is not None
-        rows = side.rows(part, side.behind(part.shift), helping.queries)
-        return rows, side.columns(part, side.key_positions(side.rank), own), work
-
-    def _static(self, part: StepTable, *, fresh: bool, last: bool = False) -> Static:
-        """What is known of a part of the call, for this device's own queries."""
-        return replace(
-            self.static, fresh=fresh, last=last, rectangles=part.rectangles, items=part.items
-        )
+        rows = side.rows(part, part.shift, helping)
+        return rows, side.columns(part, side.key_positions(0), own), work
 
     def _bias(self, keys: Array) -> Array | None:
         """The columns of the bias for some keys."""
         bias = self.inputs.bias
         return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
 
-    def _scattered(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+    def _add_bias_grad(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
         """Add the gradient of some columns of the bias."""
         if dbias is None or part is None:
             return dbias
@@ -245,16 +226,20 @@ class StepRunner:
         return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
 
 
-def _kernel(name: str, static: Static, *args: Any) -> Any:
-    """Call the kernel of the platform that is compiled for."""
+def _kernel[State: (AttentionState, Grads)](
+    name: str, static: Static, rows: QueryBlock, *args: Any, into: State
+) -> State:
+    """Call the kernel of the platform that is compiled for, if there are queries."""
+    if rows.q.size == 0:
+        return into
     left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
     calls = [partial(getattr(kernel, name), static) for kernel in kernels]
     if len(calls) == 1:
-        return calls[0](*args)
+        return cast("State", calls[0](rows, *args, into))
     chosen = {
         device: call
         for kernel, call in zip(kernels, calls, strict=True)
         for device in kernel.capabilities.devices or ("default",)
     }
-    return lax.platform_dependent(*args, **chosen)
+    return cast("State", lax.platform_dependent(rows, *args, into, **chosen))

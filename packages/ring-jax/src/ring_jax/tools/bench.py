@@ -61,8 +61,7 @@ def bench(
 
 
 def _ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
-    devices = jax.local_devices()[:ranks]
-    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices)
+    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 
@@ -90,8 +89,8 @@ def _checks(cp: ContextParallel, setting: BenchCase) -> Iterator[doctor.Check]:
     ]
     results = out_and_grads(_attend(cp, setting))(*(cp.shard(x) for x in inputs))
     yield from compared(
-        setting.kernel, [cp.unshard(x) for x in results], inputs, where=_where(cp.cp_size),
-        mask=setting.mask,
+        setting.kernel, [cp.unshard(x) for x in results], inputs,
+        where=f"{cp.cp_size} {jax.default_backend()}", mask=setting.mask,
     )  # fmt: skip
 
 
@@ -112,10 +111,6 @@ def compared(
     yield from doctor.compared(name, where, doctor.example_of(exact, mask), found, plain, eps)
 
 
-def _where(ranks: int) -> str:
-    return f"{ranks} {jax.default_backend()}"
-
-
 def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
     """A round; ``check`` is one in how many calls the tripwire checks."""
     attend = _attend(cp, setting)
@@ -123,11 +118,10 @@ def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
 
     def run(seed: int) -> tuple[float, float]:
-        keys = jax.random.split(jax.random.key(seed), 4)
         shapes = [(1, setting.seq_len, h, setting.head_dim) for h in heads]
         q, k, v, dout = (
             cp.shard(jax.random.normal(key, shape, setting.dtype))
-            for key, shape in zip(keys, shapes, strict=True)
+            for key, shape in zip(jax.random.split(jax.random.key(seed), 4), shapes, strict=True)
         )
         jax.block_until_ready((q, k, v, dout))
         with tripwire.check(check):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import cast
 
 import jax
 
@@ -24,7 +24,7 @@ from ring_core.tools import bench, doctor
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
     HOST_DEVICES,
-    _imported,
+    _module_of,
     _platform,
     diagnose,
     kernels,
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 1
-    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    facts = asdict(found) | {"healthy": found.healthy}
+    print(json.dumps(facts, indent=2) if args.json else shown(found))
     return 0 if found.healthy else 1
 
 
@@ -100,11 +100,13 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _context() -> type[ring_jax.ContextParallel]:
     """The class whose kernels suit the default devices, of the packages there are."""
-    module = _imported({"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax"))
-    found: type[ring_jax.ContextParallel] = getattr(
-        module, "ContextParallel", ring_jax.ContextParallel
+    module = _module_of(
+        {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
     )
-    return found
+    return cast(
+        "type[ring_jax.ContextParallel]",
+        getattr(module, "ContextParallel", ring_jax.ContextParallel),
+    )
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def diagnose() -> Diagnosis:
 
 def versions() -> dict[str, str]:
     """Python and the libraries of :data:`LIBRARIES` that there are."""
-    here = (x for x in ("ring_core", "ring_jax", *BACKENDS) if isinstance(_imported(x), ModuleType))
+    here = (
+        x for x in ("ring_core", "ring_jax", *BACKENDS) if isinstance(_module_of(x), ModuleType)
+    )
     return doctor.versions(LIBRARIES, [name.replace("_", "-") for name in here])
 
 
@@ -92,7 +94,7 @@ def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
     found = [("ring_jax", kernel) for kernel in ring_attention.kernels]
     missing = []
     for package, device in BACKENDS.items():
-        module = _imported(package)
+        module = _module_of(package)
         known = {kernel.capabilities.name for _, kernel in found}
         every = getattr(getattr(module, "ring_attention", None), "kernels", ())
         own = [(package, one) for one in every if one.capabilities.name not in known]
@@ -103,7 +105,7 @@ def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
     return found, missing
 
 
-def _imported(package: str) -> ModuleType | str:
+def _module_of(package: str) -> ModuleType | str:
     """A package, or why there is none."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
@@ -125,8 +127,7 @@ def self_test(kernel: Kernel) -> Iterator[Check]:
         jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
     ]
     mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
-    attention = RingAttention((kernel,))
-    call = partial(attention, axis_name="ring", causal=True, kernel=can.name)
+    call = partial(RingAttention((kernel,)), axis_name="ring", causal=True, kernel=can.name)
     tokens = P(None, "ring")
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     try:

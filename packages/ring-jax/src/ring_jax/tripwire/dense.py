@@ -9,7 +9,7 @@ would, for the 2x rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from ring_core import Mask
+from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
 from ring_jax.records import Array
-from ring_jax.varying import match_varying, varying_axes
 
 _BLOCK = 1024  # of the longer side at a time
 
@@ -95,8 +95,7 @@ class Partial(NamedTuple):
 def merged(parts: Partial) -> Partial:
     """Means over the keys of all parts, which lie along a first dimension."""
     lse = jax.nn.logsumexp(parts.lse, axis=0)
-    means = (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0)
-    return Partial(lse, means)
+    return Partial(lse, (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0))
 
 
 def query_means(
@@ -152,8 +151,7 @@ def key_sums(
         dv = _by_key(precision.round(p * scores.keep), dout)
         return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
-    sums: Array = _in_blocks(of_block, (queries, lse, delta)).sum(axis=0)
-    return sums
+    return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
 
 
 class _Scores(NamedTuple):
@@ -263,9 +261,8 @@ def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     """A function of blocks of arrays along their first dimension, all results stacked."""
     length = len(jax.tree.leaves(arrays)[0])
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
-    axes = varying_axes(arrays)
     blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
-    return match_varying(lax.map(function, blocks), axes)
+    return match_varying(lax.map(function, blocks), varying_axes(arrays))
 
 
 def _by_pair(x: Array, y: Array) -> Array:
@@ -291,8 +288,7 @@ def _dot(
     It names no dtype of the result, as ``einsum`` does: ``vmap`` comes to it outside of
     ``enable_x64``, where a float64 that is named becomes a float32.
     """
-    batch = (heads[:1], heads[1:])
-    return lax.dot_general(x, y, (over, batch), precision=lax.Precision.HIGHEST)
+    return lax.dot_general(x, y, (over, (heads[:1], heads[1:])), precision=lax.Precision.HIGHEST)
 
 
 def _weight(part: Array, total: Array) -> Array:

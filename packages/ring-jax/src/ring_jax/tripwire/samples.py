@@ -7,9 +7,9 @@ and raise the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from jax import lax
 from ring_core import WrongResultError
 from ring_core.tripwire import SAMPLES, Kind, SampledRows
 from ring_jax.collectives import Ranks
-from ring_jax.rank_view import local_positions
+from ring_jax.rank_view import all_positions, local_positions
 from ring_jax.records import Array, Inputs, Static
 from ring_jax.tripwire.dense import (
     EXACT,
     Partial,
+    Precision,
     Rule,
     SampledKeys,
     SampledQueries,
@@ -33,7 +34,7 @@ from ring_jax.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_jax.tripwire.turn import Turn, mixed
+from ring_jax.tripwire.settings import Turn, mixed
 
 Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
@@ -47,12 +48,16 @@ def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: A
         rows = sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
-        taken = lse[sample.batch][:, rows].T[..., None]
         results: Results = {
             "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
-            "lse": (taken, exact.lse[..., None], plain.lse[..., None], jnp.ones(SAMPLES)),
+            "lse": (
+                lse[sample.batch][:, rows].T[..., None],
+                exact.lse[..., None],
+                plain.lse[..., None],
+                jnp.ones(SAMPLES),
+            ),
         }
-        sample.judge("forward", {"queries": results})
+        sample.compare("forward", {"queries": results})
 
     turn.run(partial(_in_float64, run), lambda: None)
 
@@ -95,7 +100,7 @@ def check_backward(
             name: (x[b, columns], exact[..., part], plain[..., part].astype(x.dtype), size)
             for name, (x, part, size) in sizes.items()
         }
-        sample.judge("backward", {"queries": q_side, "keys": k_side})
+        sample.compare("backward", {"queries": q_side, "keys": k_side})
 
     turn.run(partial(_in_float64, run), lambda: None)
 
@@ -136,8 +141,8 @@ class _Sample(NamedTuple):
         plan, size = self.static.plan, self.ring.size
         length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
         counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
-        seeds = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
-        return (mixed(seeds ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
+        numbers = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
+        return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
         """Those of this rank."""
@@ -147,8 +152,7 @@ class _Sample(NamedTuple):
         """Global indices of the samples of all ranks, int32 ``[P * 4]``."""
         plan = self.static.plan
         layout = plan.q_layout if kind == "queries" else plan.k_layout
-        every = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
-        return jnp.take_along_axis(every, self.of_all(kind), axis=1).reshape(-1)
+        return jnp.take_along_axis(all_positions(layout), self.of_all(kind), axis=1).reshape(-1)
 
     def means(self, dout: Array | None) -> tuple[Partial, Partial]:
         """Of this rank's queries over all keys and sinks: exact, and by a plain implementation."""
@@ -164,12 +168,13 @@ class _Sample(NamedTuple):
             x.k[b], x.v[b], local_positions(plan.k_layout, ring.rank()),
             None if x.k_ids is None else x.k_ids[b],
         )  # fmt: skip
-        found = []
-        for precision in (EXACT, plain_precision(self.static.dtype)):
-            part = query_means(self.rule, queries, keys, precision)
-            whole = merged(Partial(*(self._home(y) for y in part)))
-            found.append(whole if x.sinks is None else whole.with_sinks(x.sinks))
-        return found[0], found[1]
+
+        def means(precision: Precision) -> Partial:
+            parts = query_means(self.rule, queries, keys, precision)
+            whole = merged(Partial(*(self._home(y) for y in parts)))
+            return whole if x.sinks is None else whole.with_sinks(x.sinks)
+
+        return means(EXACT), means(plain_precision(self.static.dtype))
 
     def dq(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
@@ -208,35 +213,35 @@ class _Sample(NamedTuple):
         )  # fmt: skip
         wide = [y[b].astype(jnp.float64) for y in (upstream[0], results[0], upstream[1])]
         delta = (wide[0] * wide[1]).sum(axis=-1) - wide[2].T
-        found = []
-        for precision in (EXACT, plain_precision(self.static.dtype)):
-            sums = key_sums(self.rule, queries, keys, results[1][b].T, delta, precision)
-            found.append(self._home(sums).sum(axis=0))
-        return found[0], found[1]
+
+        def sums(precision: Precision) -> Array:
+            parts = key_sums(self.rule, queries, keys, results[1][b].T, delta, precision)
+            return self._home(parts).sum(axis=0)
+
+        return sums(EXACT), sums(plain_precision(self.static.dtype))
 
     def _bias_of(self, rows: Array) -> Array | None:
         """The bias of all ranks' samples for this rank's keys, ``[P * 4, H or 1, m]``."""
-        x, layout = self.inputs, self.static.plan.k_layout
+        x = self.inputs
         if x.bias is None:
             return None
         mine = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
-        every = jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
-        parts = jnp.moveaxis(jnp.take(mine, every, axis=2), 2, 0)  # [P, 4, H or 1, m]
-        came = self._exchanged(parts)
+        columns = all_positions(self.static.plan.k_layout)
+        parts = jnp.moveaxis(jnp.take(mine, columns, axis=2), 2, 0)  # [P, 4, H or 1, m]
+        came = self._all_to_all(parts)
         return came.reshape(-1, *came.shape[2:])
 
     def _home(self, x: Array) -> Array:
         """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""
-        return self._exchanged(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
+        return self._all_to_all(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
 
-    def _exchanged(self, x: Array) -> Array:
+    def _all_to_all(self, x: Array) -> Array:
         """Part ``n`` goes to rank ``n``."""
         if self.static.axis_name is None:
             return x
-        moved: Array = lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True)
-        return moved
+        return cast("Array", lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True))
 
-    def judge(self, which: str, results: dict[Kind, Results]) -> None:
+    def compare(self, which: str, results: dict[Kind, Results]) -> None:
         """Show the hosts of all ranks what was found; they compare and raise."""
         arrays: list[Array] = []
         names: list[tuple[Kind, str]] = []
@@ -244,10 +249,12 @@ class _Sample(NamedTuple):
             for name, parts in found.items():
                 names.append((kind, name))
                 arrays += [self.ring.gather(self._for_host(x)[None], 0) for x in parts]
-        picked = [self.of_all(kind) for kind in _KINDS]
+        (batch, length, heads, _), dim = self.inputs.q.shape, self.inputs.v.shape[3]
+        shapes = {"out": (batch, length, heads, dim), "lse": (batch, heads, length)}
+        shapes |= {f"d{name}": getattr(self.inputs, name).shape for name in ("q", "k", "v")}
         jax.debug.callback(
-            partial(_compare, _Words.of(self.static, self.inputs, which), tuple(names)),
-            self.number, self.batch, *picked, *arrays,
+            partial(_compare, self.static, which, shapes, names),
+            self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip
 
     def _for_host(self, x: Array) -> Array:
@@ -260,58 +267,43 @@ class _Sample(NamedTuple):
         return jnp.stack([high, low.astype(jnp.float32)])
 
 
-class _Words(NamedTuple):
-    """What an error says of a call."""
-
-    which: str
-    dtype: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    call: str
-
-    @classmethod
-    def of(cls, static: Static, x: Inputs, which: str) -> _Words:
-        """Of a call."""
-        batch, length, heads, _ = x.q.shape
-        shapes = (
-            ("out", (batch, length, heads, x.v.shape[3])), ("lse", (batch, heads, length)),
-            ("dq", x.q.shape), ("dk", x.k.shape), ("dv", x.v.shape),
-        )  # fmt: skip
-        plan = static.plan
-        kernels = ", ".join(repr(kernel.capabilities.name) for kernel in static.kernels)
-        call = (
-            f"Kernel {kernels}, strategy {static.strategy!r}, layout {str(plan.q_layout.name)!r}, "
-            f"mask {plan.mask.describe()!r}, {plan.cp_size} ranks"
-        )
-        return cls(which, static.dtype, shapes, call)
-
-
 def _compare(
-    words: _Words, names: tuple[tuple[Kind, str], ...], number: Any, batch: Any, *arrays: Any
-) -> None:
+    static: Static, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
+    number: Any, batch: Any, *arrays: Any,
+) -> None:  # fmt: skip
     """Compare on the host.
 
     Raises:
         WrongResultError: A result is beyond its limit.
     """
     picked = dict(zip(_KINDS, arrays[:2], strict=True))
-    found, shapes = [], dict(words.shapes)
+    found = []
     for n, (kind, name) in enumerate(names):
-        parts = [_joined(words.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
+        parts = [_joined(static.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
-            worst = SampledRows(*rows).worst(words.dtype)
+            worst = SampledRows(*rows).worst(static.dtype)
             if worst is None:
                 continue
             token = int(picked[kind][rank][worst.row])
             at = [int(batch), token, worst.head, worst.dim]
             at = [int(batch), worst.head, token] if name == "lse" else at
-            text = worst.describe(name, ", ".join(map(str, at)), tuple(shapes[name]))
+            text = worst.describe(name, ", ".join(map(str, at)), shapes[name])
             found.append(f"rank {rank}: {text}")
     if found:
         raise WrongResultError(
-            f"call {int(number):08x} ({words.which}) is wrong. {'; '.join(found)}. {words.call}. "
+            f"call {int(number):08x} ({which}) is wrong. {'; '.join(found)}. {_described(static)}. "
             f"Every rank raises this. To find out more: python -m ring_jax doctor, and the same "
             f"call with kernel='xla' and strategy='ring'"
         )
+
+
+def _described(static: Static) -> str:
+    kernels = ", ".join(repr(kernel.capabilities.name) for kernel in static.kernels)
+    return (
+        f"Kernel {kernels}, strategy {static.strategy!r}, layout "
+        f"{str(static.plan.q_layout.name)!r}, mask {static.plan.mask.describe()!r}, "
+        f"{static.plan.cp_size} ranks"
+    )
 
 
 def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:

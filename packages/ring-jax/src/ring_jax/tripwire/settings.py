@@ -1,18 +1,22 @@
-"""Which calls are checked."""
+"""Which calls are checked: one in so many, told apart by the numbers in ``q``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Self, cast
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import check_size
 from ring_core.tripwire import VARIABLE, every_of
+from ring_jax.records import Array, Static
 
+_SPREAD = 64  # tokens whose numbers tell calls apart
 _every: Any = jax.make_user_context(default_value=None)  # programs are compiled anew for another
 
 
@@ -60,15 +64,10 @@ def checked_every() -> int:
     """
     every = _every.value
     every = every_of(os.environ.get(VARIABLE)) if every is None else int(every)
-    if every:
-        _check_host()
-    return every
-
-
-def _check_host() -> None:
-    """What is found is raised by a callback, for which JAX puts arrays on a CPU device."""
+    if every == 0:
+        return 0
     try:
-        jax.local_devices(backend="cpu")
+        jax.local_devices(backend="cpu")  # a callback, which raises what is found, needs one
     except RuntimeError as error:
         told = os.environ.get("JAX_PLATFORMS", "")
         raise UnsupportedError(
@@ -76,3 +75,36 @@ def _check_host() -> None:
             f"device beside the others, and there is none: JAX_PLATFORMS={told!r}. Instead: add "
             f"',cpu' to it, or unset it"
         ) from error
+    return every
+
+
+class Turn(NamedTuple):
+    """A call that may be checked."""
+
+    every: int
+    number: Array  # the call's, equal on all ranks, uint32
+
+    @classmethod
+    def of(cls, static: Static, q: Array) -> Self:
+        """Of a call that has queries."""
+        taken = q[:, :: max(1, q.shape[1] // _SPREAD)]
+        width = jnp.uint16 if taken.dtype.itemsize == 2 else jnp.uint32
+        words = lax.bitcast_convert_type(taken, width).astype(jnp.uint32).reshape(-1)
+        weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
+        total = lax.bitcast_convert_type((words * weights).sum(dtype=jnp.uint32), jnp.int32)
+        if static.axis_name is not None:
+            total = lax.psum(total, static.axis_name)
+        return cls(static.check, mixed(lax.bitcast_convert_type(total, jnp.uint32)))
+
+    def run[T](self, checked: Callable[[], T], skipped: Callable[[], T]) -> T:
+        """The one or the other."""
+        if self.every == 1:
+            return checked()
+        return cast("T", lax.cond(self.number % jnp.uint32(self.every) == 0, checked, skipped))
+
+
+def mixed(x: Array) -> Array:
+    """All bits of a word from all of its bits (the finalizer of MurmurHash3)."""
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x ^ (x >> jnp.uint32(16))

@@ -1,17 +1,30 @@
-"""What the collectives of a traced pass carry, and what they have to."""
+"""What the collectives of a traced pass carry, and what they have to; how fast a pass was.
+
+One that is faster than the device can be left work out. The host's clock is read before the queries
+(in a backward, and the gradients of the output) go into the pass, and when its result is there, so
+what is measured is no shorter than the pass.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ring_core import WrongResultError
+from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.programs.steps import Stage
+from ring_core.tripwire import peak_tflops
+from ring_jax.collectives import Ranks
 from ring_jax.rank_view import remote_table, step_table
-from ring_jax.records import Inputs, Pass, Static
+from ring_jax.records import Array, Inputs, Pass, Static
+from ring_jax.tripwire.settings import Turn
 
 _COLLECTIVES = frozenset({"ppermute", "all_gather", "reduce_scatter", "all_to_all", "psum"})
 
@@ -27,35 +40,35 @@ def check_traffic(
     size = static.plan.cp_size
     if static.axis_name is None or size == 1:
         return
-    carried = sum(_carried(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+    moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
     expected = _EXPECTED[static.strategy](static, inputs, which)
-    if carried != expected:
+    if moved != expected:
         raise WrongResultError(
-            f"the collectives of a {which} carry {carried:,} bytes between {size} ranks, and the "
+            f"the collectives of a {which} carry {moved:,} bytes between {size} ranks, and the "
             f"program {expected:,}: strategy {static.strategy!r}, layout "
             f"{str(static.plan.q_layout.name)!r}, mask {static.plan.mask.describe()!r}"
         )
 
 
-def _carried(jaxpr: Any, size: int) -> Iterator[int]:
+def _moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Bytes that leave all ranks together, of each collective."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _COLLECTIVES:
             for x in equation.invars:
-                senders = len(equation.params["perm"]) if name == "ppermute" else size
+                ranks = len(equation.params["perm"]) if name == "ppermute" else size
                 share = x.aval.size * x.aval.dtype.itemsize
                 if name == "all_gather":
                     share *= size - 1
                 elif name == "reduce_scatter":
                     share = share // size * (size - 1)
-                yield senders * share
+                yield ranks * share
         for inner in jax.tree.leaves(
             list(equation.params.values()),
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _carried(getattr(inner, "jaxpr", inner), size)
+                yield from _moved(getattr(inner, "jaxpr", inner), size)
 
 
 def _bytes(*arrays: Any) -> int:
@@ -64,13 +77,12 @@ def _bytes(*arrays: Any) -> int:
 
 def _ring(static: Static, x: Inputs, which: Pass) -> int:
     program, size, wide = static.program, static.plan.cp_size, np.dtype(static.wide).itemsize
-    keys = x.k.size + x.v.size
     total = 0
     for stage in program.forward if which == "forward" else program.backward:
         if stage.kv_hop is not None:
-            total += size * (_bytes(x.k, x.v, x.k_ids))
+            total += size * _bytes(x.k, x.v, x.k_ids)
         if stage.grad_hop is not None and which == "backward":
-            total += size * keys * wide
+            total += size * (x.k.size + x.v.size) * wide
         if stage.helps:
             total += _help(static, x, which, stage, wide)
     return total
@@ -101,3 +113,74 @@ def _gather(static: Static, x: Inputs, which: Pass) -> int:
 _EXPECTED: dict[str, Callable[[Static, Inputs, Pass], int]] = {
     "ring": _ring, "balanced": _ring, "gather": _gather,
 }  # fmt: skip
+
+
+def start(
+    turn: Turn, inputs: Inputs, which: Pass, *arrays: Array
+) -> tuple[Array | None, list[Array]]:
+    """Read the clock, then give back the arrays that a pass computes with.
+
+    Returns:
+        Microseconds, ``None`` where a rate is not checked, and the arrays.
+    """
+    if _peak(inputs) is None:
+        return None, list(arrays)
+    at = turn.run(lambda: _read(f"{which} starts", turn.number), lambda: turn.number)
+    at, *held = lax.optimization_barrier((at, *arrays))
+    return at, held
+
+
+def check_rate(
+    turn: Turn, static: Static, inputs: Inputs, which: Pass, at: Array | None, *results: Array
+) -> None:
+    """Compare a pass with the device's peak, if it is this call's turn."""
+    peak = _peak(inputs)
+    if peak is None or at is None:
+        return
+    q, v = inputs.q, inputs.v
+    model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
+    pairs = static.program.work().sum(axis=0) * model.flops_per_pair
+    flops = jnp.asarray(pairs * (1.0 if which == "forward" else BACKWARD_FLOPS), jnp.float32)
+    ring = Ranks(static.axis_name, static.plan.cp_size)
+
+    def compare() -> None:
+        sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
+        took = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
+        rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
+        jax.debug.callback(partial(_compare, which, peak), rates)
+
+    turn.run(compare, lambda: None)
+
+
+def _peak(inputs: Inputs) -> float | None:
+    """The device's, where the plan knows a call's work."""
+    hidden = inputs.q_ids is not None or inputs.bias is not None
+    return None if hidden else peak_tflops(jax.devices()[0].device_kind)
+
+
+def _read(what: str, *before: Array) -> Array:
+    """Microseconds of the host's clock, uint32, once some arrays are there."""
+    shape = jax.ShapeDtypeStruct((), jnp.uint32)
+    return cast(
+        "Array", jax.pure_callback(partial(_now, what), shape, *before, vmap_method="sequential")
+    )
+
+
+def _now(when: str, *before: Any) -> Any:
+    """To the compiler no reading is another's."""
+    del when, before
+    return np.uint32(time.perf_counter_ns() // 1000 % (1 << 32))
+
+
+def _compare(which: Pass, peak: float, rates: Any) -> None:
+    """Compare on the hosts of all ranks, which raise the same.
+
+    Raises:
+        WrongResultError: No device is so fast.
+    """
+    for rank, rate in enumerate(rates):
+        if rate > peak:
+            raise WrongResultError(
+                f"rank {rank}: a {which} ran at {rate:,.0f} TFLOP/s, and the device has "
+                f"{peak:,.0f}: work was left out"
+            )
