@@ -21,7 +21,6 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
 from ring_torch.strategies import sessions
-from ring_torch.transports import TRANSPORTS
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
 from ring_torch.transports.p2p import Messages
 
@@ -63,7 +62,7 @@ class Alone:
 def alone() -> Iterator[None]:
     """Let gathered passes in here do without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
-    opened = dict.fromkeys(TRANSPORTS, lambda spec: Alone(spec, made))
+    opened = dict.fromkeys(sessions.TRANSPORTS, lambda spec: Alone(spec, made))
     with patch.object(sessions, "TRANSPORTS", opened):
         yield
 

@@ -33,11 +33,10 @@ from ring_torch.comm.ranks import (
     Transfer as Transfer,
     ranks_of as ranks_of,
     state_of as state_of,
+    watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.signature import CallSignature as CallSignature
-from ring_torch.comm.symmetric_memory import SymmetricMemory as SymmetricMemory
-from ring_torch.comm.watch import watch as watch
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
 from ring_torch.head_groups import (
@@ -116,6 +115,10 @@ from ring_torch.transports.api import (
     SessionSpec as SessionSpec,
     add_staged as add_staged,
 )
-from ring_torch.transports.peer_copies import _room as _room
-from ring_torch.transports.symm_buffer import Place as Place, refusals as refusals
+from ring_torch.transports.peer_copies import room_of as room_of
+from ring_torch.transports.symm_buffer import (
+    Place as Place,
+    SymmetricMemory as SymmetricMemory,
+    refusals as refusals,
+)
 from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic

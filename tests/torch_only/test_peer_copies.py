@@ -18,10 +18,10 @@ from internals.torch import (
     GatherSession,
     HeadGroups,
     SessionSpec,
-    _room,
     agree,
     peer_copies,
     prepare,
+    room_of,
     sessions,
     strategies,
 )
@@ -56,7 +56,7 @@ def on_a_rank(
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
         if not buffers:
             buffers.append(BufferOnFiles(spec.ranks))
-        room = _room(spec.plan, spec.keys, spec.acc_dtype) if spec.needs_grad else 0
+        room = room_of(spec.plan, spec.keys, spec.acc_dtype) if spec.needs_grad else 0
         buffers[0].reserve(spec.groups * (spec.keys.message.size + room))
         window: Any = buffers[0]
         return peer_copies.PeerCopies(spec, window, room, 0)

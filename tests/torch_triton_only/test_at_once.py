@@ -22,11 +22,11 @@ from internals.torch import (
     GatherSession,
     KVPayload,
     SessionSpec,
-    _room,
     agree,
     one_kernel,
     prepare,
     ranks as _comm,
+    room_of,
     sessions,
 )
 from internals.torch_triton import exchange_kernel as kernels
@@ -71,7 +71,7 @@ def on_a_rank(
         assert one_kernel.fits_one_kernel(spec.plan, spec.keys, spec.groups)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
-        return one_kernel.OneKernel.of(spec, _room(spec.plan, spec.keys, spec.acc_dtype), digest)
+        return one_kernel.OneKernel.of(spec, room_of(spec.plan, spec.keys, spec.acc_dtype), digest)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)

@@ -15,9 +15,8 @@ from ring_torch.call import Call, Saved
 from ring_torch.capture import on_device, owned
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
-from ring_torch.records import BackwardInputs, Inputs
+from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.strategies.finalize import attend
-from ring_torch.strategies.single import folded
 
 _DELTA_ROWS = 4096
 _NO_WATCH: AbstractContextManager[None] = nullcontext()

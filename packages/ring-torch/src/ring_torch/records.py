@@ -250,3 +250,9 @@ class Grads(NamedTuple):
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+
+
+def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sinks ``[H]`` or ``[H, n]`` as one a head."""
+    sinks = sinks.to(dtype)
+    return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)

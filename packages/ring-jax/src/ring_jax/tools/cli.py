@@ -18,9 +18,9 @@ from typing import cast
 
 import jax
 
-import ring_jax
 from ring_core import support_matrix
 from ring_core.tools import bench, doctor
+from ring_jax.context import ContextParallel
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
     HOST_DEVICES,
@@ -98,14 +98,14 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _context() -> type[ring_jax.ContextParallel]:
+def _context() -> type[ContextParallel]:
     """The class whose kernels suit the default devices, of the packages there are."""
     module = _module_of(
         {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
     )
     return cast(
-        "type[ring_jax.ContextParallel]",
-        getattr(module, "ContextParallel", ring_jax.ContextParallel),
+        "type[ContextParallel]",
+        getattr(module, "ContextParallel", ContextParallel),
     )
 
 

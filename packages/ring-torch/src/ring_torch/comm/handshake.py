@@ -29,6 +29,7 @@ from ring_torch.comm.ranks import (
     others,
     peer_errors,
     state_of,
+    watch,
 )
 from ring_torch.comm.signature import CallSignature
 from ring_torch.comm.store import (
@@ -38,7 +39,6 @@ from ring_torch.comm.store import (
     report_failure,
     timeout_of,
 )
-from ring_torch.comm.watch import watch
 
 HEADER_BYTES = 2048
 _MOST_AGREED = 4096

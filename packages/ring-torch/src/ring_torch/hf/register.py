@@ -95,13 +95,6 @@ def is_ring(name: str) -> bool:
     return isinstance(AttentionInterface().get(name, None), RingAttention)
 
 
-def attention_of(name: str) -> RingAttention:
-    """The attention that :func:`register` has put under a name."""
-    function = AttentionInterface()[name]
-    assert isinstance(function, RingAttention)
-    return function
-
-
 @dataclass(frozen=True)
 class RingAttention:
     """An attention function of transformers."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.register import attention_of
 from ring_torch.models.labels import AnyDevice, Sealed, SealedError
 from ring_torch.models.written import Written, layer_window
 
@@ -280,7 +280,7 @@ class _Products(TorchFunctionMode):
         )
         mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
         name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
-        out = attention_of(name).attend(
+        out: Tensor = AttentionInterface()[name].attend(
             self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
 from ring_torch.models.check import text_parts
-from ring_torch.models.hooks import ModelHooks
+from ring_torch.models.hooks import ModelHooks, replace_attribute
 from ring_torch.models.masks import ShardedMask
 from ring_torch.models.merged import Merged, text_model
 from ring_torch.models.needs import makes_chunks
@@ -27,16 +27,6 @@ from ring_torch.models.written import (
 )
 
 _Undo = Callable[[], object]
-_MISSING = object()
-
-
-def replace_attribute(owner: Any, name: str, value: object) -> _Undo:
-    """Set an attribute of an instance; returns what sets it back."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    if before is _MISSING:
-        return lambda: delattr(owner, name)
-    return lambda: setattr(owner, name, before)
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -39,6 +39,7 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
+_MISSING = object()
 _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
@@ -359,3 +360,12 @@ class _Replaced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient, times the factor."""
         return grad * ctx.factor, None, None
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
+    """Set an attribute of an instance; returns what sets it back."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    if before is _MISSING:
+        return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before)

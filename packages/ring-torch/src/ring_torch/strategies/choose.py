@@ -15,7 +15,7 @@ from ring_core import (
 )
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Ranks
-from ring_torch.transports import TRANSPORTS
+from ring_torch.strategies.sessions import TRANSPORTS
 
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
 MOST_MEMORY = 3.0

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_torch.call import Call, Saved
-from ring_torch.records import AttentionState, Inputs
-from ring_torch.strategies.single import folded
+from ring_torch.records import AttentionState, Inputs, folded
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
 from ring_core import GatherProgram
 from ring_core.triton.tile_sizes import positions_aligned8
 from ring_torch.call import Call
+from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.signature import CallSignature
 from ring_torch.payload import KVPayload
 from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import Inputs, KeyBlock, Run
-from ring_torch.transports import TRANSPORTS
 from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.p2p import Messages
+
+
+def _out_of_peers(spec: SessionSpec) -> GatherSession:
+    """Copies out of the peers' memory, with room for them in that of all ranks; few in a kernel.
+
+    The first time that a group makes such a call, its signature is compared in words and the host
+    waits for it; from then on each call's digest travels with its keys.
+
+    Raises:
+        RankMismatchError: A peer is making another call.
+    """
+    from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
+    from ring_torch.transports.peer_copies import PeerCopies, room_of
+    from ring_torch.transports.symm_buffer import symm_buffer_of
+
+    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
+    if not has_agreed(ranks, signature):
+        agree(ranks, spec.number, spec.seed, signature, spec.device)
+    room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
+    digest = signature.as_int64(spec.number, spec.seed)
+    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+        return OneKernel.of(spec, room, digest)
+    window = symm_buffer_of(ranks)
+    window.reserve(spec.groups * (keys.message.size + room))
+    return PeerCopies(spec, window, room, digest)
+
+
+#: What opens a session over gathered keys: messages of ``torch.distributed``, or copies out of the
+#: peers' memory.
+TRANSPORTS: MappingProxyType[str, Callable[[SessionSpec], GatherSession]] = MappingProxyType(
+    {"p2p": Messages.open, "symm_mem": _out_of_peers}
+)
 
 
 def open_session(

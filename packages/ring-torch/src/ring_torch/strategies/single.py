@@ -11,7 +11,7 @@ from ring_core import Plan, StrategyName, WorkItem
 from ring_torch.call import Call, Saved, Shapes
 from ring_torch.kernels.api import Kernel
 from ring_torch.payload import keys_of
-from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, unseen_state
+from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,6 @@ def only_item(
     banded = not segment_ids and item.cu_q is None and item.tiles is None
     whole = item.q_stop - item.q_start == plan.seq_len
     return None if sinks and not (kernel.adds_sinks and banded and whole) else item
-
-
-def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sinks ``[H]`` or ``[H, n]`` as one a head."""
-    sinks = sinks.to(dtype)
-    return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
 
 
 def _whole(part: Tensor, like: Tensor, span: slice, *, dim: int) -> Tensor:

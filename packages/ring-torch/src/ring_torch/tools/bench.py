@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
 from ring_core.tools.doctor import Check
 from ring_torch import tripwire
-from ring_torch.context import ContextParallel
+from ring_torch.attention import ring_attention
 from ring_torch.local import LocalRanks
-from ring_torch.tools.doctor import ring_checks
 
+RingChecks = Callable[..., Iterator[Check]]  # ``doctor.ring_checks``
 PATIENCE = 600.0  # seconds for a round
 
 
@@ -30,9 +30,9 @@ def defaults() -> BenchCase:
 
 
 def bench(
-    setting: BenchCase, transport: str, seconds: float
+    setting: BenchCase, transport: str, seconds: float, ring_checks: RingChecks
 ) -> tuple[list[Check], tuple[Timing, ...]]:
-    """Check a ring against float64 on a short sequence, then time it, and one rank alone.
+    """Time a ring, and one rank alone, if what ``ring_checks`` makes of a short sequence is right.
 
     Returns:
         The checks, and no timings if one of them failed.
@@ -74,16 +74,15 @@ def time_round(
     ``check`` is every which call the tripwire checks.
     """
     cuda = torch.cuda.is_available()
-    cp = ContextParallel(layout=setting.layout)
     torch.manual_seed(1000 * seed + rank)
-    length, dtype = setting.seq_len // cp.cp_size, getattr(torch, setting.dtype)
+    length, dtype = setting.seq_len // dist.get_world_size(), getattr(torch, setting.dtype)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
     q, k, v, dout = (
         torch.randn(1, length, h, setting.head_dim, dtype=dtype, device="cuda" if cuda else "cpu")
         for h in heads
     )
     attend = partial(
-        cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
+        ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
 

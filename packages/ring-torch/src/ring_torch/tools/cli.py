@@ -24,7 +24,7 @@ from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 from ring_torch.tools import bench as _bench_torch, rates
-from ring_torch.tools.doctor import diagnose, shown, versions
+from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _renew(path: Path, length: int | None) -> int:
     """What ``bench --rates`` prints and returns."""
     try:
-        rates.renew(path, length)
+        rates.renew(path, length, versions())
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
@@ -79,7 +79,7 @@ def _bench(args: argparse.Namespace) -> int:
     """What the ``bench`` command prints and returns."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
-        checks, found = _bench_torch.bench(setting, args.transport, args.seconds)
+        checks, found = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)
     except (ValueError, ImportError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2

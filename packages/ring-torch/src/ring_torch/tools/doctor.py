@@ -22,10 +22,10 @@ from ring_core.tools import doctor
 from ring_core.tools.bench import BenchCase, watched
 from ring_core.tools.doctor import Check
 from ring_torch.attention import ring_attention
-from ring_torch.context import ContextParallel
 from ring_torch.kernels import in_order
 from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.sharding import Sharding
 
 LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
@@ -204,15 +204,15 @@ def ring_checks(
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
-    cp = ContextParallel(layout=setting.layout)
+    sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     dtype = getattr(torch, setting.dtype)
-    inputs = [cp.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    inputs = [sharding.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
     ours = partial(
-        cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
+        ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_array(cp.unshard(x)) for x in _out_and_grads(ours, *inputs)]
+    return [_array(sharding.unshard(x)) for x in _out_and_grads(ours, *inputs)]
 
 
 def _compared(

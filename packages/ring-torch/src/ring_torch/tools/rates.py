@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from ring_core.tools.bench import progress
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import capability_number, in_order
 from ring_torch.kernels.philox import dropout_keep
-from ring_torch.tools.doctor import versions
 
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}
@@ -67,7 +66,9 @@ class Runs(NamedTuple):
     both: Callable[[], Arrays]
 
 
-def renew(path: Path, length: int | None, cases: Sequence[Sizes] = CASES) -> Rates:
+def renew(
+    path: Path, length: int | None, versions: Mapping[str, str], cases: Sequence[Sizes] = CASES
+) -> Rates:
     """Time the kernels that can run here, and write the table with these times in it.
 
     What the file says of other GPUs and of JAX stays; a new one takes it from the table in use.
@@ -75,6 +76,7 @@ def renew(path: Path, length: int | None, cases: Sequence[Sizes] = CASES) -> Rat
     Args:
         path: The file.
         length: Tokens; ``None`` is 16,384 on a GPU, and 1,024 on the host.
+        versions: Of the libraries there are.
         cases: What is timed.
 
     Raises:
@@ -96,19 +98,20 @@ def renew(path: Path, length: int | None, cases: Sequence[Sizes] = CASES) -> Rat
         for sizes in cases:
             times = _times(sizes, length, device)
             if times:
-                found.append(_case(sizes, length, capability, times))
+                found.append(_case(sizes, length, capability, times, versions))
             bar.update()
     table = Rates((*found, *kept))
     path.write_text(written(table))
     return table
 
 
-def _case(sizes: Sizes, length: int, capability: int, times: dict[str, Times]) -> Case:
+def _case(
+    sizes: Sizes, length: int, capability: int, times: dict[str, Times], versions: Mapping[str, str]
+) -> Case:
     program = ring_program(make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1))
     name = torch.cuda.get_device_name() if capability else platform.machine()
-    every = versions()
     return Case(
-        "torch", capability, name, tuple((one, every[one]) for one in LIBRARIES if one in every),
+        "torch", capability, name, tuple((one, versions[one]) for one in LIBRARIES if one in versions),
         length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
     )  # fmt: skip
 

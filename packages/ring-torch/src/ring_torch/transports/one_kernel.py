@@ -24,7 +24,6 @@ from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
-from ring_torch.comm.symmetric_memory import SymmetricMemory
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
@@ -37,6 +36,7 @@ from ring_torch.transports.api import (
     note_reads,
     requests_to,
 )
+from ring_torch.transports.symm_buffer import SymmetricMemory
 
 if TYPE_CHECKING:
     from ring_torch.transports.exchange_kernel import Place

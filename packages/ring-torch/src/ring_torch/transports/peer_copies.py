@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
-from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 from ring_torch.transports.api import (
-    GatherSession,
     PendingGrads,
     PendingKV,
     SessionSpec,
@@ -31,8 +29,7 @@ from ring_torch.transports.api import (
     room_for,
     spans_of,
 )
-from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-from ring_torch.transports.symm_buffer import SymmBuffer, on_stream, symm_buffer_of
+from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
@@ -183,29 +180,8 @@ class PeerCopies:
         return self.window.memory.views(rank, start, packing)[0]
 
 
-def open_session(spec: SessionSpec) -> GatherSession:
-    """What moves keys in a pass, with room for it in the memory of all ranks.
-
-    The first time that a group makes such a call, its signature is compared in words and the host
-    waits for it; from then on each call's digest travels with its keys.
-
-    Raises:
-        RankMismatchError: A peer is making another call.
-    """
-    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
-    if not has_agreed(ranks, signature):
-        agree(ranks, spec.number, spec.seed, signature, spec.device)
-    room = _room(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
-    digest = signature.as_int64(spec.number, spec.seed)
-    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
-        return OneKernel.of(spec, room, digest)
-    window = symm_buffer_of(ranks)
-    window.reserve(spec.groups * (keys.message.size + room))
-    return PeerCopies(spec, window, room, digest)
-
-
 @lru_cache(maxsize=256)
-def _room(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
+def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = longest_gather(plan).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size

@@ -18,8 +18,7 @@ from torch import Tensor
 from ring_core.tripwire import Kind, SampledRows, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
-from ring_torch.records import BackwardInputs, Inputs
-from ring_torch.strategies.single import folded
+from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.tripwire.dense import (
     EXACT,
     ForwardResults,

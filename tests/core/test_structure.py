@@ -1,0 +1,89 @@
+"""How large the parts of the house are, and how deep: limits that CONTRIBUTING names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {path.name: path for path in ROOT.glob("packages/*/src/*") if path.is_dir()}
+MOST_IN_A_CHAIN, MOST_AT_THE_TOP = 13, 20
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
+#: Files of kernels, which may be longer.
+KERNELS = ("ring_core/triton/", "ring_jax_gpu/", "ring_jax_tpu/", "/kernels/")
+
+
+@cache
+def modules(package: str) -> dict[str, Path]:
+    """A package's modules by name."""
+    source = PACKAGES[package].parent
+    found: dict[str, Path] = {}
+    for path in PACKAGES[package].rglob("*.py"):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(package: str, module: str) -> Iterator[str]:
+    """Modules of the package that one imports, inside functions and for types too."""
+    every = modules(package)
+    for node in ast.walk(ast.parse(every[module].read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in every else node.module for name in inside]
+        yield from (name for name in names if name in every and name != module)
+
+
+def longest_chain(package: str) -> list[str]:
+    """Modules of which each imports the next, as many as there are."""
+
+    @cache
+    def from_module(module: str) -> list[str]:
+        chains = (from_module(name) for name in set(imported(package, module)))
+        return [module, *max(chains, key=len, default=[])]
+
+    return max((from_module(module) for module in modules(package)), key=len)
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Lines of a function's own: without its signature, its docstring and functions inside."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    inner = [x for x in body if isinstance(x, ast.FunctionDef)]
+    if not body:
+        return 0
+    return span(body[0], body[-1]) - sum(span(x, x) for x in inner)
+
+
+def span(first: ast.stmt, last: ast.stmt) -> int:
+    """Lines from one statement's first to another's last."""
+    return (last.end_lineno or last.lineno) - first.lineno + 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_chains_of_imports_are_short(package: str) -> None:
+    chain = longest_chain(package)
+    assert len(chain) <= MOST_IN_A_CHAIN, " > ".join(chain)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_few_files_lie_at_the_top(package: str) -> None:
+    assert len(list(PACKAGES[package].glob("*.py"))) <= MOST_AT_THE_TOP
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_functions_are_short(package: str) -> None:
+    for path in modules(package).values():
+        if any(word in path.as_posix() for word in KERNELS):
+            continue
+        text = path.read_text()
+        assert text.count("\n") <= MOST_LINES, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert lines_of(node) <= MOST_LINES_OF_A_FUNCTION, (path, node.name)
