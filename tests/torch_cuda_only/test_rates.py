@@ -8,7 +8,7 @@ from internals.torch import rates
 
 
 def test_every_case_has_times(tmp_path: Path) -> None:
-    table = rates.renew(tmp_path / "rates.json", 2048)
+    table = rates.renew(tmp_path / "rates.json", 2048, {})
     found = [case for case in table.cases if case.tokens == 2048]
     sizes = [rates.Sizes(case.option, case.dims, case.heads) for case in found]
     assert sizes == list(rates.CASES)
