@@ -250,8 +250,8 @@ def _wrong_kv_head() -> Patches:
     if ring := _jax("ring_strategy"):
         message = ring.own_message
 
-        def turned(x: Any) -> Any:
-            own = message(x)
+        def turned(x: Any, after: Any = None) -> Any:
+            own = message(x, after)
             return own._replace(kv=own.kv[:, ::-1])
 
         patches.append((ring, "own_message", turned))

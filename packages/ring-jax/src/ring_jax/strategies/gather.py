@@ -8,7 +8,7 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 from __future__ import annotations
 
 from ring_core import RingProgram
-from ring_jax.overlap import order_after, overlap, reload_after
+from ring_jax.overlap import order_after, overlap
 from ring_jax.rank_view import StepTable, remote_table, step_table
 from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
@@ -51,8 +51,7 @@ def _backward(
         sums = loop.zeros(every.kv.shape)
         rows, sums = loop.differentiate(others, q, every, upstream, rows, sums, fresh=True)
         arriving = loop.ring.scatter(sums, _TOKENS)
-        k, v = reload_after((x.k, x.v), rows.dq)  # packed anew, or the forward's is kept until now
-        own = own_message(x._replace(k=k, v=v))
+        own = own_message(x, after=rows.dq)
     if mine is not None:
         rows, at_home = loop.differentiate(mine, q, own, upstream, rows, at_home, fresh=True)
     if arriving is not None:

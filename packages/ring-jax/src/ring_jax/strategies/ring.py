@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ring_jax.overlap import order_after, overlap, reload_after
+from ring_jax.overlap import order_after, overlap
 from ring_jax.rank_view import step_table
 from ring_jax.records import (
     Array,
@@ -65,9 +65,8 @@ def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPaylo
         is_own = part.shift == 0
         arriving = loop.hop(held, stage.kv_hop)
         next_helping = loop.ship(following, q, upstream)
-        if is_own and last is not None:  # packed anew, or the forward's is kept until now
-            k, v = reload_after((x.k, x.v), rows.dq)
-            own = own_message(x._replace(k=k, v=v))
+        if is_own and last is not None:
+            own = own_message(x, after=rows.dq)
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
         fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
         rows, dkv = loop.differentiate(part, q, keys, upstream, rows, dkv, fresh=fresh)

@@ -19,6 +19,7 @@ from jax import lax
 
 from ring_core import RingProgram, Stage
 from ring_jax.collectives import Ranks, match_varying, varying_axes
+from ring_jax.overlap import reload_after
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
@@ -68,9 +69,13 @@ def to_bhtd(x: Array) -> Array:
     return x.swapaxes(1, 2)
 
 
-def own_message(x: Inputs) -> KVPayload:
-    """What this device's keys travel as."""
-    return KVPayload(jnp.concatenate([to_bhtd(x.k), to_bhtd(x.v)], axis=-1), x.k_ids)
+def own_message(x: Inputs, after: Array | None = None) -> KVPayload:
+    """What this device's keys travel as.
+
+    It is packed anew ``after`` some results; else what was packed before them is kept until then.
+    """
+    k, v = (x.k, x.v) if after is None else reload_after((x.k, x.v), after)
+    return KVPayload(jnp.concatenate([to_bhtd(k), to_bhtd(v)], axis=-1), x.k_ids)
 
 
 class QueryGrads(NamedTuple):
