@@ -197,15 +197,15 @@ def estimate(
     ):  # fmt: skip
         check_record(name, value, kind)
     work, plan = program.work(), program.plan
-    slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
+    longest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(program.forward, slowest * rate, _forward_bytes(plan, model), hardware)]
+    passes = [_run(program.forward, longest * rate, _forward_bytes(plan, model), hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
         sizes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, slowest * rate, sizes, hardware))
+        passes.append(_run(program.backward, longest * rate, sizes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,

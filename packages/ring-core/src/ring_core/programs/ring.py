@@ -23,7 +23,7 @@ from ring_core.programs.steps import (
     forward_stages,
     step_rows,
 )
-from ring_core.programs.table import ItemCounts, Table, compacted, count_items, table_of
+from ring_core.programs.table import ItemCounts, Table, count_items, live_first, table_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class RingProgram:
         own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, behind)
         parts = [table_of(own, ranks, behind)]
         parts += [table_of(remote, behind, ranks)] if remote is not None else []
-        return compacted(np.concatenate(parts, axis=1))
+        return live_first(np.concatenate(parts, axis=1))
 
     @cached_property
     def item_counts(self) -> ItemCounts:
