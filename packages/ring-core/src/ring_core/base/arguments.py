@@ -69,7 +69,7 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def check_record(name: str, value: object, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type) -> None:
     """A value of a type.
 
     Raises:

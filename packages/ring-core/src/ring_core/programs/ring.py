@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_index, check_record, known
+from ring_core.base.arguments import check_choice, check_index, check_kind, known
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.plan.items import WorkItem
@@ -152,7 +152,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
         ValueError: Unknown strategy.
         UnsupportedError: ``balanced`` over another layout.
     """
-    check_record("plan", plan, Plan)
+    check_kind("plan", plan, Plan)
     check_choice("strategy", strategy, RING_STRATEGIES)
     if not takes_layout(strategy, plan.q_layout.name):
         raise UnsupportedError(

@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from ring_core.base.arguments import check_record, is_integer
+from ring_core.base.arguments import check_kind, is_integer
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
@@ -32,9 +32,9 @@ def describe(
     Raises:
         ValueError: ``width`` below 8 or above 1024.
     """
-    check_record("program", program, RingProgram)
-    check_record("color", color, bool)
-    check_record("pictures", pictures, bool)
+    check_kind("program", program, RingProgram)
+    check_kind("color", color, bool)
+    check_kind("pictures", pictures, bool)
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     plan = program.plan
