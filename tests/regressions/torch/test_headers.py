@@ -33,13 +33,13 @@ def test_what_is_sent_is_what_arrives() -> None:
 )
 def test_tensors_are_no_header(message: bytes) -> None:
     assert Header.read(message) is None
-    assert "is no header" in _header().difference(None)
+    assert "is no header" in _header().mismatch(None)
 
 
 @pytest.mark.parametrize("text", [b"[1, 2]", b"3", b"null", b"{", b"\xff", b""])
 def test_fields_that_cannot_be_read_are_no_error_of_ours(text: bytes) -> None:
     theirs = _header()._replace(fields=text)
-    assert "mask is None there and 'causal' here" in _header().difference(theirs)
+    assert "mask is None there and 'causal' here" in _header().mismatch(theirs)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_fields_that_cannot_be_read_are_no_error_of_ours(text: bytes) -> None:
         (_header(seed=2**63), f"dropout_seed is {2**63} there and 0 here"),
         (_header(mask="full"), "mask is 'full' there and 'causal' here"),
         (_header(mask="m" * 5000), "mask is"),
-        (_header()._replace(status=_COMPARED), "status is 'a call like an earlier one' there"),
+        (_header()._replace(kind=_COMPARED), "status is 'a call like an earlier one' there"),
     ],
 )
 def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
-    assert word in _header().difference(Header.read(bytes(theirs.bytes())))
+    assert word in _header().mismatch(Header.read(bytes(theirs.bytes())))
 
 
 def test_long_fields_leave_room_and_still_differ() -> None:
@@ -65,7 +65,7 @@ def test_long_fields_leave_room_and_still_differ() -> None:
     )
     assert len(one.bytes()) == len(other.bytes()) == 2048
     assert json.loads(one.fields).keys() == json.loads(other.fields).keys()
-    assert one.difference(other).count("there and") == 12
+    assert one.mismatch(other).count("there and") == 12
 
 
 def _named(rank: int, name: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_rate, check_record, check_size, check_text
+from ring_core.base.arguments import check_kind, check_rate, check_size, check_text
 from ring_core.base.strategy import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
@@ -195,17 +195,17 @@ def estimate(
         ("program", program, RingProgram), ("model", model, Model), ("hardware", hardware, Hardware),
         ("backward", backward, bool),
     ):  # fmt: skip
-        check_record(name, value, kind)
+        check_kind(name, value, kind)
     work, plan = program.work(), program.plan
-    slowest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
-    flops = float(busiest * model.flops_per_pair)
+    longest, most = work.max(axis=1), int(work.sum(axis=0).max())
+    flops = float(most * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(program.forward, slowest * rate, _forward_bytes(plan, model), hardware)]
+    passes = [_run(program.forward, longest * rate, _forward_bytes(plan, model), hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
         sizes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, slowest * rate, sizes, hardware))
+        passes.append(_run(program.backward, longest * rate, sizes, hardware))
     compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
     return Cost(
         flops=flops,
@@ -239,7 +239,7 @@ def compare(
     Raises:
         ValueError: What no layout could plan, e.g. ``cu_seqlens`` that end elsewhere.
     """
-    check_record("mask", mask, Mask)
+    check_kind("mask", mask, Mask)
     if not isinstance(layouts, list | tuple):
         raise ValueError(f"layouts must be a list of names, got {layouts!r}")
     for name in layouts:
@@ -250,7 +250,7 @@ def compare(
     for name, value, kind in (
         ("model", model, Model), ("hardware", hardware, Hardware), ("backward", backward, bool)
     ):  # fmt: skip
-        check_record(name, value, kind)
+        check_kind(name, value, kind)
     check_documents(mask, seq_len, keys)
     costs: dict[str, Cost | str] = {}
     for name, strategy in pairs_of(layouts):

@@ -23,17 +23,17 @@ SAMPLES = 4
 
 # As in the tests: twice the error of a plain implementation in the same dtype, a few units in the
 # last place of the row's largest result, and where terms cancel so many of the terms themselves.
-_ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_FEW, _CANCELLED = 4, 16
+_ULP = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_FEW, _PER_TERM = 4, 16
 # What is smaller may be rounded to zero: numbers below the smallest normal one, of float16 below
 # some of the smallest there are.
-_TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bfloat16": 2.0**-126}
+_LEAST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bfloat16": 2.0**-126}
 
 Kind = Literal["queries", "keys"]
 
 # Dense bf16 TFLOP/s as makers publish them, by a word of the device's name: the first that fits.
 # Of TPUs a chip's, of which a device may be half.
-_PEAKS = {
+_PEAK_TFLOPS = {
     "B300": 2500.0, "B200": 2500.0, "H200": 989.5, "H100": 989.5, "H800": 989.5, "A100": 312.0,
     "A800": 312.0, "L40S": 362.0, "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0,
     "TPU v6 lite": 918.0, "TPU7x": 2307.0,
@@ -82,7 +82,7 @@ def sampled(
 
 def peak_tflops(device: str) -> float | None:
     """Dense bf16 TFLOP/s that no kernel can exceed, by the device's name; ``None`` if unknown."""
-    return next((peak for word, peak in _PEAKS.items() if word in device), None)
+    return next((peak for word, peak in _PEAK_TFLOPS.items() if word in device), None)
 
 
 class SampledRows(NamedTuple):
@@ -99,13 +99,13 @@ class SampledRows(NamedTuple):
         Where the exact result is infinite, and the plain one too, a finite one is wrong; elsewhere
         what is not finite cannot be compared.
         """
-        ulp, noise = _ULPS[dtype], _ULPS["float64" if dtype == "float64" else "float32"]
+        ulp, term_ulp = _ULP[dtype], _ULP["float64" if dtype == "float64" else "float32"]
         known = np.isfinite(self.exact) & np.isfinite(self.plain)
         exact = np.where(known, self.exact, 0)
         plain = np.abs(np.where(known, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
         size = np.abs(exact).max(axis=2, keepdims=True)
-        limit = 2 * plain + _FEW * ulp * size + _CANCELLED * noise * self.terms[:, None, None]
-        limit = limit + _TINY[dtype]
+        limit = 2 * plain + _FEW * ulp * size + _PER_TERM * term_ulp * self.terms[:, None, None]
+        limit = limit + _LEAST[dtype]
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(self.got - exact), nan=np.inf)
         beyond = np.where(known & (error > limit), error - limit, 0)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ring_core import WrongResultError
 from ring_torch import tripwire
 from ring_torch.call import Call, Saved
-from ring_torch.capture import on_device, owned
+from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
 from ring_torch.records import BackwardInputs, Inputs, folded
@@ -96,7 +96,7 @@ def backward_pass(
         dsinks = None
         if inputs.sinks is not None:
             dsinks = _sink_grads(inputs.sinks, upstream, dlse)
-        dq, dk, dv = (owned(grad.to(call.dtype).contiguous()) for grad in found[:3])
+        dq, dk, dv = (as_own(grad.to(call.dtype).contiguous()) for grad in found[:3])
         wrong = None
         if seen is not None:
             wrong = tripwire.backward_faults(

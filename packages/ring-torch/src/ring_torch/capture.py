@@ -22,7 +22,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def owned(x: Tensor) -> Tensor:
+def as_own(x: Tensor) -> Tensor:
     """A tensor that shares no memory."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
@@ -34,7 +34,7 @@ def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Calla
         maxsize: How many results are kept that no graph has captured.
     """
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+    def cache_of(function: Callable[P, T]) -> Callable[P, T]:
         @lru_cache(maxsize)
         def cache(*args: P.args, **kwargs: P.kwargs) -> T:
             with torch.inference_mode(mode=False):  # calls that train share them
@@ -51,4 +51,4 @@ def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Calla
 
         return call
 
-    return decorate
+    return cache_of

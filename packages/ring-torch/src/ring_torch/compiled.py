@@ -27,7 +27,7 @@ from ring_core import (
 from ring_core.base.strategy import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Operands, Options
-from ring_torch.capture import owned
+from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
@@ -247,7 +247,7 @@ def attention(
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     # Operations return as many tensors each time, which share no memory.
-    return owned(out), owned(lse), [*(owned(x) for x in saved[: len(shapes)]), *rest]
+    return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *rest]
 
 
 @attention.register_fake
@@ -289,7 +289,7 @@ def attention_backward(
     )
     call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
     grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
-    return [owned(grad) for grad in grads if grad is not None]
+    return [as_own(grad) for grad in grads if grad is not None]
 
 
 @attention_backward.register_fake

@@ -102,7 +102,7 @@ class LocalRanks:
             LocalRankError: A rank raised, died or did not answer.
         """
         answers = self.answers(function, *args, grace=_GRACE)
-        words = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        words = [f"rank {rank}: {text}" for rank, (done, text) in enumerate(answers) if not done]
         if words:
             raise LocalRankError("\n".join(words))
         return [value for _, value in answers]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-_MARKED = 1024
+_MARK_ROWS = 1024
 _MORE_ROWS = 64  # of one head, whose sum is one number
 _NUMBERS = 2048  # a program adds
 _AT_ONCE = 4  # parts that one kernel adds
@@ -37,8 +37,8 @@ def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
     """
     batch, heads, rows = lse.shape
     if lse.numel() > 0:
-        _mark[(triton.cdiv(rows, _MARKED), heads, batch)](
-            out, lse, rows, *out.stride()[:3], *lse.stride()[:2], ROWS=_MARKED
+        _mark[(triton.cdiv(rows, _MARK_ROWS), heads, batch)](
+            out, lse, rows, *out.stride()[:3], *lse.stride()[:2], ROWS=_MARK_ROWS
         )
 
 
@@ -49,7 +49,7 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     if dots.numel() > 0:
         _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
             x, y, dots, None, None, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
-            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMMED=False,
+            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMS=False,
         )  # fmt: skip
     return dots
 
@@ -66,7 +66,7 @@ def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> T
         _row_dots[(parts, heads, batch)](
             dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
             *sums.stride()[:2], *lse.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMMED=True,
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMS=True,
         )  # fmt: skip
     return sums.sum(dim=(0, 2))
 
@@ -158,7 +158,7 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
 def _row_dots(
     x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
     dots_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMMED: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -170,7 +170,7 @@ def _row_dots(
     b = tl.load(y_at, mask=both, other=0.0).to(tl.float32)
     found = tl.sum(a * b, axis=1)
     place = dots + batch * dots_batch + head * dots_head
-    if SUMMED:
+    if SUMS:
         at = lse + batch * lse_batch + head * lse_head + row
         beside = tl.load(at, mask=row < rows, other=float("inf"))
         beside = tl.where(beside == float("-inf"), float("inf"), beside)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 
-TOO_LARGE = 1 << 40  # no length, window or position reaches this
+SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
 
 def is_integer(value: object) -> bool:
@@ -24,7 +24,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_size(name: str, value: Any, *, low: int = 1, high: int = TOO_LARGE) -> int:
+def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -> int:
     """A whole number in ``[low, high)``, as Python's.
 
     Raises:
@@ -69,7 +69,7 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def check_record(name: str, value: object, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type) -> None:
     """A value of a type.
 
     Raises:
@@ -90,7 +90,7 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text, got {value!r}")
 
 
-def as_reals(name: str, value: Any, shape: Sequence[int] | None = None) -> Floats:
+def as_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> Floats:
     """An array of real numbers as float64, of a shape if one is given.
 
     Raises:
@@ -104,7 +104,7 @@ def as_reals(name: str, value: Any, shape: Sequence[int] | None = None) -> Float
     return array.astype(np.float64, copy=False)
 
 
-def as_integers(name: str, value: Any) -> Ints:
+def as_ints(name: str, value: Any) -> Ints:
     """An array of whole numbers as int64.
 
     Raises:
@@ -122,7 +122,7 @@ def as_positions(name: str, value: Any) -> Ints:
     Raises:
         ValueError: It is not.
     """
-    array = as_integers(name, value)
+    array = as_ints(name, value)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one row of integers, got shape {array.shape}")
     return array

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_record, check_size
+from ring_core.base.arguments import check_choice, check_kind, check_size
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, LayoutSpec
 from ring_core.masks.mask import Mask, check_documents
@@ -50,7 +50,7 @@ def balance_chunks(
             ``seq_len`` or come with other keys than queries.
         UnsupportedError: The mask has a predicate.
     """
-    check_record("mask", mask, Mask)
+    check_kind("mask", mask, Mask)
     seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
     keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
     if mask.predicate is not None:
@@ -124,13 +124,13 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
     for _ in range(weights.size):
         held = weights[chunks]
         load = held.sum(axis=1)
-        busiest = int(load.argmax())
-        moved = held[busiest][:, None, None] - held  # [n of the busiest, rank, n of the rank]
-        after = np.maximum(load[busiest] - moved, load[:, None] + moved)
+        top = int(load.argmax())
+        moved = held[top][:, None, None] - held  # [n of the busiest, rank, n of the rank]
+        after = np.maximum(load[top] - moved, load[:, None] + moved)
         mine, rank, theirs = map(int, np.unravel_index(int(after.argmin()), after.shape))
-        if after[mine, rank, theirs] >= load[busiest]:
+        if after[mine, rank, theirs] >= load[top]:
             break
-        given, taken = (busiest, mine), (rank, theirs)
+        given, taken = (top, mine), (rank, theirs)
         chunks[given], chunks[taken] = chunks[taken], chunks[given]
     return chunks
 

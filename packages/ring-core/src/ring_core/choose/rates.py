@@ -190,15 +190,15 @@ def expected(
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
         timed = [case for case in cases if len(case.took(names, grad=grad)) >= least]
         near = [
-            _nearest(timed, option, request) for option in options_of(request, program.plan.mask)
+            _case_for(timed, option, request) for option in options_of(request, program.plan.mask)
         ]
         found = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
             for case in near if case is not None
         ]  # fmt: skip
         if found:
-            _, slowest = max(found, key=lambda each: each[0])
-            return Expected(slowest, work / slowest.work)
+            _, longest = max(found, key=lambda each: each[0])
+            return Expected(longest, work / longest.work)
     return UNKNOWN
 
 
@@ -214,7 +214,7 @@ def options_of(request: Request, mask: Mask) -> tuple[Option, ...]:
     return tuple(option for option, is_asked in asked.items() if is_asked) or ("causal",)
 
 
-def _nearest(cases: Sequence[Case], option: Option, request: Request) -> Case | None:
+def _case_for(cases: Sequence[Case], option: Option, request: Request) -> Case | None:
     """The case of an option, or else a causal one, that is most like a call.
 
     Kernels compute head dims that they lack at larger ones, so a case that is no narrower than the

@@ -15,10 +15,10 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
     can, dims = capabilities, (request.head_dim, request.v_head_dim)
     largest, most = max(dims), can.deterministic_head_dim
     reasons = {
-        f"runs on {_either(can.devices)}, not on {request.device}": (
+        f"runs on {_one_of(can.devices)}, not on {request.device}": (
             can.devices and request.device not in can.devices
         ),
-        f"takes {_either(can.dtypes)}, not {request.dtype}": (
+        f"takes {_one_of(can.dtypes)}, not {request.dtype}": (
             can.dtypes and request.dtype not in can.dtypes
         ),
         f"takes head dims up to {can.max_head_dim}, not {largest}": (
@@ -76,7 +76,7 @@ def require(
         return
     names = [other.name for other in others if not refusals(other, request, program)]
     words = (
-        f"use kernel={_either([repr(name) for name in names])} or 'auto'"
+        f"use kernel={_one_of([repr(name) for name in names])} or 'auto'"
         if names
         else "no kernel here can do this call"
     )
@@ -104,7 +104,7 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _either(words: Sequence[str]) -> str:
+def _one_of(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 

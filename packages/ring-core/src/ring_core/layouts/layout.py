@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import TOO_LARGE, check_choice, check_index, check_size, is_integer
+from ring_core.base.arguments import SIZE_LIMIT, check_choice, check_index, check_size, is_integer
 
 Ints = npt.NDArray[np.int64]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
@@ -104,7 +104,7 @@ class Layout:
                 f"layout {self.name} has chunks for {self.name.cp_size} ranks, and there are "
                 f"{self.cp_size}; balance chunks for cp_size={self.cp_size}"
             )
-        if not is_integer(self.seq_len) or self.seq_len >= TOO_LARGE:
+        if not is_integer(self.seq_len) or self.seq_len >= SIZE_LIMIT:
             raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor

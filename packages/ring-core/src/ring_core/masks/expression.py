@@ -32,7 +32,7 @@ OPERATORS: Operators = {
 
 _LIMIT = 1 << 31
 _LARGEST = 256  # operators: what is used again counts again, as a kernel would spell it out
-_TRIED = 64  # positions on each side at which an expression is compared with its mask
+_SAMPLED = 64  # positions on each side at which an expression is compared with its mask
 
 
 def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
@@ -63,13 +63,13 @@ def expression_of(
         return None
     rows, columns = _some(q_span)[:, None], _some(k_span)
     with np.errstate(all="ignore"):
-        same = evaluated(rule.node, rows, columns) == mask.dense(rows[:, 0], columns)
-    return rule.node if np.all(same) else None
+        same = evaluated(rule.expression, rows, columns) == mask.dense(rows[:, 0], columns)
+    return rule.expression if np.all(same) else None
 
 
 def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Positions of a span: its ends, and others at random."""
-    found = np.random.default_rng(0).integers(*span, _TRIED)
+    found = np.random.default_rng(0).integers(*span, _SAMPLED)
     found[:2], found[-2:] = span[0], span[1] - 1
     return found
 
@@ -78,7 +78,7 @@ def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
 class _Traced:
     """A number between two others, or a truth value, and where it comes from."""
 
-    node: Expression
+    expression: Expression
     low: int
     high: int
     is_bool: bool = False
@@ -182,7 +182,7 @@ def _of_two(
 ) -> _Traced:
     """What an operator makes of two."""
     a, b = parts
-    return _Traced((name, a.node, b.node), low, high, is_bool, 1 + a.size + b.size)
+    return _Traced((name, a.expression, b.expression), low, high, is_bool, 1 + a.size + b.size)
 
 
 def _number(x: object) -> _Traced:

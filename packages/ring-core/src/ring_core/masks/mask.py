@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import TOO_LARGE, as_positions, is_integer
+from ring_core.base.arguments import SIZE_LIMIT, as_positions, is_integer
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -174,7 +174,7 @@ def _checked_window(window: Any) -> Window | None:
             f"window=(W - 1, 0)"
         )
     for side in window:
-        if side is not None and (not is_integer(side) or not 0 <= side < TOO_LARGE):
+        if side is not None and (not is_integer(side) or not 0 <= side < SIZE_LIMIT):
             raise ValueError(
                 f"window={window!r}: each side must be an integer >= 0 and < 2**40, or None for "
                 f"unbounded (never -1)"
@@ -186,7 +186,7 @@ def _checked_window(window: Any) -> Window | None:
 def _checked_chunk_size(chunk_size: Any) -> int | None:
     if chunk_size is None:
         return None
-    if not is_integer(chunk_size) or not 1 <= chunk_size < TOO_LARGE:
+    if not is_integer(chunk_size) or not 1 <= chunk_size < SIZE_LIMIT:
         raise ValueError(
             f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
         )

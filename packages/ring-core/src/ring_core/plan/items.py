@@ -147,9 +147,9 @@ class WorkItem:
         *, trimmed: bool = True,
     ) -> WorkItem | None:  # fmt: skip
         """The band inside a rectangle of this one's rows and columns; its corner goes there."""
-        down = q_start - k_start
-        lo = -UNBOUNDED if self.lo is None else self.lo - down
-        hi = UNBOUNDED if self.hi is None else self.hi - down
+        shift = q_start - k_start
+        lo = -UNBOUNDED if self.lo is None else self.lo - shift
+        hi = UNBOUNDED if self.hi is None else self.hi - shift
         rect = Rectangles(*(np.array(side) for side in (q_start, q_stop, k_start, k_stop, lo, hi)))
         q0, q1, k0, k1, lo, hi = (int(side) for side in (trim(rect) if trimmed else rect))
         if q0 >= q1:

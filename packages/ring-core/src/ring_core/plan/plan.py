@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_record, check_size, known
+from ring_core.base.arguments import check_index, check_kind, check_size, known
 from ring_core.base.tiles import TILE
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
@@ -153,7 +153,7 @@ def make_plan(
             other keys than queries; a predicate over more than ``2 ** 34`` pairs, or one that does
             not return booleans.
     """
-    check_record("mask", mask, Mask)
+    check_kind("mask", mask, Mask)
     check_layout(layout)
     seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
     keys = None if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)

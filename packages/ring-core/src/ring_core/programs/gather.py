@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_record, known
+from ring_core.base.arguments import check_index, check_kind, known
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
@@ -131,9 +131,9 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
     The latter is the remote part of its work; ``plan.items(rank, rank)`` is the rest. Equal
     arguments return the same object, from a bounded cache.
     """
-    check_record("plan", plan, Plan)
+    check_kind("plan", plan, Plan)
     check_index("rank", rank, plan.cp_size)
-    check_record("own", own, bool)
+    check_kind("own", own, bool)
     return _gather_program(plan, rank, own)
 
 
@@ -141,7 +141,7 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
 def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
-    items = _coalesced([_in_columns(item, spans) for item in by_position])
+    items = _merge_items([_in_columns(item, spans) for item in by_position])
     runs = plan.k_runs
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -172,7 +172,7 @@ class Longest(NamedTuple):
 
 def longest_gather(plan: Plan) -> Longest:
     """What all ranks have to know of each other's gathers; from a bounded cache."""
-    check_record("plan", plan, Plan)
+    check_kind("plan", plan, Plan)
     return _longest_gather(plan)
 
 
@@ -224,7 +224,7 @@ def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
     return replace(item, k_start=before, k_stop=before + item.k_stop - item.k_start)
 
 
-def _coalesced(items: Sequence[WorkItem]) -> list[WorkItem]:
+def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
     """Full items with a side in common as one; those that need the fewest columns come first."""
     rows: list[WorkItem] = []
     for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_index, check_record, known
+from ring_core.base.arguments import check_choice, check_index, check_kind, known
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.plan.items import WorkItem
@@ -23,7 +23,7 @@ from ring_core.programs.steps import (
     forward_stages,
     step_rows,
 )
-from ring_core.programs.table import ItemCounts, Table, compacted, count_items, table_of
+from ring_core.programs.table import ItemCounts, Table, count_items, live_first, table_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class RingProgram:
         own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, behind)
         parts = [table_of(own, ranks, behind)]
         parts += [table_of(remote, behind, ranks)] if remote is not None else []
-        return compacted(np.concatenate(parts, axis=1))
+        return live_first(np.concatenate(parts, axis=1))
 
     @cached_property
     def item_counts(self) -> ItemCounts:
@@ -152,7 +152,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
         ValueError: Unknown strategy.
         UnsupportedError: ``balanced`` over another layout.
     """
-    check_record("plan", plan, Plan)
+    check_kind("plan", plan, Plan)
     check_choice("strategy", strategy, RING_STRATEGIES)
     if not takes_layout(strategy, plan.q_layout.name):
         raise UnsupportedError(

@@ -42,9 +42,9 @@ def count_items(every: Iterable[Table]) -> ItemCounts:
     for table in every:
         rows = table.reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
         q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
-        live, square = q_stop > q_start, q_stop - q_start == k_stop - k_start
+        live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
         no_hi = hi == TABLE_UNBOUNDED
-        full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & square & (lo == 0)
+        full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
         counts += [
             x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
         ]
@@ -61,7 +61,7 @@ def table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
     return np.stack(columns, axis=-1).astype(np.int32)
 
 
-def compacted(table: Table) -> Table:
+def live_first(table: Table) -> Table:
     """Live rows of each rank first, as many as the busiest rank has: one at least."""
     live = table[..., 4] > table[..., 3]
     order = np.argsort(~live, axis=1, kind="stable")[..., None]

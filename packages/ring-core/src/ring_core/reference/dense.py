@@ -161,8 +161,10 @@ def _dense(
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
     softcap = checks.check_softcap(softcap)
     group = sizes.q_heads // sizes.kv_heads
-    qh = given.q.transpose(0, 2, 1, 3)
-    kh, vh = (x.transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (given.k, given.v))
+    q_by_head = given.q.transpose(0, 2, 1, 3)
+    k_by_head, v_by_head = (
+        x.transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (given.k, given.v)
+    )
 
     q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
     k_pos = np.arange(sizes.k_len)
@@ -175,7 +177,7 @@ def _dense(
         visible &= same[:, None]
 
     with np.errstate(invalid="ignore", over="ignore"):
-        x = scale * (qh @ kh.swapaxes(-1, -2))
+        x = scale * (q_by_head @ k_by_head.swapaxes(-1, -2))
         slope = np.ones_like(x)
         if softcap is not None:
             squashed = np.tanh(x / softcap)
@@ -195,8 +197,10 @@ def _dense(
             queries=np.arange(sizes.q_len), keys=k_pos,
         )  # fmt: skip
         keep = kept / (1 - dropout_p)
-    out = masked_matmul(probs * keep, visible, vh).transpose(0, 2, 1, 3)
-    return _Dense(qh, kh, vh, visible, slope, probs, keep, lse, out, scale, given)
+    out = masked_matmul(probs * keep, visible, v_by_head).transpose(0, 2, 1, 3)
+    return _Dense(
+        q_by_head, k_by_head, v_by_head, visible, slope, probs, keep, lse, out, scale, given
+    )
 
 
 def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
@@ -221,10 +225,10 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     weighted = np.where(dense.visible, dense.probs * dprobs, 0)
     delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
     dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
-    dx = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
+    dproducts = np.where(dense.visible, dlogits * dense.slope * dense.scale, 0)
     seen_by = dense.visible.swapaxes(-1, -2)
-    dq = masked_matmul(dx, dense.visible, dense.k)
-    dk = masked_matmul(dx.swapaxes(-1, -2), seen_by, dense.q)
+    dq = masked_matmul(dproducts, dense.visible, dense.k)
+    dk = masked_matmul(dproducts.swapaxes(-1, -2), seen_by, dense.q)
     dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
     sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
     group = dk.shape[1] // kv_heads

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Floats, Ints, as_integers, as_reals
+from ring_core.base.arguments import Floats, Ints, as_floats, as_ints
 
 SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
 _INT32 = np.iinfo(np.int32)
@@ -34,10 +34,10 @@ class Inputs(NamedTuple):
             ValueError: They have other shapes.
         """
         n = self.sizes
-        dout = as_reals("dout", dout, (n.batch, n.q_len, n.q_heads, n.v_head_dim))
+        dout = as_floats("dout", dout, (n.batch, n.q_len, n.q_heads, n.v_head_dim))
         if dlse is None:
             return dout, None
-        return dout, as_reals("dlse", dlse, (n.batch, n.q_heads, n.q_len))
+        return dout, as_floats("dlse", dlse, (n.batch, n.q_heads, n.q_len))
 
 
 def check_inputs(
@@ -48,10 +48,10 @@ def check_inputs(
     Raises:
         ValueError: One is no array of numbers, or they do not fit together.
     """
-    q, k, v = (as_reals(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (as_floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     sizes = checks.check_qkv(*(_described(x) for x in (q, k, v)))
     sinks, bias, slopes = (
-        None if x is None else as_reals(name, x)
+        None if x is None else as_floats(name, x)
         for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
     )
     checks.check_sinks(_optional(sinks), sizes, _DEVICE)
@@ -82,7 +82,7 @@ def _optional(x: Floats | None) -> checks.Tensor | None:
 
 
 def _ids(ids: Any, sizes: checks.Sizes, side: str) -> Ints:
-    found = as_integers("segment_ids", ids)
+    found = as_ints("segment_ids", ids)
     checks.check_segment_ids(checks.Tensor(found.shape, "int32", _DEVICE), sizes, side, _DEVICE)
     if found.size and not _INT32.min <= found.min() <= found.max() <= _INT32.max:
         raise ValueError(f"segment_ids of the {side} must fit into int32")

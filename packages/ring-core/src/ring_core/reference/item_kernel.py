@@ -114,16 +114,18 @@ def backward(
     logits = _logits(q, k, rows, columns, item, params)
     visible = logits.visible
     safe = np.where(np.isneginf(lse), 0, lse)
-    do, qh = dout.swapaxes(1, 2), q.swapaxes(1, 2)
-    kh, vh = _heads(k, q.shape[2]), _heads(v, q.shape[2])
+    do, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
+    k_by_head, v_by_head = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _keep(rows, columns, q, params)
     probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0)
-    dprobs = (do @ vh.swapaxes(-1, -2)) * keep
+    dprobs = (do @ v_by_head.swapaxes(-1, -2)) * keep
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
-    dx = round_to(np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision)
+    dproducts = round_to(
+        np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision
+    )
     kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
-    dq = masked_matmul(dx, visible, kh)
-    dk = _grouped(masked_matmul(dx.swapaxes(-1, -2), seen_by, qh), k.shape[2])
+    dq = masked_matmul(dproducts, visible, k_by_head)
+    dk = _grouped(masked_matmul(dproducts.swapaxes(-1, -2), seen_by, q_by_head), k.shape[2])
     dv = _grouped(masked_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
     return dq.swapaxes(1, 2), dk, dv, dlogits
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import check_choice, check_record, known
+from ring_core.base.arguments import check_choice, check_kind, known
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
@@ -141,7 +141,7 @@ def run(
     precision: Precision = "float64",
 ) -> Simulation:
     """:func:`simulate` with every result by name."""
-    check_record("program", program, RingProgram)
+    check_kind("program", program, RingProgram)
     plan = program.plan
     given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = given.sizes

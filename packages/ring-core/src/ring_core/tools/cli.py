@@ -65,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         flag, words = f"--{option.replace('_', '-')}", f"to advise on; default {default}"
         add(flag, type=int, metavar="N", help=words)
     add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
-    look = commands.add_parser("doctor", help="show versions, and test what is installed")
-    look.add_argument("--json", action="store_true", help="for programs")
+    report = commands.add_parser("doctor", help="show versions, and test what is installed")
+    report.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 

@@ -71,8 +71,8 @@ class Example:
 
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
     """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens per rank."""
-    random = np.random.default_rng(0)
-    return tuple(random.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
 
 
 def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
@@ -118,10 +118,10 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     return found | {name: has for name in libraries if (has := installed(name))}
 
 
-def installed(library: str) -> str | None:
+def installed(name: str) -> str | None:
     """The version of a library, ``None`` where there is none."""
     try:
-        return version(library)
+        return version(name)
     except PackageNotFoundError:
         return None
 

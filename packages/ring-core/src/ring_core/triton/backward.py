@@ -438,11 +438,11 @@ def slopes_of(
     weights = tl.exp2(scores - lse_log2)
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
-    through = weights
+    kept = weights
     if consts.DROPPED is not None:
         keep = dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS)
         dweights *= keep
-        through = weights * keep
+        kept = weights * keep
     dlogits = weights * (dweights - row_delta)
     if MASKED:
         dlogits = tl.where(visible, dlogits, 0.0)
@@ -451,7 +451,7 @@ def slopes_of(
         dproducts = dlogits * cap_slope
         if MASKED:
             dproducts = tl.where(visible, dproducts, 0.0)
-    return through, dlogits, dproducts
+    return kept, dlogits, dproducts
 
 
 @triton.jit

@@ -215,9 +215,9 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     real = rows < q_len
     inside = real[:, None] & (dims < consts.DV)[None, :]
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
-    inverse = 1.0 / tl.where(total == 0, 1.0, total)
+    factor = 1.0 / tl.where(total == 0, 1.0, total)
     if consts.FRESH:
-        result, merged = acc * inverse[:, None], part
+        result, merged = acc * factor[:, None], part
     else:
         old = tl.load(lse + rows, mask=real, other=-float("inf"))
         high = tl.maximum(old, part)
@@ -225,7 +225,7 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
         merged = high + tl.log(tl.exp(old - high) + tl.exp(part - high))
         safe = tl.where(merged == -float("inf"), 0.0, merged)
         known = inside & (old > -float("inf"))[:, None]
-        result = acc * (tl.exp(part - safe) * inverse)[:, None]
+        result = acc * (tl.exp(part - safe) * factor)[:, None]
         result += tl.load(before + at, mask=known, other=0.0) * tl.exp(old - safe)[:, None]
     tl.store(out + at, result, mask=inside)
     tl.store(lse + rows, merged, mask=real)

@@ -424,8 +424,8 @@ def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS:
         zero, one, two, three = tl.philox(
             seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
         )
-        lane = j & 3
-        word = tl.where(lane < 2, tl.where(lane == 0, zero, one), tl.where(lane == 2, two, three))
+        at = j & 3
+        word = tl.where(at < 2, tl.where(at == 0, zero, one), tl.where(at == 2, two, three))
     factor = tl.where(
         word.to(tl.uint64) >= consts.DROPPED, 1.0 / (1.0 - consts.DROPPED / 4294967296.0), 0.0
     )

@@ -17,7 +17,7 @@ Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 VARIABLE = "RING_TRITON_BLOCKS"
-SMALLEST, LARGEST = 16, 256  # of a block; the first is what matrix units multiply
+LEAST, LARGEST = 16, 256  # of a block; the first is what matrix units multiply
 _OURS = Path(__file__).with_name("tile_configs.json")
 _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 
@@ -133,12 +133,12 @@ def _row(given: Any) -> Row:
         row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
         and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
         and row.head_dim >= 1
-        and all(SMALLEST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
+        and all(LEAST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
         and row.warps in _WARPS and 1 <= row.stages <= _MOST_STAGES
     )  # fmt: skip
     if not right:
         raise ValueError(
             f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
-            f"two from {SMALLEST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {given!r}"
+            f"two from {LEAST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {given!r}"
         )
     return row

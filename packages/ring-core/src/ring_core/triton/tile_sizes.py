@@ -14,7 +14,7 @@ from ring_core.base.capabilities import KernelConfig
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.tiles import TILE
 from ring_core.triton import tile_configs
-from ring_core.triton.tile_configs import LARGEST, SMALLEST, Blocks, Pass, Table
+from ring_core.triton.tile_configs import LARGEST, LEAST, Blocks, Pass, Table
 
 Flags = npt.NDArray[np.bool_]
 
@@ -31,7 +31,7 @@ HOPPER = 90  # the first compute capability with a copy engine for tiles
 # Bytes of shared memory that a block may have, by compute capability.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 _SHARED_DEFAULT = 99 << 10
-_BARRIERS = 1024  # bytes of it that barriers take, as blocks are aligned
+_BARRIER_BYTES = 1024  # bytes of it that barriers take, as blocks are aligned
 
 
 def choose_blocks(
@@ -58,9 +58,9 @@ def choose_blocks(
 def _size(name: str, wanted: int | None, default: int) -> int:
     if wanted is None:
         return default
-    if wanted & (wanted - 1) or not SMALLEST <= wanted <= LARGEST:
+    if wanted & (wanted - 1) or not LEAST <= wanted <= LARGEST:
         raise UnsupportedError(
-            f"kernel 'triton': {name} must be a power of two from {SMALLEST} to {LARGEST}, got "
+            f"kernel 'triton': {name} must be a power of two from {LEAST} to {LARGEST}, got "
             f"{wanted}. Instead: leave it out, or choose {name}=64 or 128"
         )
     return wanted
@@ -68,7 +68,7 @@ def _size(name: str, wanted: int | None, default: int) -> int:
 
 def padded(dim: int) -> int:
     """A head dim as matrix units take it."""
-    return max(SMALLEST, 1 << (dim - 1).bit_length())
+    return max(LEAST, 1 << (dim - 1).bit_length())
 
 
 def heads_per_swizzle(
@@ -142,7 +142,7 @@ def stages_that_fit(
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
     shared = _SHARED.get(capability, _SHARED_DEFAULT)
-    left = (shared - _BARRIERS) // itemsize - held
+    left = (shared - _BARRIER_BYTES) // itemsize - held
     if left < fetched // 2:  # one stage may fetch one array after the other
         raise UnsupportedError(
             f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ring_core.base.arguments import check_record, check_text
+from ring_core.base.arguments import check_kind, check_text
 from ring_core.cost import Cost
 from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import (
@@ -34,7 +34,7 @@ def plot(program: RingProgram, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    check_record("program", program, RingProgram)
+    check_kind("program", program, RingProgram)
     from ring_core.viz.figure import draw_program
 
     _save(partial(draw_program, program), (11, 6), path)
@@ -55,7 +55,7 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
     if not isinstance(costs, Mapping) or not costs:
         raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
     for name, found in costs.items():
-        check_record(f"costs[{name!r}]", found, Mapping)
+        check_kind(f"costs[{name!r}]", found, Mapping)
     from ring_core.viz.figure import draw_costs
 
     _save(partial(draw_costs, costs, title), (9, 4.5), path)

@@ -30,8 +30,8 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     tables and the mask disagree or several ranks compute the pair.
     """
     plan = program.plan
-    q_rank, q_local = (x[:, None] for x in located(plan.q_layout, q))
-    k_rank, k_local = (x[None, :] for x in located(plan.k_layout, k))
+    q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
+    k_rank, k_local = (x[None, :] for x in rank_and_index(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
     same = _same_cell(plan, q, k)
     pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, same))
@@ -81,7 +81,7 @@ def _shown(rows: Ints, pairs: _Pairs) -> Ints:
     return np.asarray(shown.sum(axis=1), dtype=np.int64)
 
 
-def located(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
+def rank_and_index(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
     """Rank and local index of tokens."""
     starts = layout.run_positions(np.arange(layout.cp_size)).reshape(-1)
     order = np.argsort(starts)
@@ -102,7 +102,7 @@ def _cells(layout: Layout, most: int) -> int:
     return min(most // pieces * pieces or most, layout.seq_len)
 
 
-def _samples(layout: Layout, most: int) -> Ints:
+def _sample_indices(layout: Layout, most: int) -> Ints:
     """Three indices in every cell, ``[cells, 3]``: near the middle, first, last.
 
     In a striped layout the first drifts from cell to cell, so that all ranks show.
@@ -117,7 +117,7 @@ def _samples(layout: Layout, most: int) -> Ints:
 
 def sampled(program: RingProgram, most: int) -> Ints:
     """``[q_cells, k_cells]``: who computes the first visible pair sampled in each cell."""
-    q, k = (_samples(x, most) for x in (program.plan.q_layout, program.plan.k_layout))
+    q, k = (_sample_indices(x, most) for x in (program.plan.q_layout, program.plan.k_layout))
     ranks = computing_ranks(program, q.reshape(-1), k.reshape(-1))
     ranks = ranks.reshape(*q.shape, *k.shape).transpose(0, 2, 1, 3).reshape(len(q), len(k), -1)
     first = np.take_along_axis(ranks, (ranks >= 0).argmax(axis=-1)[..., None], axis=-1)[..., 0]

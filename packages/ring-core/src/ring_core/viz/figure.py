@@ -10,14 +10,14 @@ import numpy as np
 from ring_core.cost import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
+from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
 from ring_core.viz.text import SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DRAWN_CELLS, _DRAWN, _LEGEND = 192, 256, 16
+_MOST_CELLS, _MOST_SHOWN, _MOST_LABELS = 192, 256, 16
 
 
 def draw_program(program: RingProgram, figure: Figure) -> None:
@@ -26,9 +26,9 @@ def draw_program(program: RingProgram, figure: Figure) -> None:
     from matplotlib.colors import ListedColormap
 
     plan = program.plan
-    turbo = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
+    base = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
-    colors = ListedColormap(0.7 * turbo + 0.3).with_extremes(under="black")
+    colors = ListedColormap(0.7 * base + 0.3).with_extremes(under="black")
     parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
     left = parts[0].subgridspec(2, 1, height_ratios=(1, 18))
     _draw_layout(plan, figure.add_subplot(left[0]), colors)
@@ -47,13 +47,13 @@ def draw_program(program: RingProgram, figure: Figure) -> None:
 
 def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
     layout, pieces = plan.k_layout, count_pieces(plan.k_layout)
-    cells, shown, title = min(pieces, _DRAWN_CELLS), layout.seq_len, f"{layout.name}, all keys"
+    cells, shown, title = min(pieces, _MOST_CELLS), layout.seq_len, f"{layout.name}, all keys"
     if layout.stride > 1:
-        cells = shown = min(layout.seq_len, max(1, 2 * _LEGEND // pieces) * pieces)
+        cells = shown = min(layout.seq_len, max(1, 2 * _MOST_LABELS // pieces) * pieces)
         title = f"{layout.name}, the first {shown} keys"
-    ranks = located(layout, (2 * np.arange(cells) + 1) * shown // (2 * cells))[0]
+    ranks = rank_and_index(layout, (2 * np.arange(cells) + 1) * shown // (2 * cells))[0]
     axes.imshow(ranks[None], cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5, aspect="auto")
-    for x, rank in enumerate(ranks.tolist() if cells <= 2 * _LEGEND else []):
+    for x, rank in enumerate(ranks.tolist() if cells <= 2 * _MOST_LABELS else []):
         axes.text(x, 0, str(rank), ha="center", va="center", fontsize=8)
     axes.set(xticks=[], yticks=[])
     axes.set_title(f"who holds what: {title}", loc="left")
@@ -64,8 +64,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    most = min(max(plan.cp_size, SHOWN_CELLS), _DRAWN_CELLS)
-    ranks = sampled(program, most if striped else _DRAWN_CELLS)
+    most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS)
+    ranks = sampled(program, most if striped else _MOST_CELLS)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -74,10 +74,10 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
     title += ", black: plan and mask disagree" if (ranks == WRONG).any() else ""
     axes.set_title(title, loc="left")
     for axis, length in ((axes.xaxis, plan.kv_seq_len), (axes.yaxis, plan.seq_len)):
-        ticks = np.unique(np.arange(5) * length // 4).tolist()
-        axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
+        positions = np.unique(np.arange(5) * length // 4).tolist()
+        axis.set_ticks(positions, [f"{at:,}" for at in positions])
     axes.set(xlabel="key", ylabel="query")
-    if plan.cp_size > _LEGEND:
+    if plan.cp_size > _MOST_LABELS:
         axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40).set_label("rank")
         return
     if not striped:
@@ -96,7 +96,7 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     from matplotlib.colors import ListedColormap
 
     work, cp_size = program.work(), program.plan.cp_size
-    rank_every, step_every = -(-cp_size // _DRAWN), -(-program.num_steps // _DRAWN)
+    rank_every, step_every = -(-cp_size // _MOST_SHOWN), -(-program.num_steps // _MOST_SHOWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
     colors = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
     box = (-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5)
@@ -136,14 +136,14 @@ def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure
             cost, x = of_pairs.get(pair), n - 0.4 + (m + 0.5) * width
             if not isinstance(cost, Cost):
                 continue
-            look = {"width": 0.9 * width, "color": colors[pair]}
+            kwargs = {"width": 0.9 * width, "color": colors[pair]}
             label = pair if n == 0 else None
-            times.bar(x, 1e3 * cost.compute_s, label=label, **look)
+            times.bar(x, 1e3 * cost.compute_s, label=label, **kwargs)
             times.bar(
                 x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",
-                edgecolor="white", **look,
+                edgecolor="white", **kwargs,
             )  # fmt: skip
-            memory.bar(x, cost.memory_bytes / 2**20, **look)
+            memory.bar(x, cost.memory_bytes / 2**20, **kwargs)
     for axes, what in ((times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB")):
         axes.set_title(what, loc="left")
         axes.set_xticks(range(len(costs)), [str(ranks) for ranks in costs])

@@ -7,15 +7,15 @@ from itertools import islice
 
 import numpy as np
 
-from ring_core.base.arguments import check_record, is_integer
+from ring_core.base.arguments import check_kind, is_integer
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, located, sampled
+from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
 
 WIDEST = 1024
 SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
 _SYMBOLS = string.digits + string.ascii_letters
-_BACKGROUNDS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
+_COLORS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
 
 
 def describe(
@@ -32,9 +32,9 @@ def describe(
     Raises:
         ValueError: ``width`` below 8 or above 1024.
     """
-    check_record("program", program, RingProgram)
-    check_record("color", color, bool)
-    check_record("pictures", pictures, bool)
+    check_kind("program", program, RingProgram)
+    check_kind("color", color, bool)
+    check_kind("pictures", pictures, bool)
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     plan = program.plan
@@ -70,8 +70,8 @@ def _ranks_a_symbol(plan: Plan) -> int:
 def _in_color(text: str, rank: int, color: bool) -> str:
     if not color or rank == NOBODY:
         return text
-    paint = "97;41" if rank == WRONG else f"30;48;5;{_BACKGROUNDS[rank % len(_BACKGROUNDS)]}"
-    return f"\x1b[{paint}m{text}\x1b[0m"
+    code = "97;41" if rank == WRONG else f"30;48;5;{_COLORS[rank % len(_COLORS)]}"
+    return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
@@ -102,7 +102,7 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
         title = f"{layout.name}, {pieces} pieces of {tokens}"
         columns = width // pieces * pieces or width
         index = (2 * np.arange(columns) + 1) * layout.seq_len // (2 * columns)
-    ranks = located(layout, index)[0].tolist()
+    ranks = rank_and_index(layout, index)[0].tolist()
     cells = "".join(_in_color(_symbol(plan, rank), rank, color) for rank in ranks)
     return [f"who holds what: {title}", cells]
 

@@ -55,7 +55,7 @@ class Header(NamedTuple):
     bytes   field
     ======  =====  ============================================================
     0-3     magic  ``RING``: tensors that arrive in a header's place have none
-    4-7     status 1: all is here; 2: this call was compared before, and the
+    4-7     kind 1: all is here; 2: this call was compared before, and the
                    digest is that of signature, number and seed
     8-15    number of the call on the group
     16-23   digest of the signature
@@ -64,7 +64,7 @@ class Header(NamedTuple):
     ======  =====  ============================================================
     """
 
-    status: int
+    kind: int
     number: int
     digest: bytes
     seed: int
@@ -73,7 +73,7 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, signature: CallSignature, number: int, seed: int) -> Self:
         """The header of a pass, in readable fields."""
-        fields = {name: _shortened(value) for name, value in signature.fields.items()}
+        fields = {name: _cut(value) for name, value in signature.fields.items()}
         text = json.dumps(fields, sort_keys=True).encode()
         assert len(text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
         return cls(_IN_WORDS, number, signature.digest, seed, text)
@@ -81,17 +81,17 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, message: bytes) -> Self | None:
         """The header in a message, unless that is something else."""
-        word, status, number, digest, seed = _HEAD.unpack_from(message)
-        if word != _MAGIC or status not in {_IN_WORDS, _COMPARED}:
+        word, kind, number, digest, seed = _HEAD.unpack_from(message)
+        if word != _MAGIC or kind not in {_IN_WORDS, _COMPARED}:
             return None
-        return cls(status, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
+        return cls(kind, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
 
     def bytes(self) -> bytearray:
         """As it is sent."""
-        head = _HEAD.pack(_MAGIC, self.status, self.number, self.digest, self.seed)
+        head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed)
         return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
-    def difference(self, theirs: Header | None) -> str:
+    def mismatch(self, theirs: Header | None) -> str:
         """What another rank's header says that this one does not, in words."""
         if theirs is None:
             return (
@@ -108,7 +108,7 @@ class Header(NamedTuple):
 
     def as_fields(self) -> dict[str, Any]:
         """All that it says."""
-        if self.status == _COMPARED:
+        if self.kind == _COMPARED:
             return {"status": "a call like an earlier one"}
         found: object = None
         with suppress(ValueError):
@@ -156,7 +156,7 @@ def agree(
     if theirs is None or not _are_same(header, theirs, signature):
         text = (
             f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
-            f"{header.difference(theirs)}. All ranks must make the same calls in the same order "
+            f"{header.mismatch(theirs)}. All ranks must make the same calls in the same order "
             f"with equal local shapes, dtypes and options"
         )
         agreement.report_mismatch(text)
@@ -192,7 +192,7 @@ def _check_on_stream(
 
 
 def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
-    if theirs.status == _COMPARED:
+    if theirs.kind == _COMPARED:
         return theirs.digest == signature.for_call(mine.number, mine.seed)
     return theirs[:4] == mine[:4]
 
@@ -295,7 +295,7 @@ def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
         report_failure(ring.group, text)
 
 
-def _shortened(value: Any) -> Any:
+def _cut(value: Any) -> Any:
     """A field that leaves room for the others: its beginning, and a digest of all of it."""
     text = json.dumps(value)
     if len(text) <= _LONGEST:

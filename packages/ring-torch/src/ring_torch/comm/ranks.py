@@ -45,7 +45,7 @@ class QueuedPass(NamedTuple):
     """A pass that a host has queued on its GPU and does not wait for."""
 
     name: str  # with the call's number
-    since: float  # seconds, of ``time.monotonic``
+    start: float  # seconds, of ``time.monotonic``
     ended: Any  # a CUDA event
 
 
@@ -76,7 +76,7 @@ class GroupState:
 
 
 # Facts about groups, which are not ours to extend.
-_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+_state_of: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Ranks:
     keeps its threads, which may end with the interpreter in an abort.
     """
 
-    weak: ref[dist.ProcessGroup] | None
+    group_ref: ref[dist.ProcessGroup] | None
     rank: int
     size: int
 
@@ -98,9 +98,9 @@ class Ranks:
         Raises:
             RuntimeError: It was destroyed.
         """
-        if self.weak is None:
+        if self.group_ref is None:
             return None
-        if (group := self.weak()) is None:
+        if (group := self.group_ref()) is None:
             raise RuntimeError("the ring's process group was destroyed; give another group")
         return group
 
@@ -144,8 +144,8 @@ class Ranks:
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
         with peer_errors(peers):
-            works = dist.batch_isend_irecv(queued) if queued else []
-        return Transfer(tuple(works), tuple(tensor for tensor, _ in sends), peers)
+            pending = dist.batch_isend_irecv(queued) if queued else []
+        return Transfer(tuple(pending), tuple(tensor for tensor, _ in sends), peers)
 
 
 ALONE = Ranks(None, 0, 1)
@@ -155,7 +155,7 @@ ALONE = Ranks(None, 0, 1)
 class Transfer:
     """Transfers under way, with the tensors they read kept alive."""
 
-    works: tuple[dist.Work, ...] = ()
+    pending: tuple[dist.Work, ...] = ()
     sent: tuple[Tensor, ...] = ()
     peers: tuple[int, ...] = ()
 
@@ -166,7 +166,7 @@ class Transfer:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
         with peer_errors(self.peers):
-            for work in self.works:
+            for work in self.pending:
                 work.wait()
 
 
@@ -235,8 +235,8 @@ def others(ring: Ranks) -> list[int]:
 def state_of(ring: Ranks) -> GroupState:
     """What has happened on a ring's group."""
     assert ring.group is not None
-    if (state := _states.get(ring.group)) is None:
-        state = _states[ring.group] = GroupState(ring)
+    if (state := _state_of.get(ring.group)) is None:
+        state = _state_of[ring.group] = GroupState(ring)
     return state
 
 
@@ -256,7 +256,7 @@ def ranks_of(group: Any) -> Ranks:
     if isinstance(group, dist.ProcessGroup):
         if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")
-        if (state := _states.get(group)) is not None:
+        if (state := _state_of.get(group)) is not None:
             return state.ring
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
@@ -317,7 +317,7 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
             _LOG.error("%s", text)
             return
         queued = state.queued
-        if queued is None or time.monotonic() - queued.since < 0.75 * timeout.total_seconds():
+        if queued is None or time.monotonic() - queued.start < 0.75 * timeout.total_seconds():
             continue
         if not _has_ended(queued):  # the watchdog is about to end the process
             _LOG.error(

@@ -41,11 +41,11 @@ class StoreAgreement:
 
     @property
     def _key(self) -> str:
-        return f"{_prefix()}/{self.number}/{self.name}"
+        return f"{_base_key()}/{self.number}/{self.name}"
 
-    def report_mismatch(self, difference: str) -> None:
+    def report_mismatch(self, text: str) -> None:
         """Leave a note for ranks that wait."""
-        _ask_store(lambda: self.store.set(self._key, difference))
+        _ask_store(lambda: self.store.set(self._key, text))
 
     def read_report(self) -> str | None:
         """The note that another rank left, if there is one."""
@@ -88,18 +88,18 @@ class StoreAgreement:
 
 def report_failure(group: dist.ProcessGroup, text: str) -> None:
     """Leave a note that a rank failed inside a pass; the first that is left stays."""
-    _ask_store(lambda: _store_of(group).compare_set(f"{_prefix()}/failure", "", text))
+    _ask_store(lambda: _store_of(group).compare_set(f"{_base_key()}/failure", "", text))
 
 
 def read_failure(group: dist.ProcessGroup) -> str | None:
     """The note of the first rank of a group that failed inside a pass, if one did."""
-    text = _ask_store(lambda: _read(_store_of(group), f"{_prefix()}/failure"))
+    text = _ask_store(lambda: _read(_store_of(group), f"{_base_key()}/failure"))
     return text.decode(errors="replace") if text else None
 
 
 def clear_failure(group: dist.ProcessGroup) -> None:
     """Take out the note of an earlier group, whose name and store this one has."""
-    _ask_store(lambda: _store_of(group).delete_key(f"{_prefix()}/failure"))
+    _ask_store(lambda: _store_of(group).delete_key(f"{_base_key()}/failure"))
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
@@ -109,7 +109,7 @@ def _store_of(group: dist.ProcessGroup) -> Any:
     return groups[group][1]
 
 
-def _prefix() -> str:
+def _base_key() -> str:
     # torchrun may keep a store, with old notes, for processes that it starts anew.
     return f"ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 

@@ -148,16 +148,16 @@ def offsets_of(
         cu_seqlens = cu_seqlens.tolist()
     offsets = tuple(cu_seqlens)
     if not all(isinstance(offset, int | np.integer) for offset in offsets):
-        raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
+        raise ValueError(f"{name} must be integers, got {_shown(offsets)}")
     if len(offsets) < 2 or offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0 and end a document, got {_shortened(offsets)}")
+        raise ValueError(f"{name} must start at 0 and end a document, got {_shown(offsets)}")
     if tokens is not None and offsets[-1] != tokens:
         raise ValueError(
-            f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "
+            f"{name} must end at the {tokens} tokens of this rank, got {_shown(offsets)}; "
             f"tokens that belong to no document can be one of their own"
         )
     if any(stop < start for start, stop in pairwise(offsets)):
-        raise ValueError(f"{name} must be ascending, got {_shortened(offsets)}")
+        raise ValueError(f"{name} must be ascending, got {_shown(offsets)}")
     return offsets
 
 
@@ -225,5 +225,5 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
     return cp_size * start + chunks[:, run] * (length // pieces) + inside
 
 
-def _shortened(offsets: tuple[int, ...]) -> str:
+def _shown(offsets: tuple[int, ...]) -> str:
     return str(offsets) if len(offsets) < 9 else f"({offsets[0]}, ..., {offsets[-1]})"

@@ -19,12 +19,12 @@ from ring_torch.compat.documents import offsets_of
 from ring_torch.compat.llama3 import check_stride
 
 #: What models hand on that does not concern attention.
-_IDLE = frozenset({
+_IGNORED = frozenset({
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 })  # fmt: skip
 _DOCUMENTS = "documents are those of update_ring_flash_attn_params; leave it out of the batch"
-_INSTEAD = {
+_REASONS = {
     "attention_mask": (
         "a row is one stream of documents: drop padding, or make it a document of its own"
     ),
@@ -191,9 +191,9 @@ def _refuse_flash(*_: object, **__: object) -> NoReturn:
 
 def _refuse(arguments: dict[str, Any]) -> None:
     given = [
-        f"{name}: {_INSTEAD.get(name, 'this argument is not known here')}"
+        f"{name}: {_REASONS.get(name, 'this argument is not known here')}"
         for name, value in arguments.items()
-        if name not in _IDLE and value is not None and value is not False
+        if name not in _IGNORED and value is not None and value is not False
     ]
     if given:
         raise UnsupportedError("; ".join(given))

@@ -103,11 +103,11 @@ def _trainer(
     if reduction == "sum":
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
     check_trainer(trainer, logits)
-    reference = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
-    models = [trainer.model, *([] if reference is None else [reference])]
+    other = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
+    every = [trainer.model, *([] if other is None else [other])]
     done: list[Callable[[], object]] = []
     try:
-        done.extend(_model(model, cp, logits, "mean").remove for model in models)
+        done.extend(_model(model, cp, logits, "mean").remove for model in every)
         if (before := trainer_hooks_of(trainer)) is not None:
             assert isinstance(before.owner, Handle)
             return before.owner
@@ -200,14 +200,14 @@ def _attend(model: Any) -> Callable[[], object]:
     if is_ring(own):
         return lambda: None
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
-    change = model.set_attn_implementation
+    set_attention = model.set_attn_implementation
     if has_written_attention(model):  # of which transformers has no other to set
-        change = partial(setattr, model.config, "_attn_implementation")
-    change(register())
+        set_attention = partial(setattr, model.config, "_attn_implementation")
+    set_attention(register())
     for config, name in kept:
         if config is not model.config:
             config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
-    return lambda: change(own)
+    return lambda: set_attention(own)
 
 
 def _attention_of(model: Any) -> str:

@@ -23,10 +23,10 @@ from ring_torch.strategies.choose import TRANSPORT_NAMES
 __all__ = ["register"]
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
+_FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 
 #: What models hand to attention functions beside what these compute with.
-_IDLE = frozenset({
+_IGNORED = frozenset({
     "cache_position", "labels", "num_items_in_batch", "output_hidden_states", "position_embeddings",
     "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
@@ -217,7 +217,7 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
     reasons = [
         f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
         for name, value in kwargs.items()
-        if name not in _IDLE
+        if name not in _IGNORED
         and value is not None
         and value is not False
         and (name, value) != ("logits_to_keep", 0)  # all of them
@@ -271,7 +271,7 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
             "shard_batch a new dropout_seed with every batch, or set attention_dropout to 0"
         )
     is_cross = mask is not None and mask.keys is not None
-    return (batch.dropout_seed + (int(layer) + 1) * _GOLDEN + 2 * is_cross) % (1 << 64)
+    return (batch.dropout_seed + (int(layer) + 1) * _FACTOR + 2 * is_cross) % (1 << 64)
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class TrainerHooks:
         self.hooks = hooks
         self.owner: object = None
         self.evaluated: Any = None  # the model that was prepared to be evaluated alone
-        self.firsts, self.ring_index = _rings(hooks)
+        self.firsts, self.ring_index = _first_ranks(hooks)
         self.cp_size = hooks.sharding.ring.size
         counts_all = trainer.args.average_tokens_across_devices
         # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
@@ -223,7 +223,7 @@ def trainer_hooks_of(trainer: Any) -> TrainerHooks | None:
     return found if isinstance(found, TrainerHooks) else None
 
 
-def _rings(hooks: ModelHooks) -> tuple[list[int], int]:
+def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
     """The first rank of each ring, and which ring is this rank's.
 
     Raises:
@@ -239,14 +239,14 @@ def _rings(hooks: ModelHooks) -> tuple[list[int], int]:
         every = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(every, mine)
         firsts, sizes = torch.stack(every, dim=1).tolist()
-    rings = sorted({*firsts})
-    if len({*sizes}) > 1 or any(firsts.count(x) != ring.size for x in rings):
+    starts = sorted({*firsts})
+    if len({*sizes}) > 1 or any(firsts.count(x) != ring.size for x in starts):
         raise ValueError(
             f"each of the {world} ranks of the Trainer has to be in one ring, all of one size; the "
             f"first ranks of their rings are {firsts}, and the sizes {sizes}: give ContextParallel a "
             f"dimension of a mesh over all ranks"
         )
-    return rings, rings.index(first)
+    return starts, starts.index(first)
 
 
 @dataclass(frozen=True)
@@ -275,10 +275,12 @@ class _LabelSmoother:
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
         padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
-        surprise = -logits.log_softmax(-1)
+        neg_log_probs = -logits.log_softmax(-1)
         is_ignored = labels == ignored
-        nll = surprise.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(is_ignored, 0)
-        smooth = surprise.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
+        loss = neg_log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(
+            is_ignored, 0
+        )
+        sums = neg_log_probs.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
         epsilon = self.own.epsilon
-        part = (1 - epsilon) * nll.sum() + epsilon * smooth.sum() / logits.shape[-1]
-        return self.hooks.summed(part / items) * share
+        part = (1 - epsilon) * loss.sum() + epsilon * sums.sum() / logits.shape[-1]
+        return self.hooks.total_of(part / items) * share

@@ -42,7 +42,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_hook(part.scatter).remove
     yield from _slopes(model)
     if (text := text_model(model)) is not None:
-        hooks.is_merging = True
+        hooks.takes_merged = True
         yield text.register_forward_pre_hook(Merged(hooks.part).split, with_kwargs=True).remove
     if hooks.is_pair:
         pair, decoder = Pair(hooks.source, hooks.part), model.get_decoder()
@@ -57,7 +57,7 @@ def _positions(part: Part, model: nn.Module) -> Iterator[_Undo]:
     """Positions of this rank's tokens, where a module makes them of what it is given."""
     for module in model.modules():
         if makes_positions(module):
-            yield module.register_forward_pre_hook(part.give_positions, with_kwargs=True).remove
+            yield module.register_forward_pre_hook(part.add_positions, with_kwargs=True).remove
         elif counts_positions(module):
             yield replace_attribute(
                 module, "create_position_ids_from_input_ids", part.counted_positions
@@ -160,7 +160,7 @@ def _chunks(module: nn.Module) -> Iterator[_Undo]:
     if makes_chunks(module):
         yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        yield module.register_forward_pre_hook(_give_offsets, with_kwargs=True).remove
+        yield module.register_forward_pre_hook(_add_offsets, with_kwargs=True).remove
 
 
 def _chunk_masks(
@@ -171,7 +171,7 @@ def _chunk_masks(
         size = module.config.attention_chunk_size
         chunks = LayerMask(mask, causal=True, chunk_size=size)
         if not mask.single:
-            chunks = LayerMask(mask.chunked(size, kwargs["position_ids"]), causal=True)
+            chunks = LayerMask(mask.with_chunks(size, kwargs["position_ids"]), causal=True)
         full = LayerMask(mask, causal=True)
         masks = {"full_attention": full, "chunked_attention": chunks}
         kwargs = {**kwargs, "attention_mask": masks}
@@ -197,7 +197,7 @@ class _Offsets:
         return key, value
 
 
-def _give_offsets(
+def _add_offsets(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before attention that scales queries by where they stand, counted from a rank's first."""

@@ -54,9 +54,9 @@ class EagerKernel(AccumulatingKernel):
         blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = _is_clean(columns.v)
         for i in _row_blocks(rows, params):
-            q = _fold(rows.q[:, i], columns.k.shape[2], into.out.dtype)
+            q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
-            acc = _fold(part.out, columns.k.shape[2], into.out.dtype)
+            acc = _to_groups(part.out, columns.k.shape[2], into.out.dtype)
             top = part.lse.reshape(acc.shape[:-1])
             total = (top > -torch.inf).to(acc.dtype)
             acc = acc * total.unsqueeze(-1)
@@ -76,7 +76,7 @@ class EagerKernel(AccumulatingKernel):
                 )
                 top = new_top
             part.out.copy_(
-                _unfold(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
+                _from_groups(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
             )
             part.lse.copy_((top + total.log()).view(part.lse.shape))
 
@@ -94,8 +94,8 @@ class EagerKernel(AccumulatingKernel):
         }
         for i in _row_blocks(rows, params):
             q, do = (
-                _fold(rows.q[:, i], kv_heads, dtype),
-                _fold(upstream.dout[:, i], kv_heads, dtype),
+                _to_groups(rows.q[:, i], kv_heads, dtype),
+                _to_groups(upstream.dout[:, i], kv_heads, dtype),
             )
             lse = upstream.lse[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             safe = torch.where(
@@ -132,7 +132,7 @@ class EagerKernel(AccumulatingKernel):
                 column_grads.dv[:, j] += _masked_matmul(
                     weights.mT, seen_by, do, clean=clean["do"]
                 ).transpose(1, 2)
-            row_grads.dq[:, i] += _unfold(dq, row_grads.dq[:, i].shape)
+            row_grads.dq[:, i] += _from_groups(dq, row_grads.dq[:, i].shape)
 
 
 @dataclass(frozen=True)
@@ -295,14 +295,14 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(at, min(at + size, stop))
 
 
-def _fold(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+def _to_groups(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """``[B, n, H, D]`` as ``[B, K, G * n, D]``: query heads of a K/V head one below the other."""
     batch, n, heads, dim = x.shape
     return x.transpose(1, 2).to(dtype).reshape(batch, kv_heads, heads // kv_heads * n, dim)
 
 
-def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
-    """The reverse of :func:`_fold`, for ``shape = [B, n, H, D]``."""
+def _from_groups(x: Tensor, shape: torch.Size) -> Tensor:
+    """The reverse of :func:`_to_groups`, for ``shape = [B, n, H, D]``."""
     batch, n, heads, dim = shape
     return x.reshape(batch, heads, n, dim).transpose(1, 2)
 

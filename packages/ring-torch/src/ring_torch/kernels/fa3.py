@@ -60,8 +60,8 @@ def _call(name: str, given: dict[str, Any], options: Options) -> Any:
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
         "softcap": 0.0, **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
     }  # fmt: skip
-    required = {key: None for key, is_required in parameters.items() if is_required}
-    return function(**required | {key: known[key] for key in parameters.keys() & known.keys()})
+    needed = {key: None for key, is_needed in parameters.items() if is_needed}
+    return function(**needed | {key: known[key] for key in parameters.keys() & known.keys()})
 
 
 @cache

@@ -171,16 +171,16 @@ class FlashKernel(KernelBase):
         if item.cu_q is not None and item.cu_k is not None:
             window = item.documents_window
             longest = (int(np.diff(cu).max()) for cu in (item.cu_q, item.cu_k))
-            split = window is None or self._drops(window, *longest)
+            split = window is None or self._clips(window, *longest)
             return list(item.each_document()) if split else []
         keys = item.k_stop - item.k_start
-        if not self._drops(item.window, item.q_stop - item.q_start, keys):
+        if not self._clips(item.window, item.q_stop - item.q_start, keys):
             return []
         whole = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
         cuts = [whole.rows(n, n + keys) for n in range(0, whole.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
 
-    def _drops(self, window: Window, queries: int, keys: int) -> bool:
+    def _clips(self, window: Window, queries: int, keys: int) -> bool:
         left, right = window
         beyond = left is not None if right is None else right >= keys
         return self.flash.clips_right_window and beyond and queries > keys

@@ -76,10 +76,10 @@ def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
 
 def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     """The next multiples of 8, for libraries that take no others."""
-    return HeadDims(rounded_up(head_dim, 8), rounded_up(v_head_dim, 8))
+    return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
 
-def rounded_up(dim: int, by: int) -> int:
+def padded_to(dim: int, by: int) -> int:
     """The next multiple of a number."""
     return -(-dim // by) * by
 

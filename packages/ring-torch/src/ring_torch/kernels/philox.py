@@ -24,11 +24,11 @@ def dropout_keep(
         position: Global indices of the keys, ascending.
     """
     device = index.device
-    groups, inverse = torch.unique_consecutive(position >> 2, return_inverse=True)
+    groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=device).view(1, -1, 1, 1)
     words = torch.stack(_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1)
-    return words.flatten(-2)[..., inverse * 4 + (position & 3)] >= philox.dropout_threshold(p)
+    return words.flatten(-2)[..., group_index * 4 + (position & 3)] >= philox.dropout_threshold(p)
 
 
 def _words(

@@ -53,7 +53,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _is_special(rows.q, columns.k) or _reads_special(item, columns.v):
+        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -70,7 +70,7 @@ class CpuFlashKernel(AccumulatingKernel):
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
-        if _is_special(rows.q, columns.k) or _reads_special(item, *others):
+        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -147,12 +147,12 @@ def _lengths(
     return options.documents
 
 
-def _reads_special(item: WorkItem, *tensors: Tensor) -> bool:
+def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
-    return not item.is_full and _is_special(*tensors)
+    return not item.is_full and _has_nonfinite(*tensors)
 
 
-def _is_special(*tensors: Tensor) -> bool:
+def _has_nonfinite(*tensors: Tensor) -> bool:
     """Whether some number is NaN or infinite."""
     return not all(bool(torch.isfinite(x).all()) for x in tensors)
 

@@ -34,7 +34,7 @@ _SPLIT = {
 #: Switches and numbers that mean the same on a part of a sequence.
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
-_INSTEAD = {
+_REASONS = {
     "past_key_values": "there is no cache of a split sequence",
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
@@ -179,7 +179,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
     if given.get("use_cache"):
         raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
     if reasons := [
-        f"{name} ({_INSTEAD.get(name, 'how it lies along the sequence is not known')})"
+        f"{name} ({_REASONS.get(name, 'how it lies along the sequence is not known')})"
         for name in given
         if name not in known
     ]:
@@ -258,8 +258,8 @@ def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     """``single``, ``cu_seqlens`` and whether rows differ, of :class:`ShardedMask`."""
     length = segments.shape[1]
     real = segments >= 0
-    is_prefix = (real == (np.arange(length) < real.sum(axis=1)[:, None])).all()
-    single = bool(is_prefix and (segments <= 0).all())
+    padding_is_last = (real == (np.arange(length) < real.sum(axis=1)[:, None])).all()
+    single = bool(padding_is_last and (segments <= 0).all())
     if not (segments == segments[:1]).all():
         return single, None, True
     bounds = (np.flatnonzero(np.diff(segments[0])) + 1).tolist()
@@ -299,8 +299,8 @@ def _check_same(
     with collective(ring, "shard_batch"):
         dist.all_gather(every, mine, group=ring.group)
     own = mine.tolist()
-    batches, weights = zip(*(x.tolist() for x in every), strict=True)
-    if others := [rank for rank, theirs in enumerate(batches) if theirs != own[0]]:
+    found, weights = zip(*(x.tolist() for x in every), strict=True)
+    if others := [rank for rank, theirs in enumerate(found) if theirs != own[0]]:
         raise RankMismatchError(
             f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
             f"{ring.rank}'s is not that of {', '.join(map(str, others))}; let the ranks of a group "

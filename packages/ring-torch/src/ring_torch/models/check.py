@@ -259,9 +259,9 @@ def has_router_loss(model: nn.Module) -> bool:
 def _of_layers(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
-    chunked = any(map(makes_chunks, parts.values()))
+    has_chunks = any(map(makes_chunks, parts.values()))
     whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
-    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if chunked else ())}
+    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ())}
     served |= _WHOLE_LAYERS if whole else set()
     if others := sorted({*layers} - served):
         yield (
@@ -327,7 +327,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     if not attention:
         return
     makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_function(n)}
-    masking = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
+    parameters = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
     reasons = {
         "it makes its masks itself, not through transformers.masking_utils": not makes,
         "it has recurrent or convolutional layers, which would see this rank's tokens only": (
@@ -337,8 +337,8 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
             "prepare_dynamic_mask" in names_in(type(x)) for x in attention
         ),
         "the part that makes its masks takes no position_ids: it would count a rank's tokens from 0": (
-            masking and not {"positions", "alibi", "bias"} & {*hooks}
-            and not any("position_ids" in names for names in masking)
+            parameters and not {"positions", "alibi", "bias"} & {*hooks}
+            and not any("position_ids" in names for names in parameters)
         ),
         "its attention adds a position bias of its own, which cannot be split": (
             not {"alibi", "bias"} & {*hooks}
@@ -372,8 +372,8 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
 
 def _counts_real_tokens(module: nn.Module) -> bool:
     """Whether it makes position ids of the attention mask, as OPT does."""
-    wants = {"inputs_embeds", "attention_mask", "position_ids"}
-    return "cumsum" in names_in_forward(type(module)) and wants <= parameters_of(type(module))
+    wanted = {"inputs_embeds", "attention_mask", "position_ids"}
+    return "cumsum" in names_in_forward(type(module)) and wanted <= parameters_of(type(module))
 
 
 def _shifts(model: Any) -> bool:

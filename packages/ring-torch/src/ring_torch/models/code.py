@@ -64,7 +64,7 @@ def names_in(cls: type) -> frozenset[str]:
 
 
 @_cache
-def uses_global(cls: type, kind: str) -> bool:
+def reads_global(cls: type, kind: str) -> bool:
     """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
     return any(
         type(function.__globals__.get(name)).__name__ == kind

@@ -77,7 +77,7 @@ class ModelHooks:
         self.call: _Call | None = None
         self.part = Part()
         self.source = Part()  # of an encoder, beside a decoder
-        self.is_merging = False  # images may come, and a text model is hooked
+        self.takes_merged = False  # images may come, and a text model is hooked
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -105,8 +105,8 @@ class ModelHooks:
 
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        divides = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
-        return not self.is_pooling and (self.shifts_labels or divides)
+        by_items = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
+        return not self.is_pooling and (self.shifts_labels or by_items)
 
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
@@ -158,11 +158,11 @@ class ModelHooks:
             )
         if self.is_pair:
             return Pair(self.source, self.part).split(*rest)
-        if self.is_merging and is_merged(given):
+        if self.takes_merged and is_merged(given):
             return Merged(self.part).split_labels(*rest)
         self.part.is_whole = False
         shard = shard_batch(self.sharding, given, self.report, seed, weight)
-        self.part.hold(shard, given)
+        self.part.take(shard, given)
         return shard
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -202,8 +202,8 @@ class ModelHooks:
                 f"{type(module).__name__} has no router_logits of every token, of which the "
                 f"router's loss could be computed; set output_router_logits to False"
             )
-        stacked = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
-        whole = self.whole(stacked, self.part.length, dim=2)
+        joined = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
+        whole = self.whole(joined, self.part.length, dim=2)
         output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
         return output
 
@@ -218,7 +218,7 @@ class ModelHooks:
         x = _replaced(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
 
-    def summed(self, part: Tensor) -> Tensor:
+    def total_of(self, part: Tensor) -> Tensor:
         """The sum over the ranks, whose gradient is that of this rank's part."""
         total, ring = part.detach().clone(), self.sharding.ring
         if ring.size > 1:
@@ -231,9 +231,9 @@ class ModelHooks:
         loss: Tensor = output["loss"]
         router = output.get("aux_loss")
         if not isinstance(router, Tensor) or not (call.has_router_loss and call.has_labels):
-            return self.summed(loss)
+            return self.total_of(loss)
         router = router * _router_weight(module)
-        return self.summed(loss - router) + router * self.undivided_share
+        return self.total_of(loss - router) + router * self.undivided_share
 
     def _ended(self) -> _Call:
         call, self.call = self.call, None
@@ -322,9 +322,9 @@ def _one_weight(module: nn.Module) -> float:
 def _dropout_rates(module: nn.Module) -> Iterator[float]:
     """Those of attention, in the configs of a model's parts, and in what these hold."""
     found = (getattr(part, "config", None) for part in module.modules())
-    configs = {id(x): x for x in found if hasattr(x, "__dict__")}
-    inner = [y for x in configs.values() for y in vars(x).values() if hasattr(y, "to_dict")]
-    for config in (*configs.values(), *inner):
+    by_id = {id(x): x for x in found if hasattr(x, "__dict__")}
+    inner = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
+    for config in (*by_id.values(), *inner):
         for name, value in vars(config).items():
             if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
                 yield value

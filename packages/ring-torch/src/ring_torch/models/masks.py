@@ -62,7 +62,7 @@ class ShardedMask(Sealed):
 
     __hash__ = object.__hash__
 
-    def chunked(self, size: int, position_ids: Tensor) -> ShardedMask:
+    def with_chunks(self, size: int, position_ids: Tensor) -> ShardedMask:
         """With documents cut into chunks, which count from each document's first token.
 
         A row with padding is one document, whose chunks count from the first token that is none.

@@ -81,7 +81,7 @@ class Merged:
             raise UnsupportedError("attention_mask that numbers documents, beside images")
         others = {name: x for name, x in given.items() if name not in text}
         shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
-        self.part.hold(shard, given)
+        self.part.take(shard, given)
         self.part.is_whole = True
         kept = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
         return kept | {name: shard[name] for name in _LABELS if name in shard}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ring_torch.models.code import names_in, names_in_forward, parameters_of, uses_global
+from ring_torch.models.code import names_in, names_in_forward, parameters_of, reads_global
 from ring_torch.models.pooling import name_of
 from ring_torch.models.written import (
     counts_positions,
@@ -23,13 +23,13 @@ def hooks_for(
 ) -> tuple[str, ...]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
-    forms = [form for x in modules if (form := written_form(x)) is not None]
+    written = [form for x in modules if (form := written_form(x)) is not None]
     takes = any("position_ids" in parameters_of(type(x)) for x in modules if makes_masks(type(x)))
     hooks = {
         "encoder-decoder": is_pair(model),
-        "attention": bool(forms),
+        "attention": bool(written),
         "bias": any(map(makes_bias, modules)),
-        "alibi": any(form.slopes for form in forms),
+        "alibi": any(form.slopes for form in written),
         "positions": (
             (not takes and any(map(makes_positions, modules)))
             or (is_pair(model) and any(map(counts_positions, modules)))
@@ -60,9 +60,9 @@ def of_pair(model: Any) -> Iterator[str]:
         )
         return
     given, parts = parameters_of(type(model)), (model.get_encoder(), model.get_decoder())
-    for part, wants in zip(parts, ("position_ids", "decoder_position_ids"), strict=True):
-        if "position_ids" in parameters_of(type(part)) and wants not in given:
-            yield f"{name} takes no {wants}: its {type(part).__name__} would count from 0"
+    for part, wanted in zip(parts, ("position_ids", "decoder_position_ids"), strict=True):
+        if "position_ids" in parameters_of(type(part)) and wanted not in given:
+            yield f"{name} takes no {wanted}: its {type(part).__name__} would count from 0"
     if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
         yield f"{name} has a decoder that takes no encoder_attention_mask"
     own = sorted({
@@ -95,7 +95,7 @@ def has_written_attention(model: nn.Module) -> bool:
 
 def has_attention(module: nn.Module) -> bool:
     """Whether its attention is one that a ring can compute."""
-    return written_form(module) is not None or uses_global(type(module), "AttentionInterface")
+    return written_form(module) is not None or reads_global(type(module), "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:

@@ -28,7 +28,7 @@ _KEPT = ("return_dict", "output_hidden_states", "use_cache")
 
 
 class Part:
-    """One sequence of a model, of the batch that :meth:`hold` was given last."""
+    """One sequence of a model, of the batch that :meth:`take` was given last."""
 
     mask: ShardedMask
     length: int
@@ -40,7 +40,7 @@ class Part:
         """Itself, as the hooks that fill it: a copy of the model belongs to the same ranks."""
         return self
 
-    def hold(self, shard: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+    def take(self, shard: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         """Take this rank's part of a batch, and what is needed of the whole one."""
         self.mask, self.position_ids = shard["attention_mask"], shard["position_ids"]
         self.length = tokens_of(batch).shape[1]
@@ -86,7 +86,7 @@ class Part:
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def give_positions(
+    def add_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a module that is told a sequence's length: where the tokens stand.
@@ -145,7 +145,7 @@ class Pair:
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
             shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
-            part.hold(shard, batch)
+            part.take(shard, batch)
             parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
         return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
 

@@ -284,7 +284,7 @@ def _put_columns(
     result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
     """Put the gradients of an item's columns in their places, and add them where there are some."""
-    edges = [item.k_start, *(edge for one in fresh for edge in (one.start, one.stop)), item.k_stop]
+    edges = [item.k_start, *(at for one in fresh for at in (one.start, one.stop)), item.k_stop]
     for n, (start, stop) in enumerate(pairwise(edges)):
         part = slice(start - item.k_start, stop - item.k_start)
         for total, x in zip(sums, (result.dk, result.dv), strict=True):

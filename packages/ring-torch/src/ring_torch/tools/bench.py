@@ -52,17 +52,17 @@ def bench(
             return checks, ()
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
             every = (
-                cast("TimedRound", partial(_longest_round, pool, setting, transport, check))
-                for pool, check in ((alone, 0), (ranks, 0), (ranks, 1))
+                cast("TimedRound", partial(_longest_round, group, setting, transport, check))
+                for group, check in ((alone, 0), (ranks, 0), (ranks, 1))
             )
             return checks, timings(*every, work_fraction=1 / setting.ranks, seconds=seconds)
 
 
 def _longest_round(
-    pool: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
+    ranks: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
 ) -> tuple[float, float]:
     """Seconds of a round on the slowest rank."""
-    forward, both = zip(*pool.run(time_round, setting, transport, check, n), strict=True)
+    forward, both = zip(*ranks.run(time_round, setting, transport, check, n), strict=True)
     return max(forward), max(both)
 
 

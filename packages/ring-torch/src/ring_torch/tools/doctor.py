@@ -74,12 +74,12 @@ def diagnose() -> Diagnosis:
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
     ways = tuple(_way_report(*way, _no_transport(way[1], device, found)) for way in WAYS)
     libraries = versions()
-    working = [way for way, one in zip(WAYS, ways, strict=True) if one.available]
+    ready = [way for way, one in zip(WAYS, ways, strict=True) if one.available]
     checks = chain(
         (check for kernel in able for check in self_test(kernel, device)),
-        ring_test(working, cuda=len(found) >= RANKS),
+        ring_test(ready, cuda=len(found) >= RANKS),
     )
-    most = len(doctor.RESULTS) * (len(able) + len(working))
+    most = len(doctor.RESULTS) * (len(able) + len(ready))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),

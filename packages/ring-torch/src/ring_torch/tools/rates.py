@@ -138,7 +138,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
             sys.stderr.write(f"no time of {name}, {sizes.option}, {sizes.dims}: {why}\n")
             continue
         runs[name] = found
-    forward, both = (_in_turns([one[n] for one in runs.values()], device) for n in range(2))
+    forward, both = (_in_turn([one[n] for one in runs.values()], device) for n in range(2))
     return {name: Times(*one) for name, *one in zip(runs, forward, both, strict=True)}
 
 
@@ -214,20 +214,20 @@ def _given(
     sizes: Sizes, length: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
     """``(q, k, v, dout, options)``: the same numbers in any dtype, rounded to what is timed."""
-    made = torch.Generator(device).manual_seed(length)
+    rng = torch.Generator(device).manual_seed(length)
 
-    def random(*shape: int, scale: float = 1.0) -> Tensor:
-        x = scale * torch.randn(shape, generator=made, device=device)
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        x = scale * torch.randn(shape, generator=rng, device=device)
         return x.to(DTYPES[device][0]).to(dtype)
 
     (heads, kv_heads), (dim, v_dim) = sizes.heads, sizes.dims
     scale = _SCALE if sizes.option == "softcap" else 1.0
-    q = random(1, length, heads, dim, scale=scale).requires_grad_()
-    k, v = (random(1, length, kv_heads, n).requires_grad_() for n in (dim, v_dim))
-    dout = random(1, length, heads, v_dim)
+    q = draw(1, length, heads, dim, scale=scale).requires_grad_()
+    k, v = (draw(1, length, kv_heads, n).requires_grad_() for n in (dim, v_dim))
+    dout = draw(1, length, heads, v_dim)
     options = {"mask": _mask(sizes.option, length), **_option(sizes, length, device)}
     if sizes.option == "bias":
-        options["bias"] = random(1, 1, length, length)
+        options["bias"] = draw(1, 1, length, length)
     return q, k, v, dout, options
 
 
@@ -265,7 +265,7 @@ def _document(length: int) -> int:
     return max(1, min(_DOCUMENT, length // 3))
 
 
-def _in_turns(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
+def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     """The median of each, in milliseconds."""
     calls = [max(1, min(_MOST_CALLS, int(_TURN / _seconds(run, 1, device)))) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]

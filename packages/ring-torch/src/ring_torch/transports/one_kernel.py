@@ -49,7 +49,7 @@ _FIRST = 2  # where in a header the number of the exchange stands
 _MOST_TABLES = 1024
 
 # The meeting of each group: a fact about the group, which is not ours to extend.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
+_state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)
@@ -138,9 +138,9 @@ def _programs(device: torch.device) -> int:
 def meeting_of(ring: Ranks) -> ExchangeState:
     """A group's meeting."""
     assert ring.group is not None
-    if ring.group not in _meetings:
-        _meetings[ring.group] = ExchangeState(ring)
-    return _meetings[ring.group]
+    if ring.group not in _state_of:
+        _state_of[ring.group] = ExchangeState(ring)
+    return _state_of[ring.group]
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _arrived(fetches: int | None) -> None:
 
 def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
     """What is fetched of a rank's keys, in slices that no fetch cuts."""
-    edges = sorted({edge for one in fetches for edge in (one.source.start, one.source.stop)})
+    edges = sorted({at for one in fetches for at in (one.source.start, one.source.stop)})
     return [
         slice(a, b)
         for a, b in pairwise(edges)

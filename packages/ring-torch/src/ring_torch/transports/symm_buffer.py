@@ -34,10 +34,10 @@ from ring_torch.comm.store import timeout_of
 
 _HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
 _MOST_VIEWS = 1024
-_CHANNEL, _CAPTURED = 0, 1  # of barriers, which must not be taken for each other
+_CHANNEL, _CAPTURE_CHANNEL = 0, 1  # of barriers, which must not be taken for each other
 
 # The window of each group: a fact about the group, which is not ours to extend.
-_windows: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
+_window_of: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
 
 
 @dataclass
@@ -104,14 +104,14 @@ class SymmetricMemory:
 def symm_buffer_of(ring: Ranks) -> SymmBuffer:
     """A group's window; all ranks are asked when it is first wanted."""
     assert ring.group is not None
-    if ring.group not in _windows:
-        _windows[ring.group] = SymmBuffer(ring)
-    return _windows[ring.group]
+    if ring.group not in _window_of:
+        _window_of[ring.group] = SymmBuffer(ring)
+    return _window_of[ring.group]
 
 
 def known_buffer(ring: Ranks) -> SymmBuffer | None:
     """A group's window, if its ranks have been asked."""
-    return None if ring.group is None else _windows.get(ring.group)
+    return None if ring.group is None else _window_of.get(ring.group)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class SymmBuffer:
             self._free = self.stream.record_event()
 
     def _barrier(self) -> None:
-        channel = _CAPTURED if is_capturing() else _CHANNEL
+        channel = _CAPTURE_CHANNEL if is_capturing() else _CHANNEL
         self.memory.handle.barrier(channel=channel, timeout_ms=self._patience)
 
     def join(self, stream: torch.cuda.Stream) -> None:
@@ -227,7 +227,7 @@ class Place(NamedTuple):
 
     host: int
     gpu: int
-    ordinal: int  # among the GPUs that its process sees
+    device: int  # among the GPUs that its process sees
 
 
 def here(device: int) -> Place:
@@ -270,7 +270,7 @@ def refusals(places: Sequence[Place], reaches: Sequence[Sequence[int]]) -> Itera
         return
     if len({place.gpu for place in places}) < len(places):
         yield "several ranks share a GPU"
-    elif len({place.ordinal for place in places}) < len(places) and not overlapped:
+    elif len({place.device for place in places}) < len(places) and not overlapped:
         yield (
             "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
             "for one GPU: let each process see all GPUs, or set "

@@ -121,11 +121,11 @@ class Sample(NamedTuple):
             )
             parts += [[mine.index_select(-1, columns).transpose(0, 1) for columns in theirs]]
         came = iter([torch.cat(x) for x in exchange(ring, parts, call.device)])
-        q, douts = next(came), None if dout is None else next(came)
+        q, sampled_dout = next(came), None if dout is None else next(came)
         q_ids = None if inputs.q_ids is None else next(came)
         bias = None if inputs.bias is None else next(came).transpose(0, 1)
         index = self._all_positions(call.plan.positions, "queries")
-        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, douts)
+        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, sampled_dout)
         k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
         position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
         keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
@@ -177,8 +177,8 @@ class Sample(NamedTuple):
         call, ring = self.call, self.call.ring
         note = "; ".join(found).encode()[:_NOTE].ljust(_NOTE, b"\0")
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
-        notes = exchange(ring, [[mine] * ring.size], call.device)[0]
-        words = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in notes]
+        every = exchange(ring, [[mine] * ring.size], call.device)[0]
+        words = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in every]
         if not any(words):
             return None
         lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(words) if text)

@@ -64,8 +64,8 @@ class Watch(TorchDispatchMode):
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def _add_read(self, nbytes: int) -> None:
-        self.read += nbytes
+    def _add_read(self, size: int) -> None:
+        self.read += size
 
     def _mark(self) -> None:
         if self._device.type != "cuda":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram
-from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, recorded
+from ring_torch.kernels.fa4.hopper import Function, HopperSplitBackward, calls_of
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, capability
 from ring_torch.kernels.flash_library import (
@@ -19,7 +19,7 @@ from ring_torch.kernels.flash_library import (
     HeadDims,
     Options,
     Pass,
-    rounded_up,
+    padded_to,
 )
 from ring_torch.records import AttentionState
 
@@ -60,10 +60,10 @@ class Flash4:
             lse = place.lse if _has_lse(q, v, options) else None
             launch(
                 q.detach(), k.detach(), v.detach(), place.out, lse, *before, modded.sinks,
-                modded.launched_lists(q), modded.launched_numbers(), *after,
+                modded.launch_lists(q), modded.launch_numbers(), *after,
             )  # fmt: skip
         else:
-            with recorded(_module()._flash_attn_fwd) as (calls,):
+            with calls_of(_module()._flash_attn_fwd) as (calls,):
                 _forward(q, k, v, options, modded, place)
             ((launch, given),) = calls
             if len(self._launches) >= _MOST_LAUNCHES:
@@ -158,10 +158,10 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
     if widest > _WIDE and capability()[0] != 9:
         return None
     if direction == "forward" and capability()[0] == 9:
-        return HeadDims(rounded_up(head_dim, 16), rounded_up(v_head_dim, 16))
+        return HeadDims(padded_to(head_dim, 16), padded_to(v_head_dim, 16))
     if v_head_dim <= _WIDE < head_dim <= 192:
         return HeadDims(192, _WIDE)
-    dim = rounded_up(widest, 32 if widest <= _WIDE else 16)
+    dim = padded_to(widest, 32 if widest <= _WIDE else 16)
     return HeadDims(dim, dim)
 
 

@@ -74,8 +74,8 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list_blocks(
-    outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens, outers, inners,
-    outer_step, inner_step,
+    outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens,
+    outer_count, inner_count, outer_step, inner_step,
     OUTER_SIZE: tl.constexpr, INNER_SIZE: tl.constexpr, OUTER_PADDED: tl.constexpr,
     INNER_PADDED: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
@@ -86,13 +86,16 @@ def _list_blocks(
     ids = tl.load(outer_ids + batch * outer_tokens + at, mask=inside, other=0)
     least = tl.min(tl.where(inside, ids, 2147483647), axis=0)
     largest = tl.max(tl.where(inside, ids, -2147483648), axis=0)
-    row = (batch * outers + outer) * inners
-    partial_place, full_place = blocks + row, blocks + tl.num_programs(1) * outers * inners + row
-    partials, fulls = 0, 0
-    for start in range(0, inners, INNER):
+    row = (batch * outer_count + outer) * inner_count
+    partial_place, full_place = (
+        blocks + row,
+        blocks + tl.num_programs(1) * outer_count * inner_count + row,
+    )
+    partial_count, full_count = 0, 0
+    for start in range(0, inner_count, INNER):
         inner = start + tl.arange(0, INNER)
         kind = tl.load(
-            kinds + outer * outer_step + inner * inner_step, mask=inner < inners, other=EMPTY
+            kinds + outer * outer_step + inner * inner_step, mask=inner < inner_count, other=EMPTY
         )
         place = tl.arange(0, INNER_PADDED)[None, :]
         place_at = inner[:, None] * INNER_SIZE + place
@@ -106,9 +109,11 @@ def _list_blocks(
         full = meets & alike & (kind == FULL)
         partial = (meets & ~full).to(tl.int32)
         full = full.to(tl.int32)
-        tl.store(partial_place + partials + tl.cumsum(partial, 0) - 1, inner, mask=partial != 0)
-        tl.store(full_place + fulls + tl.cumsum(full, 0) - 1, inner, mask=full != 0)
-        partials += tl.sum(partial, axis=0)
-        fulls += tl.sum(full, axis=0)
-    tl.store(counts + batch * outers + outer, partials)
-    tl.store(counts + (tl.num_programs(1) + batch) * outers + outer, fulls)
+        tl.store(
+            partial_place + partial_count + tl.cumsum(partial, 0) - 1, inner, mask=partial != 0
+        )
+        tl.store(full_place + full_count + tl.cumsum(full, 0) - 1, inner, mask=full != 0)
+        partial_count += tl.sum(partial, axis=0)
+        full_count += tl.sum(full, axis=0)
+    tl.store(counts + batch * outer_count + outer, partial_count)
+    tl.store(counts + (tl.num_programs(1) + batch) * outer_count + outer, full_count)

@@ -116,7 +116,7 @@ def _compiled(
     functions = (
         module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert,
     )  # fmt: skip
-    with recorded(*functions) as (before, main, after):
+    with calls_of(*functions) as (before, main, after):
         module._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=1.0, causal=causal, window_size_left=left,
             window_size_right=right,
@@ -133,12 +133,12 @@ Calls = list[tuple[Function, tuple[Any, ...]]]
 
 
 @contextmanager
-def recorded(*functions: Any) -> Iterator[tuple[Calls, ...]]:
+def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
     """What each of some functions of the library calls of what it has compiled, and with what."""
     kept = [function.compile_cache for function in functions]
     calls: tuple[Calls, ...] = tuple([] for _ in functions)
     for function, cache, into in zip(functions, kept, calls, strict=True):
-        function.compile_cache = _Recorder(cache, into)
+        function.compile_cache = _CallCache(cache, into)
     try:
         yield calls
     finally:
@@ -147,7 +147,7 @@ def recorded(*functions: Any) -> Iterator[tuple[Calls, ...]]:
 
 
 @dataclass(frozen=True)
-class _Recorder:
+class _CallCache:
     """A cache of compiled functions that notes which are called."""
 
     cache: Any

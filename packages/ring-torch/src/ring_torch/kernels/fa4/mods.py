@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
         bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
             together; the last two show nothing and all.
         tiles: Address of the number of each tile of the rectangle, int32, and some beyond it.
-        across: How many of them there are in a row.
+        tiles_per_row: How many of them there are in a row.
         q_len, k_len: Rows and columns.
         q_first, k_first: The first row's position, and the first column's.
         lo, hi: The band, ``lo <= i - j <= hi``.
@@ -66,7 +66,7 @@ class Numbers(NamedTuple):
     k_ids: int = 0
     bits: int = 0
     tiles: int = 0
-    across: int = 0
+    tiles_per_row: int = 0
     q_len: int = 0
     k_len: int = 0
     q_first: int = 0
@@ -74,7 +74,7 @@ class Numbers(NamedTuple):
     lo: int = 0
     hi: int = 0
 
-    def typed(self) -> tuple[Any, ...]:
+    def as_args(self) -> tuple[Any, ...]:
         """As the library takes them."""
         addresses = {"slopes", "q_at", "k_at", "q_ids", "k_ids", "bits", "tiles"}
         return tuple(
@@ -104,9 +104,9 @@ def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
                 given = Numbers(*aux_scalars)
                 head, row = head_idx[n], q_idx[n]
                 if const_expr(packed > 1):
-                    head = _divided(head_idx[0], packed)
+                    head = _floordiv(head_idx[0], packed)
                     row = row * packed + head_idx[n] - head * packed
-                slope = _constant(given.slopes, batch_idx[0] * given.slopes_batch + head)
+                slope = _load(given.slopes, batch_idx[0] * given.slopes_batch + head)
                 if const_expr(alibi == "read"):
                     far = _at(given.q_at, Float32)[row] - _at(given.k_at, Float32)[kv_idx[n]]
                 else:
@@ -174,10 +174,10 @@ def mask_mod(
             k_id = _at(given.k_ids, Int32)[batch_idx[0] * given.k_len + column]
             shown = shown & (q_id == k_id) & (q_id >= 0)
         if const_expr(tiles):
-            line, bit = (j, i) if const_expr(by_columns) else (i, j)
-            tile = _at(given.tiles, Int32)[(i >> 7) * given.across + (j >> 7)]
-            word = _at(given.bits, Int32)[(tile * 128 + (line & 127)) * 4 + ((bit & 127) >> 5)]
-            shown = shown & (((word >> (bit & 31)) & 1) != 0)
+            outer, inner = (j, i) if const_expr(by_columns) else (i, j)
+            tile = _at(given.tiles, Int32)[(i >> 7) * given.tiles_per_row + (j >> 7)]
+            word = _at(given.bits, Int32)[(tile * 128 + (outer & 127)) * 4 + ((inner & 127) >> 5)]
+            shown = shown & (((word >> (inner & 31)) & 1) != 0)
         return scalar_to_ssa(shown, Boolean)
 
     return seen
@@ -190,7 +190,7 @@ def _falling(score, cap):
 
 
 @cute.jit
-def _divided(number, by):
+def _floordiv(number, by):
     """``number // by`` of what is no less than 0."""
     if const_expr(by & (by - 1) == 0):
         return number >> (by.bit_length() - 1)
@@ -198,7 +198,7 @@ def _divided(number, by):
 
 
 @dsl_user_op
-def _constant(address, index, *, loc=None, ip=None):
+def _load(address, index, *, loc=None, ip=None):
     """A float32 that nothing writes meanwhile: read ahead of waits for matrix products, too."""
     at = address + Int64(index) * 4
     read = ("ld.global.nc.f32 $0, [$1];", "=f,l")

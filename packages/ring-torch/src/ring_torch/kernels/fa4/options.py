@@ -59,7 +59,7 @@ class Modded(NamedTuple):
         kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
         addresses = {name: x.data_ptr() for name, x in kept.items()}
         numbers = functions.Numbers(**addresses, **_other_numbers(mods, kept, rule))
-        found = found._replace(numbers=numbers.typed(), kept=tuple(kept.values()))
+        found = found._replace(numbers=numbers.as_args(), kept=tuple(kept.values()))
         if masked is None:
             return found
         lists = _lists(direction, q, v, masked, mods)
@@ -76,14 +76,14 @@ class Modded(NamedTuple):
         has = self.numbers is not None, self.sinks is not None
         return self.score_mod, self.mask_mod, size, *has
 
-    def launched_lists(self, q: Tensor) -> tuple[Any, ...] | None:
+    def launch_lists(self, q: Tensor) -> tuple[Any, ...] | None:
         """The lists as a compiled function takes them, for each sequence and head."""
         if self.lists is None:
             return None
         each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists[:4])
         return *each, None, None, None, None
 
-    def launched_numbers(self) -> Any:
+    def launch_numbers(self) -> Any:
         """What the functions read, as a compiled function takes it."""
         return import_module("flash_attn.cute.utils").AuxData(None, self.numbers)
 
@@ -163,7 +163,7 @@ def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> di
             "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
         }  # fmt: skip
     if "tiles" in kept:
-        found["across"] = kept["tiles"].shape[1]
+        found["tiles_per_row"] = kept["tiles"].shape[1]
     return found
 
 

@@ -25,7 +25,7 @@ _LEAST_CAPABILITY = 80  # compute capability
 #: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
 #: What each tensor's strides are called.
-_ROLES = {"dout": "out", "delta": "lse"}
+_KINDS = {"dout": "out", "delta": "lse"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +121,8 @@ class Launch:
         """What a kernel is compiled for."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
-        for role, x in tensors.items():
-            step = f"{_ROLES.get(role, role).upper()}_STEP"
+        for kind, x in tensors.items():
+            step = f"{_KINDS.get(kind, kind).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
         dropped = dropout_threshold(params.dropout_p) if params.dropout_p > 0 else None
@@ -262,8 +262,8 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, x in tensors.items():
         if name == "dbias":
             continue
-        role, head_dim = _ROLES.get(name, name), 2 if x.ndim == 4 else 1
-        found |= {f"{role}_batch": x.stride(0), f"{role}_head": x.stride(head_dim)}
+        kind, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
+        found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
     return found
 
 
