@@ -63,7 +63,7 @@ SLOW_ON_TPU = (
     "test_options_compile", "test_other_cases", "test_other_layouts_compile",
     "test_in_one_program[everything", "test_forward_and_backward",
     *(f"test_compiles[{chip}-True" for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
-    *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2")),
+    *(f"test_compiles[{chip}-False" for chip in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1")),
     *(f"test_forward[{chip}" for chip in ("v4", "v5p", "v6e", "tpu7x")),
     *(f"test_where_the_compiler_is_told_to_drop_barriers[{chip}"
       for chip in ("v4", "v5p", "v6e", "tpu7x", "v5e:2x2-False")),
