@@ -118,10 +118,10 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     return found | {name: has for name in libraries if (has := installed(name))}
 
 
-def installed(name: str) -> str | None:
+def installed(library: str) -> str | None:
     """The version of a library, ``None`` where there is none."""
     try:
-        return version(name)
+        return version(library)
     except PackageNotFoundError:
         return None
 
