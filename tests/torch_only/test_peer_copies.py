@@ -15,15 +15,13 @@ from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from internals.torch import (
     ONE_GROUP,
-    GatherSession,
     HeadGroups,
-    SessionSpec,
-    agree,
+    Ranks,
+    one_kernel,
     peer_copies,
     prepare,
-    room_of,
-    sessions,
     strategies,
+    symm_buffer,
 )
 from tolerances import assert_close
 
@@ -52,14 +50,10 @@ def on_a_rank(
     OnFiles.folder = folder
     buffers: list[BufferOnFiles] = []
 
-    def opened(spec: SessionSpec) -> GatherSession:
-        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+    def buffer_of(ring: Ranks) -> BufferOnFiles:
         if not buffers:
-            buffers.append(BufferOnFiles(spec.ranks))
-        room = room_of(spec.plan, spec.keys, spec.acc_dtype) if spec.needs_grad else 0
-        buffers[0].reserve(spec.groups * (spec.keys.message.size + room))
-        window: Any = buffers[0]
-        return peer_copies.PeerCopies(spec, window, room, 0)
+            buffers.append(BufferOnFiles(ring))
+        return buffers[0]
 
     prepare._prepare.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
@@ -68,7 +62,8 @@ def on_a_rank(
         patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
         patched.setattr(peer_copies, "_cuda", lambda: None)
         patched.setattr(peer_copies, "has_triton", lambda: triton)
-        patched.setattr(sessions, "TRANSPORTS", {"symm_mem": opened})
+        patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
+        patched.setattr(one_kernel, "fits_one_kernel", lambda *_: False)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
         patched.setattr(strategies, "head_groups_of", lambda *_: groups)
         if lost:
