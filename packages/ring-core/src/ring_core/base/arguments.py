@@ -175,7 +175,7 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
     return shown
 
 
-def known[T](x: T | None) -> T:
+def not_none[T](x: T | None) -> T:
     """What cannot be ``None`` here."""
     assert x is not None
     return x

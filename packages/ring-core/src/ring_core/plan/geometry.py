@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.layouts.layout import Layout
 from ring_core.masks import band
 from ring_core.masks.band import UNBOUNDED, Rectangles
@@ -131,7 +131,7 @@ class BandGeometry:
 
         ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
         """
-        cells = known(self.boundaries)
+        cells = not_none(self.boundaries)
         if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
@@ -152,7 +152,7 @@ class BandGeometry:
         return np.maximum(q_first, k_first), np.minimum(q_last, k_last)
 
     def _cell(self, position: Ints) -> Ints:
-        boundaries = known(self.boundaries)
+        boundaries = not_none(self.boundaries)
         cell = np.searchsorted(boundaries, position, side="right") - 1
         return np.clip(cell, 0, boundaries.size - 2)
 
@@ -187,7 +187,7 @@ class BandGeometry:
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of each rectangle inside one cell each."""
-        boundaries, stride = known(self.boundaries), self.q_layout.stride
+        boundaries, stride = not_none(self.boundaries), self.q_layout.stride
         start, stop = boundaries[cell], boundaries[cell + 1]
         # Local index n of a run stands at position zero + stride * n: round up to the next one.
         q_start, q_stop = -((q_zero - start) // stride), -((q_zero - stop) // stride)
@@ -196,7 +196,7 @@ class BandGeometry:
 
     def _count_by_cell(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Striped layouts cut every cell differently on every rank: count cell by cell."""
-        cells = known(self.boundaries).size - 1
+        cells = not_none(self.boundaries).size - 1
         flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
         q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
         total = np.zeros(flat.lo.shape[0], dtype=np.int64)
@@ -211,7 +211,7 @@ class BandGeometry:
     @cached_property
     def _pairs_before(self) -> Ints:
         """Visible pairs of all whole cells before each boundary."""
-        length = np.diff(known(self.boundaries))
+        length = np.diff(not_none(self.boundaries))
         lo, hi = band.local_band(0, 0, 1, self.mask.band)
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_kind, check_size, known
+from ring_core.base.arguments import check_index, check_kind, check_size, not_none
 from ring_core.base.tiles import TILE
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
@@ -113,7 +113,7 @@ class Plan:
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         options: dict[str, Any] = {}
         if doc_stop > doc_start:
-            cuts = known(self.boundaries)[doc_start : doc_stop + 1]
+            cuts = not_none(self.boundaries)[doc_start : doc_stop + 1]
             options["cu_q"] = np.searchsorted(self.q_positions(q_rank)[q_start:q_stop], cuts)
             options["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
         if self.blocks is not None:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.base.tiles import EMPTY, FULL, PARTIAL, TILE
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
@@ -131,7 +131,7 @@ class BlockGeometry:
         """
         q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
         k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
-        predicate = known(self.mask.predicate)
+        predicate = not_none(self.mask.predicate)
         try:
             seen = np.asarray(predicate(q_pos, k_pos))
             np.broadcast_to(seen, (q_pos.size, k_pos.size))

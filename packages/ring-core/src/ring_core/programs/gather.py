@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_kind, known
+from ring_core.base.arguments import check_index, check_kind, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
@@ -206,7 +206,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         cu_q = cu_k = None
         if doc_stop > doc_start:
-            cuts = known(geometry.boundaries)[doc_start : doc_stop + 1]
+            cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
             cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
             cu_k = np.clip(cuts, k_start, k_stop) - k_start
         band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_index, check_kind, known
+from ring_core.base.arguments import check_choice, check_index, check_kind, not_none
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.plan.items import WorkItem
@@ -81,7 +81,7 @@ class RingProgram:
         if (rank, step) not in self._remote:
             other = np.array([(rank + shift) % self.plan.cp_size])
             _, rows = step_rows(helps, self.plan.geometry, other, np.array([rank]))
-            self._remote[rank, step] = self.plan.work_items(known(rows), 0, rank, int(other[0]))
+            self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(other[0]))
         return self._remote[rank, step]
 
     def table(self, step: int) -> Table:

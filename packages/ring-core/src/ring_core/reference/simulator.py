@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import check_choice, check_kind, known
+from ring_core.base.arguments import check_choice, check_kind, not_none
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
@@ -119,7 +119,7 @@ def simulate(
     )  # fmt: skip
     if dout is None:
         return result.out, result.lse
-    return result.out, result.lse, *map(known, (result.dq, result.dk, result.dv))
+    return result.out, result.lse, *map(not_none, (result.dq, result.dk, result.dv))
 
 
 def run(
@@ -185,12 +185,12 @@ def _results(
 
     _start_backward(plan, ranks, *upstream, precision)
     home = _backward(program, ranks, params, last)
-    dq = _gather(plan.positions, [known(rank.dq) for rank in ranks], axis=1)
+    dq = _gather(plan.positions, [not_none(rank.dq) for rank in ranks], axis=1)
     dk = _gather(plan.k_positions, [grad.dk for grad in home], axis=1)
     dv = _gather(plan.k_positions, [grad.dv for grad in home], axis=1)
     dbias = None
     if given.bias is not None:
-        dbias = _gather(plan.positions, [known(rank.dbias) for rank in ranks], axis=2)
+        dbias = _gather(plan.positions, [not_none(rank.dbias) for rank in ranks], axis=2)
     dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
@@ -242,13 +242,13 @@ def _backward(
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
     q, rows = rank.queries_of(item)
-    dout, delta = known(rank.dout)[:, item.q_slice], known(rank.delta)[:, :, item.q_slice]
+    dout, delta = not_none(rank.dout)[:, item.q_slice], not_none(rank.delta)[:, :, item.q_slice]
     k, v, lse = kv.k[:, item.k_slice], kv.v[:, item.k_slice], rank.lse[:, :, item.q_slice]
     columns = kv.side.take(item.k_slice)
     dq, dk, dv, dlogits = item_kernel.backward(
         dout, q, k, v, lse, delta, rows, columns, item, params
     )
-    known(rank.dq)[:, item.q_slice] += dq
+    not_none(rank.dq)[:, item.q_slice] += dq
     grad.dk[:, item.k_slice] += dk
     grad.dv[:, item.k_slice] += dv
     if rank.dbias is not None:
@@ -313,7 +313,7 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
     for rank in ranks:
         safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
-        total -= (share * known(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
+        total -= (share * not_none(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
     return total
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
 from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
@@ -175,7 +175,7 @@ class KernelBase:
         column_grads.dk.add_(grads.dk)
         column_grads.dv.add_(grads.dv)
         if row_grads.dbias is not None:
-            row_grads.dbias.add_(known(grads.dbias))
+            row_grads.dbias.add_(not_none(grads.dbias))
 
 
 class AccumulatingKernel(KernelBase):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.triton.tile_sizes import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 
@@ -146,7 +146,7 @@ def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid
 
 def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int32]:
     """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
-    tiles, index = known(item.tiles), known(geometry.tiles)[1][item.q_rank, item.kv_rank]
+    tiles, index = not_none(item.tiles), not_none(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
     which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
     which = np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2))
@@ -155,7 +155,7 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
-    geometry = known(grid.geometry)
+    geometry = not_none(grid.geometry)
     sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
     which = tile_numbers(item, geometry)
     some, every = (
@@ -180,7 +180,7 @@ def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) 
 
 @lru_cache(maxsize=32)
 def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Flags]:
-    return parts_of_tiles(known(geometry.tiles)[0], rows, columns)
+    return parts_of_tiles(not_none(geometry.tiles)[0], rows, columns)
 
 
 def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.base.capabilities import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.philox import dropout_keep
@@ -101,7 +101,7 @@ class EagerKernel(AccumulatingKernel):
             safe = torch.where(
                 lse == -torch.inf, torch.inf, lse
             )  # probabilities of such rows are 0
-            delta = known(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            delta = not_none(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             dq = torch.zeros_like(q)
             for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
@@ -185,7 +185,7 @@ class ScoreBlocks:
             by_head = by_head + bias
             visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
         if rows.slopes is not None:
-            distance = (known(rows.position)[i, None] - known(self.columns.position)[j]).abs()
+            distance = (not_none(rows.position)[i, None] - not_none(self.columns.position)[j]).abs()
             by_head = by_head - rows.slopes[:, :, None, None].to(x.dtype) * distance.to(x.dtype)
         if visible is None:
             return by_head.reshape(x.shape), slope, None
@@ -194,7 +194,7 @@ class ScoreBlocks:
 
     def _bias(self, bias: Tensor, i: slice, j: slice) -> Tensor:
         """A block of the bias, ``[B or 1, H or 1, n, m]``."""
-        return bias[:, :, i].index_select(-1, known(self.columns.position)[j])
+        return bias[:, :, i].index_select(-1, not_none(self.columns.position)[j])
 
     def _is_shown(self, i: slice, j: slice) -> bool:
         """Whether a mask inside the bias shows anything of a block."""
@@ -209,7 +209,7 @@ class ScoreBlocks:
         if p == 0:
             return None
         batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
-        index, position = known(self.rows.indices)[i], known(self.columns.position)[j]
+        index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
         kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
         return kept.to(like.dtype).div_(1 - p).view(like.shape)
 
@@ -219,7 +219,7 @@ class ScoreBlocks:
         for dim in (0, 1):
             if dbias.shape[dim] == 1:
                 grad = grad.sum(dim=dim, keepdim=True)
-        dbias[:, :, i].index_add_(-1, known(self.columns.position)[j], grad.to(dbias.dtype))
+        dbias[:, :, i].index_add_(-1, not_none(self.columns.position)[j], grad.to(dbias.dtype))
 
     def _by_head(self, x: Tensor, i: slice) -> Tensor:
         """``[B, K, G * n, m]`` as ``[B, H, n, m]``."""
@@ -266,7 +266,10 @@ class ScoreBlocks:
 
     def _rule(self, i: slice, j: slice) -> Tensor:
         """The mask's whole rule on a block, for predicates."""
-        q_pos, k_pos = known(self.rows.position)[i, None], known(self.columns.position)[None, j]
+        q_pos, k_pos = (
+            not_none(self.rows.position)[i, None],
+            not_none(self.columns.position)[None, j],
+        )
         seen = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
         visible = seen.expand(q_pos.shape[0], k_pos.shape[1])
         if self.params.boundaries is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import KernelBase, SplitBackward
 from ring_torch.kernels.flash_library import (
@@ -302,7 +302,7 @@ def _with_mods(
 @capture_safe_cache(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """The documents of an item, once for each sequence of a batch."""
-    sides = known(item.cu_q), known(item.cu_k)
+    sides = not_none(item.cu_q), not_none(item.cu_k)
     every = (
         np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import KernelParams
 
@@ -288,7 +288,7 @@ def _operands(
         for x in (queries.q, queries.dout)
     )
     k, v = (torch.where(k_seen, x, 0).to(acc_dtype) for x in (keys.k, keys.v))
-    return known(q), dout, k, v
+    return not_none(q), dout, k, v
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:

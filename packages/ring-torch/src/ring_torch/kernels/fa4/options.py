@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
@@ -212,7 +212,7 @@ def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
-    tiles = known(geometry.tiles)[0]
+    tiles = not_none(geometry.tiles)[0]
     if by_columns:
         cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)
         tiles = np.packbits(cells, axis=2, bitorder="little")
@@ -227,5 +227,5 @@ def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Ten
     Blocks may reach two tiles beyond the rectangle.
     """
     which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
-    count = len(known(geometry.tiles)[0])
+    count = len(not_none(geometry.tiles)[0])
     return torch.as_tensor(np.where(which < 0, count + 2 + which, which), device=device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_core import BlockGeometry, KernelConfig, WorkItem
-from ring_core.base.arguments import known
+from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass
 from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, stages_that_fit
@@ -277,7 +277,7 @@ def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torc
 @capture_safe_cache(maxsize=256)
 def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
     """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
-    cu_q, cu_k = known(item.cu_q), known(item.cu_k)
+    cu_q, cu_k = not_none(item.cu_q), not_none(item.cu_k)
     outer, inner = (cu_k, cu_q) if k_major else (cu_q, cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
     return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
@@ -286,7 +286,7 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
     """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
-    return torch.tensor(known(geometry.tiles)[0].view(np.int32), device=device)
+    return torch.tensor(not_none(geometry.tiles)[0].view(np.int32), device=device)
 
 
 @capture_safe_cache(maxsize=256)
