@@ -1,6 +1,6 @@
 """Change ring_core in thousands of small ways and list the changes no test notices.
 
-``nox -s mutants`` runs the modules that decide what is computed; ``nox -s mutants -- masks/band`` one.
+``nox -s mutants`` runs the modules that decide what is computed, with ``-- masks/band`` that one.
 Works on a copy in ``out/mutants``: sources where mutmut looks for them, and the tests that kill
 fastest. A run that is cut off goes on where it ended, unless sources or tests changed. ``--json
 FILE`` keeps the counts. Where a change that no test notices makes no difference,
