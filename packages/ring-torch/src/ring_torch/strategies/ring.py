@@ -163,28 +163,35 @@ class RotatingKeyGrads:
     def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call = call
         self._packing = packing
-        self._sums: dict[bool, Tensor] = {}  # by whether they are of the own keys
+        self._home: Tensor | None = None
+        self._current: Tensor | None = None
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
-        """Accumulators of the own keys, or of the kv ones; zero when first asked for."""
-        if home not in self._sums:
-            self._sums[home] = self._packing.buffer(self._call.device).zero_()
-        return KeyGrads(*self._packing.views(self._sums[home]))
+        """Accumulators of the own keys, or of those it holds for now; zero when first asked for."""
+        buffer = self._home if home else self._current
+        if buffer is None:
+            buffer = self._packing.buffer(self._call.device).zero_()
+            if home:
+                self._home = buffer
+            else:
+                self._current = buffer
+        return KeyGrads(*self._packing.views(buffer))
 
     def hop(self, hop: int | None, *, home: bool) -> None:
-        """Add what arrived to what was computed, and start key_grads the sum on."""
+        """Add what arrived to what was computed, and send the sum on."""
         self._transfer.wait()
-        total, arrived = self._sums.pop(home, None), self._arriving
-        self._arriving, self._transfer = None, DONE
-        if total is None:
-            total = arrived
-        elif arrived is not None:
+        computed, arrived = self._home if home else self._current, self._arriving
+        if computed is None or arrived is None:
+            total = computed if arrived is None else arrived
+        else:
             acc_dtype = self._call.acc_dtype
-            total.view(acc_dtype).add_(arrived.view(acc_dtype))
-        if home and total is not None:
-            self._sums[home] = total
+            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
+            total = computed
+        self._current, self._arriving, self._transfer = None, None, DONE
+        if home:
+            self._home = total
         if hop is None:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
