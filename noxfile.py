@@ -241,9 +241,10 @@ def packaging(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False, tags=["ci"])
 def ci(session: nox.Session) -> None:
-    """Run all that has to pass before a change is accepted, two sessions at a time.
+    """Run all that has to pass before a change is accepted, three sessions at a time.
 
-    Installing, types and pages take one core whatever there are; the tests of a session get half.
+    Installing, types and pages take one core whatever there are; the tests of a session get half. A
+    third session has the cores while tests of the others wait for ranks that were lost.
     """
     env = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str(max(1, (os.cpu_count() or 1) // 2))}
 
@@ -255,7 +256,7 @@ def ci(session: nox.Session) -> None:
         )  # fmt: skip
 
     failed = []
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         for future in as_completed([pool.submit(run, name) for name in CI]):
             name, ended = future.result()
             sys.stdout.write(ended.stdout)
