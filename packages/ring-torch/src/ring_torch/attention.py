@@ -147,8 +147,9 @@ def attend(
     """
     x = _as_autocast(x)
     if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
-        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        options = options._replace(deterministic=not only_warns)
+        options = options._replace(
+            deterministic=not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
     if isinstance(options.mask, Tensor):
         x, options = with_dense_mask(x, options, _size_of(group))
     run = _run
@@ -187,8 +188,10 @@ def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
-    masked = torch.where(shown, zero, hidden)
-    return x._replace(bias=masked), options._replace(mask=None, bias_masks=True)
+    return (
+        x._replace(bias=torch.where(shown, zero, hidden)),
+        options._replace(mask=None, bias_masks=True),
+    )
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001

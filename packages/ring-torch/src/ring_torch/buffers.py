@@ -29,8 +29,12 @@ class BufferSpec:
         for shape, dtype in parts:
             offsets.append(at)
             at += -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        shapes = tuple(tuple(shape) for shape, _ in parts)
-        return cls(shapes, tuple(dtype for _, dtype in parts), tuple(offsets), at)
+        return cls(
+            tuple(tuple(shape) for shape, _ in parts),
+            tuple(dtype for _, dtype in parts),
+            tuple(offsets),
+            at,
+        )
 
     @property
     def as_bytes(self) -> tuple[tuple[int, ...], torch.dtype]:

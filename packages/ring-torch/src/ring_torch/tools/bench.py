@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
@@ -16,6 +15,7 @@ from ring_core.tools.doctor import Check
 from ring_torch import tripwire
 from ring_torch.attention import ring_attention
 from ring_torch.local import LocalRanks
+from ring_torch.tools.rates import seconds_of
 
 RingChecks = Callable[..., Iterator[Check]]  # ``doctor.ring_checks``
 PATIENCE = 600.0  # seconds for a round
@@ -73,13 +73,12 @@ def time_round(
 
     ``check`` is every which call the tripwire checks.
     """
-    cuda = torch.cuda.is_available()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1000 * seed + rank)
     length, dtype = setting.seq_len // dist.get_world_size(), getattr(torch, setting.dtype)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
     q, k, v, dout = (
-        torch.randn(1, length, h, setting.head_dim, dtype=dtype, device="cuda" if cuda else "cpu")
-        for h in heads
+        torch.randn(1, length, h, setting.head_dim, dtype=dtype, device=device) for h in heads
     )
     attend = partial(
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
@@ -95,15 +94,9 @@ def time_round(
         torch.autograd.grad(attend(*inputs), inputs, dout)
 
     with tripwire.check(check):
-        return _seconds(forward, cuda=cuda), _seconds(both, cuda=cuda)
+        return _seconds(forward, device), _seconds(both, device)
 
 
-def _seconds(run: Callable[[], None], *, cuda: bool) -> float:
-    if cuda:
-        torch.cuda.synchronize()
+def _seconds(run: Callable[[], None], device: str) -> float:
     dist.barrier()
-    start = time.perf_counter()
-    run()
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return seconds_of(run, 1, device)

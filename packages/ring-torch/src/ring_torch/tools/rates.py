@@ -96,8 +96,7 @@ def renew(
     found: list[Case] = []
     with progress(len(cases), "case") as bar:
         for sizes in cases:
-            times = _times(sizes, length, device)
-            if times:
+            if times := _times(sizes, length, device):
                 found.append(_case(sizes, length, capability, times, versions))
             bar.update()
     table = Rates((*found, *kept))
@@ -186,8 +185,9 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
         visible = visible & (ids[:, None, :, None] == ids[:, None, None])
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     if "dropout_p" in options:
-        seed = options["dropout_seed"]
-        kept = dropout_keep(_DROPOUT, seed, range(len(q)), sizes.heads[0], at, at)
+        kept = dropout_keep(
+            _DROPOUT, options["dropout_seed"], range(len(q)), sizes.heads[0], at, at
+        )
         weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(group, dim=2))
@@ -233,19 +233,15 @@ def _given(
 
 def _option(sizes: Sizes, length: int, device: str) -> dict[str, Any]:
     """What a call is given, beside its mask and a bias."""
-    match sizes.option:
-        case "softcap":
-            return {"softcap": _CAP}
-        case "alibi":
-            numbers = torch.arange(1, sizes.heads[0] + 1, device=device)
-            return {"alibi_slopes": torch.exp2(-8 / sizes.heads[0] * numbers)}
-        case "segment_ids":
-            ids = torch.arange(length, device=device) // _document(length)
-            return {"segment_ids": ids.int()[None]}
-        case "dropout":
-            return {"dropout_p": _DROPOUT, "dropout_seed": 7}
-        case _:
-            return {}
+    ids = torch.arange(length, device=device) // _document(length)
+    numbers = torch.arange(1, sizes.heads[0] + 1, device=device)
+    options: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": _CAP},
+        "alibi": {"alibi_slopes": torch.exp2(-8 / sizes.heads[0] * numbers)},
+        "segment_ids": {"segment_ids": ids.int()[None]},
+        "dropout": {"dropout_p": _DROPOUT, "dropout_seed": 7},
+    }
+    return options.get(sizes.option, {})
 
 
 def _mask(option: Option, length: int) -> Mask:
@@ -267,15 +263,15 @@ def _document(length: int) -> int:
 
 def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     """The median of each, in milliseconds."""
-    calls = [max(1, min(_MOST_CALLS, int(_TURN / _seconds(run, 1, device)))) for run in runs]
+    calls = [max(1, min(_MOST_CALLS, int(_TURN / seconds_of(run, 1, device)))) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]
     for n in range(ROUNDS):
         for at in ((n + m) % len(runs) for m in range(len(runs))):  # another first each time
-            seconds[at].append(_seconds(runs[at], calls[at], device))
+            seconds[at].append(seconds_of(runs[at], calls[at], device))
     return [float(f"{1e3 * statistics.median(each):.4g}") for each in seconds]
 
 
-def _seconds(run: Callable[[], object], calls: int, device: str) -> float:
+def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
     """Of one of so many calls, of which a GPU is given the next while it computes."""
     if device == "cuda":
         torch.cuda.synchronize()
