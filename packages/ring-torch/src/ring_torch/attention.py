@@ -196,12 +196,10 @@ def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
-    """Ranks of a group."""
     return ranks_of(group).size
 
 
 def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``."""
     _check_transforms()
     ring = ranks_of(group)
     call, inputs = check_call(ring, ring.next_call(), layout, x, options)

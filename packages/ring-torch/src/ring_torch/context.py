@@ -232,8 +232,11 @@ def _reduce_gradients(ring: Ranks, model: nn.Module) -> None:
             )
     if ring.size == 1 or not weights:
         return
-    used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
-    used = used.to(weights[0].device)
+    used = torch.tensor(
+        [weight.grad is not None for weight in weights],
+        dtype=torch.int32,
+        device=weights[0].device,
+    )
     with collective(ring, "reduce_gradients"):
         dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
     gradients = []
@@ -243,8 +246,7 @@ def _reduce_gradients(ring: Ranks, model: nn.Module) -> None:
             gradients.append(weight.grad)
     for bucket in _each_bucket(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        if flat.dtype in {torch.bfloat16, torch.float16}:
-            flat = flat.float()
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         with collective(ring, "reduce_gradients"):
             dist.all_reduce(flat, group=ring.group)
         sizes = [gradient.numel() for gradient in bucket]
@@ -257,11 +259,10 @@ def _each_bucket(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
-        fits = not bucket or (
-            (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
-            and size + gradient.nbytes <= _BUCKET
-        )
-        if not fits:
+        if bucket and (
+            (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
+            or size + gradient.nbytes > _BUCKET
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)

@@ -188,7 +188,6 @@ def _part(
     ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
     spans: tuple[tuple[int, int], ...],
 ) -> _Part:  # fmt: skip
-    """Check a call of some of the documents."""
     offsets = (0, *accumulate(stop - start for start, stop in spans))
     documents = None
     if len(spans) == 1:

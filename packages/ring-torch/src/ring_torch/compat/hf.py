@@ -165,7 +165,6 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
 
 def _install(ours: RingFlashAttention) -> None:
-    """Replace what transformers has registered as flash attention."""
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -77,8 +77,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
     )
     at = DocumentSlice(start)
     at.prepared, at.tensors = prepared, ((q, _version(q)), (k, _version(k)))
-    longest_q, longest_k = _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k)
-    return q, k, longest_q, longest_k, slice(at, prepared.stop)
+    return (
+        q, k, _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k),
+        slice(at, prepared.stop),
+    )  # fmt: skip
 
 
 def llama3_flash_attn_varlen_func(
@@ -184,11 +186,11 @@ def _attend(
     ring = ranks_of(group)
     check_shards(q, k, v)
     at = _checked_start(local_k_slice, ring, causal=options.causal)
-    own = (at.prepared.cu_seqlens_q, at.prepared.cu_seqlens_k)
-    given = (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k))
-    for (name, tensor, longest), offsets, known in zip(given, own, at.tensors, strict=True):
-        version = _version(tensor)
-        if tensor is not known[0] or version is None or version != known[1]:  # else ask no GPU
+    for name, tensor, longest, offsets, (known, version) in (
+        ("q", cu_seqlens_q, max_seqlen_q, at.prepared.cu_seqlens_q, at.tensors[0]),
+        ("k", cu_seqlens_k, max_seqlen_k, at.prepared.cu_seqlens_k, at.tensors[1]),
+    ):
+        if tensor is not known or version is None or version != _version(tensor):  # else ask no GPU
             _check_same(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])

@@ -13,8 +13,7 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.labels import AnyDevice, Sealed
-from ring_torch.models.masks import CrossMask, ShardedMask
+from ring_torch.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
 

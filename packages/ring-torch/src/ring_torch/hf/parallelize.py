@@ -22,9 +22,9 @@ from ring_torch.models.check import (
     unwrapped,
     wrappers,
 )
+from ring_torch.models.classes import has_written_attention
 from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
-from ring_torch.models.needs import has_written_attention
 
 __all__ = ["Handle", "parallelize"]
 

@@ -16,7 +16,7 @@ from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
 from ring_torch.hf.masks import LayerMask, ring_mask, sharded
 from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.models.masks import ShardedMask
+from ring_torch.models.sealed import ShardedMask
 from ring_torch.sharding import check_group
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.models.labels import AnyDevice, Sealed, SealedError
-from ring_torch.models.written import Written, layer_window
+from ring_torch.models.classes import Written, layer_window
+from ring_torch.models.sealed import AnyDevice, Sealed, SealedError
 
 _PAIR = 2
 _HIDDEN = -1e4  # what is added or filled in to hide is below

@@ -13,18 +13,17 @@ from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
 from ring_torch.models.check import text_parts
-from ring_torch.models.hooks import ModelHooks, replace_attribute
-from ring_torch.models.masks import ShardedMask
-from ring_torch.models.merged import Merged, text_model
-from ring_torch.models.needs import makes_chunks
-from ring_torch.models.parts import Pair, Part
-from ring_torch.models.written import (
+from ring_torch.models.classes import (
     counts_positions,
     is_recurrent,
     makes_bias,
+    makes_chunks,
     makes_positions,
     written_form,
 )
+from ring_torch.models.hooks import ModelHooks, replace_attribute
+from ring_torch.models.parts import Merged, Pair, Part, text_model
+from ring_torch.models.sealed import ShardedMask
 
 _Undo = Callable[[], object]
 

@@ -17,8 +17,7 @@ from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
 from ring_torch.models.documents import STATED, Ints, check_positions, stated_documents
-from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
-from ring_torch.models.masks import ShardedMask
+from ring_torch.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.

@@ -13,24 +13,26 @@ from typing import Any
 
 from torch import nn
 
+from ring_torch.models.classes import (
+    has_attention,
+    hooks_for,
+    is_mask_function,
+    is_pair,
+    is_recurrent,
+    makes_chunks,
+    makes_masks,
+    name_of,
+    of_pair,
+    pooled_words,
+    pooling_of,
+    takes_positions,
+)
 from ring_torch.models.code import (
     names_in,
     names_in_forward,
     parameters_of,
     reads_in_forward,
 )
-from ring_torch.models.needs import (
-    has_attention,
-    hooks_for,
-    is_mask_function,
-    is_pair,
-    makes_chunks,
-    makes_masks,
-    of_pair,
-    takes_positions,
-)
-from ring_torch.models.pooling import name_of, pooled_words, pooling_of
-from ring_torch.models.written import is_recurrent
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")

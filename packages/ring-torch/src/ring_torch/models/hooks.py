@@ -22,9 +22,8 @@ from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
 from ring_torch.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.models.documents import STATED
-from ring_torch.models.masks import ShardedMask
-from ring_torch.models.merged import Merged, is_merged
-from ring_torch.models.parts import Pair, Part
+from ring_torch.models.parts import Merged, Pair, Part, is_merged
+from ring_torch.models.sealed import ShardedMask
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from ring_core.tools import bench, doctor
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
-from ring_torch.tools import bench as _bench_torch, rates
+from ring_torch.tools import bench as _bench_torch
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 
 
@@ -59,15 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(matrix())
         return 0
     found = diagnose()
-    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    print(
+        json.dumps(asdict(found) | {"healthy": found.healthy}, indent=2)
+        if args.json
+        else shown(found)
+    )
     return 0 if found.healthy else 1
 
 
 def _renew(path: Path, length: int | None) -> int:
-    """What ``bench --rates`` prints and returns."""
     try:
-        rates.renew(path, length, versions())
+        _bench_torch.renew(path, length, versions())
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
@@ -76,7 +77,6 @@ def _renew(path: Path, length: int | None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """What the ``bench`` command prints and returns."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
         checks, found = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)

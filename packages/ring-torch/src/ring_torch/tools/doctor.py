@@ -138,7 +138,6 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
 
 
 def _way_report(strategy: str, transport: str, why: str) -> Report:
-    """A strategy over a transport."""
     return Report(
         f"{strategy}/{transport}",
         ("cuda",) if transport == "symm_mem" else (),
@@ -173,8 +172,10 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
-    ours = partial(ring_attention, causal=True, kernel=can.name)
-    yield from _compared(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+    yield from _compared(
+        can.name, where, inputs,
+        lambda: _out_and_grads(partial(ring_attention, causal=True, kernel=can.name), *inputs),
+    )  # fmt: skip
 
 
 def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
@@ -194,8 +195,10 @@ def ring_checks(
     ranks: LocalRanks, setting: BenchCase, transport: str, *, cuda: bool
 ) -> Iterator[Check]:
     """A setting on a short sequence, between these ranks."""
-    dtype = getattr(torch, setting.dtype)
-    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(len(ranks), setting.head_dim)]
+    inputs = [
+        torch.as_tensor(x).to(getattr(torch, setting.dtype))
+        for x in doctor.inputs_for(len(ranks), setting.head_dim)
+    ]
     arrays = [_array(x) for x in inputs]
     yield from _compared(
         f"{setting.strategy}/{transport}", f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks", inputs,
