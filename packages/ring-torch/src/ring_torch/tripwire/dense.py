@@ -79,8 +79,10 @@ class SampledKeys(NamedTuple):
 
     def take(self, part: slice) -> SampledKeys:
         """The same for a slice of the keys."""
-        ids = None if self.ids is None else self.ids[part]
-        return SampledKeys(self.k[part], self.v[part], self.position[part], ids)
+        return SampledKeys(
+            self.k[part], self.v[part], self.position[part],
+            None if self.ids is None else self.ids[part],
+        )  # fmt: skip
 
 
 class ForwardResults(NamedTuple):
@@ -148,8 +150,10 @@ def key_sums(
         ``[m, K, D + Dv + 1]`` each.
     """
     m, heads, dim = keys.k.shape
-    shape = (m, heads, dim + keys.v.shape[2] + 1)
-    sums = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
+    sums = [
+        torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=x.acc_dtype, device=keys.k.device)
+        for x in precisions
+    ]
     assert queries.dout is not None
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
         some = queries.take(i)
@@ -187,10 +191,10 @@ def _scores(
         distance = (queries.position[:, None] - keys.position).abs()
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
-        which, heads = range(rule.batch, rule.batch + 1), math.prod(by_group)
         kept = dropout_keep(
-            params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
-        )
+            params.dropout_p, params.dropout_seed, range(rule.batch, rule.batch + 1),
+            math.prod(by_group), queries.indices, keys.position,
+        )  # fmt: skip
         keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
     return x, slope, keep
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core.tripwire import Kind, SampledRows, sampled
+from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
 from ring_torch.records import BackwardInputs, Inputs, folded
@@ -88,19 +88,20 @@ class Sample(NamedTuple):
         bias = None
         if inputs.bias is not None:
             bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position)
-        q_ids = None if inputs.q_ids is None else inputs.q_ids[b]
         index, q_position = (
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
         )
-        queries = SampledQueries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
+        queries = SampledQueries(
+            inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
+            bias, upstream.dout[b],
+        )  # fmt: skip
         results = ForwardResults(
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
         sums = key_sums(self.rule, queries, keys, results, self._precisions)
         home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
-        exact, plain = (sum(x) for x in exchange(ring, home, call.device))
-        assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
+        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
 
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
@@ -126,9 +127,11 @@ class Sample(NamedTuple):
         bias = None if inputs.bias is None else next(came).transpose(0, 1)
         index = self._all_positions(call.plan.positions, "queries")
         queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, sampled_dout)
-        k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
-        position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
-        keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
+        keys = SampledKeys(
+            inputs.k[b], inputs.v[b],
+            torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device),
+            None if inputs.k_ids is None else inputs.k_ids[b],
+        )  # fmt: skip
         found = query_means(self.rule, queries, keys, self._precisions)
         home = [list(x.chunk(ring.size)) for part in found for x in part]
         lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
@@ -158,19 +161,11 @@ class Sample(NamedTuple):
         for name, (got, *others, terms) in results.items():
             arrays = (x.detach().double().cpu().numpy() for x in (got, *others, terms))
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
-            if worst is None:
-                continue
-            token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
-            at = [worst.head, token] if name == "lse" else [token, worst.head, worst.dim]
-            text = ", ".join(map(str, (self.batch, *at)))
-            found.append(worst.describe(name, text, self._shape(name)))
+            if worst is not None:
+                token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
+                shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
+                found.append(worst.describe(name, self.batch, token, shapes[name]))
         return found
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        q, k, v = self.inputs[:3]
-        batch, length, heads, _ = q.shape
-        shapes = {"out": (batch, length, heads, v.shape[3]), "lse": (batch, heads, length)}
-        return shapes.get(name) or tuple({"dq": q, "dk": k, "dv": v}[name].shape)
 
     def agree(self, found: list[str], what: str) -> str | None:
         """What all ranks have found, in words; ``None`` if nothing."""
@@ -246,19 +241,15 @@ def backward_faults(
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    size = abs(call.params.scale) * lengths * _largest(k) * _largest(v, 2)
-    size = size * digits[:, rows].amax(dim=0)
+    scale, v_long = abs(call.params.scale), _largest(v, 2)
+    size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    dout_size, dim = _largest(upstream.dout, 2), k.shape[3]
+    long, dim = _largest(upstream.dout, 2), k.shape[3]
     sizes = {
-        "dk": (
-            dk,
-            slice(dim),
-            abs(call.params.scale) * weights * dout_size * _largest(v, 2) * _largest(q),
-        ),
-        "dv": (dv, slice(dim, -1), weights * dout_size),
+        "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(q)),
+        "dv": (dv, slice(dim, -1), weights * long),
     }
     results = {
         name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)

@@ -15,7 +15,6 @@ from ring_core.tripwire import peak_tflops
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.head_groups import ONE_GROUP
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
 from ring_torch.transports.api import counted_by
@@ -89,14 +88,15 @@ class Pass(NamedTuple):
         found = []
         call = self.call
         if call.ring.size > 1:
-            expected, moved, word = _EXPECTED[call.strategy.name](self), seen.read, "reads"
+            expected, moved = _EXPECTED[call.strategy.name](self), seen.read
+            done, word = "read from peers", "reads"
             if call.transport == "p2p":
-                expected, moved, word = HEADER_BYTES + expected, seen.sent, "sends"
+                expected, moved, done, word = HEADER_BYTES + expected, seen.sent, "sent", "sends"
             if moved != expected:
-                done = {"reads": "read from peers", "sends": "sent"}[word]
                 found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
-        is_gpu = call.device.type == "cuda"
-        most = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
+        most = peak_tflops(
+            torch.cuda.get_device_name(call.device) if call.device.type == "cuda" else "cpu"
+        )
         if most is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
             if rate > most:
@@ -110,7 +110,7 @@ class Pass(NamedTuple):
         x = self.inputs
         given = [y[:, :1] for y in (x.q, x.q_ids) if y is not None]
         given += [x.bias[:, :, :1]] if x.bias is not None else []
-        size = sum(y.numel() * y.element_size() for y in given)
+        size = sum(y.nbytes for y in given)
         if not self.forward:
             batch, _, heads, _ = x.q.shape
             numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
@@ -157,11 +157,11 @@ def _ring(one: Pass) -> int:
 
 
 def _gather(one: Pass) -> int:
-    """Keys that others fetch from here and gradients that go back, or by reads the reverse."""
-    call, rank = one.call, one.call.ring.rank
-    groups = getattr(call.strategy, "groups", ONE_GROUP)
-    parts = groups.forward if one.forward else groups.backward
-    keys = KVPayload.of(one.inputs, parts)
+    """Keys that others fetch from here and gradients that go back, or by reads the reverse.
+
+    Groups of heads add up to all: where segment ids go with keys, heads are not cut.
+    """
+    call, rank, keys = one.call, one.call.ring.rank, KVPayload.of(one.inputs)
     fetches = [
         (peer, x.rank, x.source.stop - x.source.start)
         for peer in range(call.ring.size)
@@ -174,7 +174,7 @@ def _gather(one: Pass) -> int:
     total = keys.size(asked) if one.fetches else 0
     if not one.forward:
         total += keys.batch * given * keys.width * call.acc_dtype.itemsize
-    return parts * total
+    return total
 
 
 def _ulysses(one: Pass) -> int:
