@@ -129,7 +129,15 @@ class RingAttention:
         mask = _layer_mask(attention_mask)
         if mask.batch.joins_router:
             kwargs.pop("output_router_logits", None)
-        _check_arguments(kwargs)
+        if reasons := [
+            f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
+            for name, value in kwargs.items()
+            if name not in _IGNORED
+            and value is not None
+            and value is not False
+            and (name, value) != ("logits_to_keep", 0)  # all of them
+        ]:
+            raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
         _check_pattern(mask, sliding_window, is_causal)
         _check_positions(module, mask.batch)
         return self.attend(
@@ -192,13 +200,11 @@ def _layer_mask(attention_mask: object) -> LayerMask:
             f"ring attention takes no mask of shape {tuple(attention_mask.shape)}, only the batch of "
             f"ContextParallel.shard_batch, whose attention_mask names padding and documents"
         )
-    if isinstance(attention_mask, ShardedMask):
-        raise UnsupportedError(
-            "the model makes its masks itself, not through transformers.masking_utils, so that its "
-            "pattern is not known; it is not supported"
-        )
     sharded(attention_mask)
-    raise AssertionError
+    raise UnsupportedError(
+        "the model makes its masks itself, not through transformers.masking_utils, so that its "
+        "pattern is not known; it is not supported"
+    )
 
 
 def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
@@ -211,19 +217,6 @@ def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
             f"{(mask.keys or mask.batch).seq_len}: hf.parallelize makes it of all, for T5 and its kin"
         )
     return bias
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    reasons = [
-        f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
-        for name, value in kwargs.items()
-        if name not in _IGNORED
-        and value is not None
-        and value is not False
-        and (name, value) != ("logits_to_keep", 0)  # all of them
-    ]
-    if reasons:
-        raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
 
 
 def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool | None) -> None:

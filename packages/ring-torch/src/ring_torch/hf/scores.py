@@ -143,10 +143,8 @@ class Scores(Sealed):
 
     def to(self, *args: Any, **kwargs: Any) -> Scores:
         """In another dtype."""
-        dtype = next(
-            (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)), self.dtype
-        )
-        return replace(self, dtype=dtype)
+        dtypes = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
+        return replace(self, dtype=next(dtypes, self.dtype))
 
     def type_as(self, other: Any) -> Scores:
         """In another's dtype."""
@@ -154,11 +152,11 @@ class Scores(Sealed):
 
     def __mul__(self, factor: object) -> Scores:
         """Scaled; what was added to them is, too, but for a mask, which hides either way."""
-        number, term = self._number(factor), self.term
+        term = self.term
         has_sums = term is not None and (term.bias is not None or term.slopes is not None)
         if self.is_softmax or has_sums:
             raise SealedError(self._words)
-        return replace(self, scale=self.scale * number)
+        return replace(self, scale=self.scale * self._number(factor))
 
     __imul__ = __mul__
 
@@ -255,7 +253,6 @@ class _Products(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As without, but for that product."""
         kwargs = kwargs or {}
         if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
             return self._scores(*args)
@@ -274,9 +271,9 @@ class _Products(TorchFunctionMode):
                 f"ContextParallel.shard_batch, and its attention_mask reach every attention layer"
             )
         self.calls += 1
-        rows = term.mask.batch.shape[0]
         q, k, values = (
-            x.reshape(rows, -1, *x.shape[-2:]).to(v.dtype) for x in (scores.q, scores.k, v)
+            x.reshape(term.mask.batch.shape[0], -1, *x.shape[-2:]).to(v.dtype)
+            for x in (scores.q, scores.k, v)
         )
         mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
         name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
@@ -289,8 +286,7 @@ class _Products(TorchFunctionMode):
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
-        shape = (*batch, q.shape[-2], keys.shape[-1])
-        return Scores(self, q, keys.mT, shape, q.dtype)
+        return Scores(self, q, keys.mT, (*batch, q.shape[-2], keys.shape[-1]), q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
         return (
@@ -323,8 +319,9 @@ class WrittenAttention:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before its forward: masks as terms, and products watched."""
-        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
-        products = _Products(self, module, masks)
+        products = _Products(
+            self, module, [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
+        )
         products.__enter__()  # type: ignore[no-untyped-call]
         self.products.append(products)
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}

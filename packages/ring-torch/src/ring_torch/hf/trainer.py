@@ -31,9 +31,9 @@ def check_trainer(trainer: Any, logits: str) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(accelerator, "parallelism_config", None)
-    own = [] if config is None else [
+    own = [
         name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
-    ]  # fmt: skip
+    ]
     given = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process (DataParallel)": args.n_gpu > 1,
@@ -96,9 +96,8 @@ class TrainerHooks:
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
         )
         yield replace_attribute(self.trainer, "gather_function", gather)
-        if self.trainer.label_smoother is not None:
-            function = _LabelSmoother(self.trainer.label_smoother, self.hooks)
-            yield replace_attribute(self.trainer, "label_smoother", function)
+        if (own := self.trainer.label_smoother) is not None:
+            yield replace_attribute(self.trainer, "label_smoother", _LabelSmoother(own, self.hooks))
 
     def prepare_data_loader(
         self,
@@ -115,15 +114,14 @@ class TrainerHooks:
         accelerator = self.accelerator
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return self._own(accelerator, "prepare_data_loader")(data_loader, device_placement)
-        if device_placement is None:
-            device_placement = accelerator.device_placement
+        is_placed = accelerator.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,
             num_processes=len(self.firsts),
             process_index=self.ring_index,
             split_batches=accelerator.split_batches,
-            put_on_device=device_placement,
+            put_on_device=is_placed,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
@@ -175,8 +173,9 @@ class TrainerHooks:
     ) -> Any:
         """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
         with self.hooks.with_whole_logits(not prediction_loss_only):
-            own = self._own(self.trainer, "prediction_step")
-            return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            return self._own(self.trainer, "prediction_step")(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            )
 
     def get_tp_size(self) -> int:
         """How many ranks hold the same batch: so the Trainer counts the labels of each once.
@@ -206,11 +205,11 @@ class TrainerHooks:
     def _gather(self, tensors: Any) -> Any:
         from accelerate.utils import recursively_apply
 
-        def once(x: Tensor) -> Tensor:
-            ranks: Tensor = x.unflatten(0, (self.accelerator.num_processes, -1))
-            return ranks[self.firsts].flatten(0, 1)
-
-        return recursively_apply(once, self._own(self.accelerator, "gather")(tensors))
+        ranks = self.accelerator.num_processes
+        return recursively_apply(
+            lambda x: x.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1),
+            self._own(self.accelerator, "gather")(tensors),
+        )
 
     @staticmethod
     def _own(owner: Any, name: str) -> Callable[..., Any]:
@@ -234,8 +233,9 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
     first = 0 if ring.group is None else min(dist.get_process_group_ranks(ring.group))
     firsts, sizes = [first], [ring.size]
     if world > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mine = torch.tensor([first, ring.size], device=device)
+        mine = torch.tensor(
+            [first, ring.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
+        )
         every = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(every, mine)
         firsts, sizes = torch.stack(every, dim=1).tolist()

@@ -173,12 +173,11 @@ def of_pair(model: Any) -> Iterator[str]:
             yield f"{name} takes no {wanted}: its {type(part).__name__} would count from 0"
     if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
         yield f"{name} has a decoder that takes no encoder_attention_mask"
-    own = sorted({
+    if own := sorted({
         type(x).__name__
         for x in model.modules()
         if "Attention" in type(x).__name__ and not any(map(has_attention, x.modules()))
-    })  # fmt: skip
-    if own:
+    }):  # fmt: skip
         yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
     if any("expert_capacity" in names_in(type(x)) for x in model.modules()):
         yield "its experts take as many tokens as fit, counted among a rank's own"
@@ -186,9 +185,8 @@ def of_pair(model: Any) -> Iterator[str]:
 
 def takes_positions(given: frozenset[str], hooks: tuple[str, ...]) -> bool:
     """Whether positions reach its layers; others' ``**`` may swallow them."""
-    if {"positions", "alibi", "bias"} & {*hooks}:
-        return True
-    return bool(({"position_ids"} if "attention" in hooks else {"position_ids", "**"}) & given)
+    names = {"position_ids"} if "attention" in hooks else {"position_ids", "**"}
+    return bool({"positions", "alibi", "bias"} & {*hooks} or names & given)
 
 
 def makes_chunks(module: nn.Module) -> bool:
@@ -240,9 +238,8 @@ def pooling_of(model: Any) -> str | None:
 
 def _output_types(model: Any) -> list[Any]:
     """Classes of outputs that ``forward`` is annotated with."""
-    function = forward_of(type(model))
     try:
-        kind = typing.get_type_hints(function).get("return")
+        kind = typing.get_type_hints(forward_of(type(model))).get("return")
     except (NameError, TypeError, AttributeError):
         return []
     return [x for x in (kind, *typing.get_args(kind)) if isinstance(x, type) and is_dataclass(x)]

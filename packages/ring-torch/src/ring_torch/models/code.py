@@ -29,8 +29,10 @@ def parameters_of(cls: type) -> frozenset[str]:
     function = forward_of(cls)
     if function is None:
         return frozenset({"**"})
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+    return frozenset(
+        "**" if p.kind is p.VAR_KEYWORD else p.name
+        for p in inspect.signature(function).parameters.values()
+    )
 
 
 def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

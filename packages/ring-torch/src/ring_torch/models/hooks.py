@@ -104,8 +104,10 @@ class ModelHooks:
 
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        by_items = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
-        return not self.is_pooling and (self.shifts_labels or by_items)
+        return not self.is_pooling and (
+            self.shifts_labels  # others: the mean
+            or "loss_function" in names_in_forward(type(unwrapped(model)))
+        )
 
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
@@ -173,8 +175,9 @@ class ModelHooks:
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
-                is_shifted = name in _PER_TOKEN and call.is_shifted_here
-                output[name] = self.whole(value, part.length - is_shifted)
+                output[name] = self.whole(
+                    value, part.length - (name in _PER_TOKEN and call.is_shifted_here)
+                )
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
@@ -202,8 +205,9 @@ class ModelHooks:
                 f"router's loss could be computed; set output_router_logits to False"
             )
         joined = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
-        whole = self.whole(joined, self.part.length, dim=2)
-        output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
+        output["router_logits"] = tuple(
+            x.flatten(0, 1) for x in self.whole(joined, self.part.length, dim=2)
+        )
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -248,13 +252,12 @@ class ModelHooks:
         config = getattr(unwrapped(module), "config", None)
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
-        if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
-            found = _averaging(module)
-            if found:
-                raise ValueError(
-                    f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
-                    f"gradients over its ranks: give reduction='mean'"
-                )
+        is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
+        if is_summed and torch.is_grad_enabled() and (found := _averaging(module)):
+            raise ValueError(
+                f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
+                f"gradients over its ranks: give reduction='mean'"
+            )
         return given
 
     def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
@@ -286,12 +289,12 @@ class ModelHooks:
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
-    for part in model.modules():
-        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
-            owner = getattr(function, "__self__", None)
-            if isinstance(owner, ModelHooks):
-                return owner
-    return None
+    owners = (
+        getattr(function, "__self__", None)
+        for part in model.modules()
+        for function in part._forward_pre_hooks.values()  # noqa: SLF001 - torch has no other list
+    )
+    return next((owner for owner in owners if isinstance(owner, ModelHooks)), None)
 
 
 def _averaging(module: nn.Module) -> str | None:
@@ -323,10 +326,12 @@ def _dropout_rates(module: nn.Module) -> Iterator[float]:
     found = (getattr(part, "config", None) for part in module.modules())
     by_id = {id(x): x for x in found if hasattr(x, "__dict__")}
     inner = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
-    for config in (*by_id.values(), *inner):
-        for name, value in vars(config).items():
-            if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
-                yield value
+    return (
+        value
+        for config in (*by_id.values(), *inner)
+        for name, value in vars(config).items()
+        if _DROPOUT.fullmatch(name) and isinstance(value, int | float)
+    )
 
 
 def _router_weight(module: nn.Module) -> float:
@@ -351,13 +356,11 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
-        """The value."""
         ctx.factor = factor
         return x.view_as(x) if value is x else value.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient, times the factor."""
         return grad * ctx.factor, None, None
 
 

@@ -72,6 +72,11 @@ class Part:
         at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
         return at.where(at < self.length, 0)
 
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor of the whole sequence."""
+        more = self.mask.seq_len - x.shape[dim]
+        return self.mask.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
+
     def counted_positions(self, *_: object, **__: object) -> Tensor:
         """In place of positions that are counted among tokens: ``[B, T_local]``."""
         return self.position_ids
@@ -101,8 +106,7 @@ class Part:
         first = output[0] if isinstance(output, tuple) else output
         if first.shape[:2] != (self.mask.shape[0], self.length):
             raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
-        padded = pad(first, (*(0, 0) * (first.ndim - 2), 0, self.mask.seq_len - self.length))
-        own = self.mask.sharding.shard(padded)
+        own = self.shard(first)
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -158,10 +162,10 @@ class Pair:
                 f"alone, and this one has {', '.join(more)}"
             )
         parts = []
-        source_seed = None if dropout_seed is None else dropout_seed ^ 1
         for names, part, seed in (
-            (_SOURCE, self.source, source_seed), (_TARGET, self.target, dropout_seed),
-        ):  # fmt: skip
+            (_SOURCE, self.source, None if dropout_seed is None else dropout_seed ^ 1),
+            (_TARGET, self.target, dropout_seed),
+        ):
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
             shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
@@ -174,8 +178,9 @@ class Pair:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the decoder: whose keys its cross attention sees."""
-        mask = CrossMask(self.target.mask, self.source.mask)
-        return args, {**kwargs, "encoder_attention_mask": mask}
+        return args, {
+            **kwargs, "encoder_attention_mask": CrossMask(self.target.mask, self.source.mask),
+        }  # fmt: skip
 
 
 def _shifted(model: Any, labels: Tensor) -> Tensor:
@@ -184,24 +189,22 @@ def _shifted(model: Any, labels: Tensor) -> Tensor:
     Raises:
         ValueError: That is not known.
     """
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        return shifted
-    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
-    if shift is None:
+    elif shift is not None:
+        shifted = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    else:
         raise ValueError(f"give decoder_input_ids [B, T] to {type(model).__name__}, beside labels")
-    config = model.config
-    moved: Tensor = shift(labels, config.pad_token_id, config.decoder_start_token_id)
-    return moved
+    return shifted
 
 
 def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
     found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if not found or padding is None or "input_ids" not in batch or "attention_mask" in batch:
-        return
-    if bool((batch["input_ids"] == padding).any()):
+    is_told = not found or padding is None or "attention_mask" in batch
+    if not is_told and "input_ids" in batch and bool((batch["input_ids"] == padding).any()):
         raise ValueError(
             f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
             f"attention_mask and decoder_attention_mask"
@@ -253,8 +256,9 @@ class Merged:
         shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
         self.part.take(shard, given)
         self.part.is_whole = True
-        kept = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
-        return kept | {name: shard[name] for name in _LABELS if name in shard}
+        return {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)} | {
+            name: shard[name] for name in _LABELS if name in shard
+        }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split(
@@ -276,23 +280,24 @@ class Merged:
             raise UnsupportedError(
                 f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
             )
-        whole_mask = given.get("visual_pos_masks")
-        out = {name: self._split(module, name, x, whole_mask) for name, x in given.items()}
+        out = {
+            name: self._split(module, name, x, given.get("visual_pos_masks"))
+            for name, x in given.items()
+        }
         if out.get("position_ids") is None:
             out["position_ids"] = part.position_ids
         out["attention_mask"] = part.mask
         return (), out
 
     def _split(self, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
-        """This rank's part of one argument."""
         if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
             return x
         if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
             return None  # the part's own
         if name == "position_ids" and isinstance(x, Tensor):
-            return self._along(x, 2) if x.ndim == _ROWS else self.part.position_ids
+            return self.part.shard(x, dim=2) if x.ndim == _ROWS else self.part.position_ids
         if name in _ALONG and isinstance(x, Tensor):
-            return self._along(x, 1)
+            return self.part.shard(x)
         if name == "deepstack_visual_embeds" and visual is not None:
             return [self._rows(rows, visual) for rows in x]
         raise UnsupportedError(
@@ -300,16 +305,11 @@ class Merged:
             f"known; masks in which tokens of images see each other are not supported"
         )
 
-    def _along(self, x: Tensor, dim: int) -> Tensor:
-        mask = self.part.mask
-        padded = pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, mask.seq_len - x.shape[dim]))
-        return mask.sharding.shard(padded, dim=dim)
-
     def _rows(self, rows: Tensor, visual: Tensor) -> Tensor:
         """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
         numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
         numbers[visual] = torch.arange(len(rows), device=visual.device)
-        return rows[self._along(numbers, 1)[self._along(visual, 1)].to(rows.device)]
+        return rows[self.part.shard(numbers)[self.part.shard(visual)].to(rows.device)]
 
 
 def text_model(model: Any) -> nn.Module | None:

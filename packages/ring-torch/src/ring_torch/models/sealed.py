@@ -126,10 +126,12 @@ class UnshiftedLabels(Sealed):
             raise SealedError(cls._words)
         given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
         target, reduction = given.get("target"), given.get("reduction", "mean")
-        others = [given.get(name) for name in ("weight", "size_average", "reduce")]
-        if not isinstance(target, UnshiftedLabels) or any(x is not None for x in others):
-            raise SealedError(cls._words)
-        if given.get("ignore_index", IGNORED) != IGNORED or reduction not in ("mean", "sum"):
+        if (
+            not isinstance(target, UnshiftedLabels)
+            or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+            or given.get("ignore_index", IGNORED) != IGNORED
+            or reduction not in ("mean", "sum")
+        ):
             raise SealedError(cls._words)
         total: Tensor = cross_entropy(
             given["input"], target.values, ignore_index=IGNORED, reduction="sum",

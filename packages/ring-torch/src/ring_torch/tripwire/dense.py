@@ -58,15 +58,8 @@ class SampledQueries(NamedTuple):
     indices: Tensor  # [n] global
     position: Tensor  # [n] among the keys
     ids: Tensor | None  # [n]
-    bias: Tensor | None  # [H or 1, n, m]
+    bias: Tensor | None  # [n, H or 1, m]
     dout: Tensor | None = None  # [n, H, Dv]
-
-    def take(self, part: slice) -> SampledQueries:
-        """The same for a slice of the queries."""
-        bias = None if self.bias is None else self.bias[:, part]
-        ids, dout = (None if x is None else x[part] for x in (self.ids, self.dout))
-        q, indices, position = (x[part] for x in self[:3])
-        return SampledQueries(q, indices, position, ids, bias, dout)
 
 
 class SampledKeys(NamedTuple):
@@ -77,13 +70,6 @@ class SampledKeys(NamedTuple):
     position: Tensor  # [m]
     ids: Tensor | None  # [m]
 
-    def take(self, part: slice) -> SampledKeys:
-        """The same for a slice of the keys."""
-        return SampledKeys(
-            self.k[part], self.v[part], self.position[part],
-            None if self.ids is None else self.ids[part],
-        )  # fmt: skip
-
 
 class ForwardResults(NamedTuple):
     """What a backward needs of queries' forward."""
@@ -91,6 +77,11 @@ class ForwardResults(NamedTuple):
     out: Tensor  # [n, H, Dv]
     lse: Tensor  # [n, H]
     dlse: Tensor | None  # [n, H]
+
+
+def _taken[T: (SampledQueries, SampledKeys, ForwardResults)](x: T, part: slice) -> T:
+    """The same for a slice of the queries, or keys."""
+    return type(x)._make(None if y is None else y[part] for y in x)
 
 
 class Partial(NamedTuple):
@@ -124,7 +115,7 @@ def query_means(
     parts = []
     for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
-        some, block = queries._replace(bias=bias), keys.take(j)
+        some, block = queries._replace(bias=bias), _taken(keys, j)
         visible = _visible(rule.params, some, block)
         parts.append([_means_of_block(rule, some, block, visible, each) for each in precisions])
     return [merged(each) for each in zip(*parts, strict=True)]
@@ -156,8 +147,7 @@ def key_sums(
     ]
     assert queries.dout is not None
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
-        some = queries.take(i)
-        part = ForwardResults(*(None if x is None else x[i] for x in results))  # type: ignore[arg-type]
+        some, part = _taken(queries, i), _taken(results, i)
         visible = _visible(rule.params, some, keys)
         for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
@@ -186,7 +176,7 @@ def _scores(
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
     if queries.bias is not None:
-        x = x + _by_group(queries.bias.to(acc_dtype), by_group)
+        x = x + _by_group(queries.bias.transpose(0, 1).to(acc_dtype), by_group)
     if rule.slopes is not None:
         distance = (queries.position[:, None] - keys.position).abs()
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
@@ -218,7 +208,7 @@ def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -
     if queries.ids is not None and keys.ids is not None:
         seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
     seen = seen.unsqueeze(0)
-    return seen if queries.bias is None else seen & (queries.bias > -torch.inf)
+    return seen if queries.bias is None else seen & (queries.bias.transpose(0, 1) > -torch.inf)
 
 
 def _means_of_block(

@@ -87,7 +87,7 @@ class Sample(NamedTuple):
         keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position)
+            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position).transpose(0, 1)
         index, q_position = (
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
@@ -115,16 +115,16 @@ class Sample(NamedTuple):
         parts += [[dout[b, rows]] * ring.size] if dout is not None else []
         parts += [[inputs.q_ids[b, rows]] * ring.size] if inputs.q_ids is not None else []
         if inputs.bias is not None:
-            mine = inputs.bias[b % len(inputs.bias)][:, rows]
+            mine = inputs.bias[b % len(inputs.bias)][:, rows].transpose(0, 1)
             theirs = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts += [[mine.index_select(-1, columns).transpose(0, 1) for columns in theirs]]
+            parts += [[mine.index_select(-1, columns) for columns in theirs]]
         came = iter([torch.cat(x) for x in exchange(ring, parts, call.device)])
         q, sampled_dout = next(came), None if dout is None else next(came)
         q_ids = None if inputs.q_ids is None else next(came)
-        bias = None if inputs.bias is None else next(came).transpose(0, 1)
+        bias = None if inputs.bias is None else next(came)
         index = self._all_positions(call.plan.positions, "queries")
         queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, sampled_dout)
         keys = SampledKeys(
@@ -143,7 +143,6 @@ class Sample(NamedTuple):
 
     @property
     def _precisions(self) -> tuple[Precision, Precision]:
-        """The exact numbers', and a plain implementation's."""
         return EXACT, plain_precision(self.call.dtype)
 
     def _sampled(self, kind: Kind, rank: int) -> Ints:
@@ -251,17 +250,17 @@ def backward_faults(
         "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(q)),
         "dv": (dv, slice(dim, -1), weights * long),
     }
-    results = {
+    found += sample.faults("keys", {
         name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)
         for name, (x, part, size) in sizes.items()
-    }
-    found += sample.faults("keys", results)
+    })  # fmt: skip
     found += Pass(call, inputs, forward=False, fetches=fetches).faults(seen)
     return sample.agree(found, "backward")
 
 
 def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
     """The largest norm of finite vectors of the last dimension: of numbers, or (2) lengths."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
+    lengths: Tensor = torch.linalg.vector_norm(
+        x, order, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()
