@@ -26,8 +26,6 @@ from ring_torch.models.classes import has_written_attention
 from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
 
-__all__ = ["Handle", "parallelize"]
-
 
 class Handle:
     """What :func:`parallelize` has done."""

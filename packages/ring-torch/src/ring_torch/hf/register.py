@@ -20,8 +20,6 @@ from ring_torch.models.sealed import ShardedMask
 from ring_torch.sharding import check_group
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 
-__all__ = ["register"]
-
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 

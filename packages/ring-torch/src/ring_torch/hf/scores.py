@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.models.classes import Written, layer_window
+from ring_torch.models.classes import Written
 from ring_torch.models.sealed import AnyDevice, Sealed, SealedError
 
 _PAIR = 2
@@ -248,7 +248,7 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.layer = layer
         self.hides_by_itself = layer.form.hides_by_itself
-        self.module = module
+        self.module: Any = module
         self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
         self.calls = 0
 
@@ -275,10 +275,12 @@ class _Products(TorchFunctionMode):
             x.reshape(term.mask.batch.shape[0], -1, *x.shape[-2:]).to(v.dtype)
             for x in (scores.q, scores.k, v)
         )
-        mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
+        module, form = self.module, self.layer.form
+        is_local = form.local and getattr(module, form.local) == "local"
+        mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
         name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
         out: Tensor = AttentionInterface()[name].attend(
-            self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
+            module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip
         return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])

@@ -101,13 +101,6 @@ def written_form(module: nn.Module) -> Written | None:
     return WRITTEN.get(type(module).__name__)
 
 
-def layer_window(module: Any, form: Written) -> tuple[int, int] | None:
-    """The window of its layer, other keys to the left and right."""
-    if form.local and getattr(module, form.local) == "local":
-        return module.config.window_size - 1, 0
-    return None
-
-
 def makes_positions(module: nn.Module) -> bool:
     """Whether it makes positions of a sequence's length, if it is given none."""
     return {"past_key_values_length", "position_ids"} <= parameters_of(type(module)) and (

@@ -38,7 +38,6 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
-_MISSING = object()
 _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
@@ -218,7 +217,7 @@ class ModelHooks:
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
-        x = _replaced(x, x, self.factor) if x.is_floating_point() else x
+        x = _Replaced.apply(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
 
     def total_of(self, part: Tensor) -> Tensor:
@@ -227,7 +226,8 @@ class ModelHooks:
         if ring.size > 1:
             with collective(ring, "loss"):
                 dist.all_reduce(total, group=ring.group)
-        return _replaced(part, total, self.factor)
+        joined: Tensor = _Replaced.apply(part, total, self.factor)
+        return joined
 
     def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
         """The router's part, if any, is of the whole sequence already."""
@@ -346,11 +346,6 @@ def _router_weight(module: nn.Module) -> float:
     )
 
 
-def _replaced(x: Tensor, value: Tensor, factor: int) -> Tensor:
-    out: Tensor = _Replaced.apply(x, value, factor)
-    return out
-
-
 class _Replaced(torch.autograd.Function):
     """Another value in place of ``x``, and its gradient times a factor."""
 
@@ -366,8 +361,8 @@ class _Replaced(torch.autograd.Function):
 
 def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
     """Set an attribute of an instance; returns what sets it back."""
-    before = vars(owner).get(name, _MISSING)
+    is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
-    if before is _MISSING:
-        return lambda: delattr(owner, name)
-    return lambda: setattr(owner, name, before)
+    if is_own:
+        return lambda: setattr(owner, name, before)
+    return lambda: delattr(owner, name)

@@ -67,11 +67,6 @@ class Part:
         mask = batch.get("attention_mask")
         self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
 
-    def positions(self) -> Tensor:
-        """Positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
-        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
-        return at.where(at < self.length, 0)
-
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of a tensor of the whole sequence."""
         more = self.mask.seq_len - x.shape[dim]
@@ -118,12 +113,13 @@ class Part:
         What is round it makes positions from 0 on, or none.
         """
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        at, positions = given.arguments.get("position_ids"), self.positions()
-        if at is not None and at.shape != positions.shape:
+        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
+        old = given.arguments.get("position_ids")
+        if old is not None and old.shape != at.shape:
             raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(at.shape)}, other than from 0 on"
+                f"{type(module).__name__} is given positions {tuple(old.shape)}, other than from 0 on"
             )
-        given.arguments["position_ids"] = positions
+        given.arguments["position_ids"] = at.where(at < self.length, 0)  # 0 for the padding
         return given.args[1:], given.kwargs
 
 

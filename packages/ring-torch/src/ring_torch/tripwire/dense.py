@@ -221,11 +221,9 @@ def _means_of_block(
     q, dout, k, v = _operands(visible, queries, keys, precision.acc_dtype)
     x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
-    top = x.amax(dim=-1, keepdim=True)
-    weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    lse = (top + total.log()).squeeze(-1).flatten(0, 1).t()
-    p = weights / total.masked_fill(total == 0, 1.0)
+    lse = x.logsumexp(dim=-1)
+    p = x.softmax(dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+    lse = lse.flatten(0, 1).t()
 
     def mean(weights: Tensor, of: Tensor) -> Tensor:
         return torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of).flatten(1, 2)
