@@ -200,7 +200,17 @@ def _size_of(group: Group) -> int:
 
 
 def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    _check_transforms()
+    # An operation over several processes has no rule for these.
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
+            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
+        )
+    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
+            "outside of torch.autograd.forward_ad.dual_level"
+        )
     ring = ranks_of(group)
     call, inputs = check_call(ring, ring.next_call(), layout, x, options)
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
@@ -220,24 +230,6 @@ def _as_autocast(x: Operands) -> Operands:
         for y in x[:3]
     )
     return x._replace(q=q, k=k, v=v)
-
-
-def _check_transforms() -> None:
-    """Refuse what an operation over several processes has no rule for.
-
-    Raises:
-        UnsupportedError: Inside a transform of ``torch.func``, or under forward-mode gradients.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
-            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
-        )
-    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
-            "outside of torch.autograd.forward_ad.dual_level"
-        )
 
 
 _run_alone = torch.compiler.disable(_run)

@@ -8,7 +8,7 @@ ring attention. Whatever else is done to it is refused by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ from ring_torch.hf.masks import LayerMask
 from ring_torch.models.classes import Written
 from ring_torch.models.sealed import AnyDevice, Sealed, SealedError
 
-_PAIR = 2
 _HIDDEN = -1e4  # what is added or filled in to hide is below
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
@@ -59,7 +58,6 @@ class Term(AnyDevice):
         return self
 
     def __add__(self, other: object) -> Term:
-        """Both."""
         if isinstance(other, Tensor):
             other = Term(tuple(other.shape), bias=other)
         if isinstance(other, LayerMask):
@@ -161,7 +159,6 @@ class Scores(Sealed):
     __imul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
-        """Scaled."""
         return self * (1 / self._number(divisor))
 
     __itruediv__ = __truediv__
@@ -221,7 +218,6 @@ class Scores(Sealed):
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what is not known."""
         name = cls._functions.get(func)
         if name == "where":
             _, scores, value = args
@@ -254,7 +250,7 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
+        if func in _PRODUCTS and len(args) == 2 and self._are_scores(*args):
             return self._scores(*args)
         if func in _SUMS_OF_PRODUCTS and self._are_scores(*args[1:]):
             if kwargs.get("beta", 1) and args[0].any():
@@ -294,23 +290,24 @@ class _Products(TorchFunctionMode):
         return (
             isinstance(one, Tensor)
             and isinstance(other, Tensor)
-            and min(one.ndim, other.ndim) > _PAIR
+            and min(one.ndim, other.ndim) > 2
             and (one.shape[-2], other.shape[-1]) in self.lengths
         )
 
 
+@dataclass(eq=False)
 class WrittenAttention:
     """The hooks of one module whose attention is written out.
 
-    Args:
+    Attributes:
         form: What is known of its class.
         config: Of its model, which names the attention.
+        products: Those of its forwards that are under way.
     """
 
-    def __init__(self, form: Written, config: Any) -> None:
-        self.form = form
-        self.config = config
-        self.products: list[_Products] = []
+    form: Written
+    config: Any
+    products: list[_Products] = field(default_factory=list)
 
     def __deepcopy__(self, _: object) -> WrittenAttention:
         """Another, which does not run."""

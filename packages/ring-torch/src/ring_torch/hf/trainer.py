@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
 from ring_torch.models.hooks import ModelHooks, replace_attribute
@@ -275,12 +275,11 @@ class _LabelSmoother:
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
         padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
-        neg_log_probs = -logits.log_softmax(-1)
-        is_ignored = labels == ignored
-        loss = neg_log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(
-            is_ignored, 0
+        part = cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels.flatten(),
+            ignore_index=ignored,
+            reduction="sum",
+            label_smoothing=self.own.epsilon,
         )
-        sums = neg_log_probs.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
-        epsilon = self.own.epsilon
-        part = (1 - epsilon) * loss.sum() + epsilon * sums.sum() / logits.shape[-1]
         return self.hooks.total_of(part / items) * share

@@ -262,8 +262,10 @@ def _of_layers(
 ) -> Iterator[str]:
     has_chunks = any(map(makes_chunks, parts.values()))
     whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
-    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ())}
-    served |= _WHOLE_LAYERS if whole else set()
+    served = {
+        *SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ()),
+        *(_WHOLE_LAYERS if whole else ()),
+    }  # fmt: skip
     if others := sorted({*layers} - served):
         yield (
             f"layers of type {', '.join(others)} would see this rank's tokens only; "

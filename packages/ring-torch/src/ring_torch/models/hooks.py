@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -50,32 +50,39 @@ class _Call:
     has_router_loss: bool
 
 
+@dataclass(eq=False)
 class ModelHooks:
     """The hooks of one model.
 
-    Args:
+    Attributes:
         sharding: Which rank holds which tokens.
         report: Of the part whose batches are split.
         logits: Whether logits are joined.
         reduction: How gradients are reduced over ranks, outside.
+        owner: What put them on.
+        is_pooling: One row of a sequence is taken from logits.
+        joins_router: The router's loss is computed of the whole sequence.
+        takes_merged: Images may come, and a text model is hooked.
+        undivided_share: Of losses by no count of labels, if multiplied outside.
+        is_evaluating_logits: Logits are joined for a while.
+        call: The batch that is under way.
+        part: Its sequence.
+        source: That of an encoder, beside a decoder.
     """
 
-    def __init__(
-        self, sharding: Sharding, report: ModelReport, logits: Logits, reduction: Reduction
-    ) -> None:
-        self.sharding = sharding
-        self.report = report
-        self.logits: Logits = logits
-        self.reduction: Reduction = reduction
-        self.owner: object = None  # what put them on
-        self.is_pooling = False  # one row of a sequence is taken from logits
-        self.joins_router = False
-        self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
-        self.is_evaluating_logits = False
-        self.call: _Call | None = None
-        self.part = Part()
-        self.source = Part()  # of an encoder, beside a decoder
-        self.takes_merged = False  # images may come, and a text model is hooked
+    sharding: Sharding
+    report: ModelReport
+    logits: Logits
+    reduction: Reduction
+    owner: object = None
+    is_pooling: bool = False
+    joins_router: bool = False
+    takes_merged: bool = False
+    undivided_share: float = 1.0
+    is_evaluating_logits: bool = False
+    call: _Call | None = None
+    part: Part = field(default_factory=Part)
+    source: Part = field(default_factory=Part)
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -111,12 +118,11 @@ class ModelHooks:
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
         """Return logits of the whole sequence for a while, whatever was asked for."""
-        before = self.is_evaluating_logits
-        self.is_evaluating_logits = joins
+        undo = replace_attribute(self, "is_evaluating_logits", joins)
         try:
             yield
         finally:
-            self.is_evaluating_logits = before
+            undo()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split(

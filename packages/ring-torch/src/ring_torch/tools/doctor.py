@@ -199,10 +199,10 @@ def ring_checks(
         torch.as_tensor(x).to(getattr(torch, setting.dtype))
         for x in doctor.inputs_for(len(ranks), setting.head_dim)
     ]
-    arrays = [_array(x) for x in inputs]
     yield from _compared(
         f"{setting.strategy}/{transport}", f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks", inputs,
-        lambda: ranks.run(_ring_rank, arrays, setting, transport, cuda)[0], setting.mask,
+        lambda: ranks.run(_ring_rank, [_array(x) for x in inputs], setting, transport, cuda)[0],
+        setting.mask,
     )  # fmt: skip
 
 
@@ -210,8 +210,10 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
     """The whole results of a ring, put together on every rank."""
     sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    dtype = getattr(torch, setting.dtype)
-    inputs = [sharding.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    inputs = [
+        sharding.shard(torch.as_tensor(x).to(device, getattr(torch, setting.dtype)), dim=1)
+        for x in arrays
+    ]
     ours = partial(
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,

@@ -23,7 +23,6 @@ from ring_torch.tripwire.dense import (
     EXACT,
     ForwardResults,
     Partial,
-    Precision,
     Rule,
     SampledKeys,
     SampledQueries,
@@ -99,7 +98,7 @@ class Sample(NamedTuple):
         results = ForwardResults(
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
-        sums = key_sums(self.rule, queries, keys, results, self._precisions)
+        sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
         home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
@@ -111,28 +110,28 @@ class Sample(NamedTuple):
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         rows = self.own("queries")
-        parts = [[inputs.q[b, rows]] * ring.size]
-        parts += [[dout[b, rows]] * ring.size] if dout is not None else []
-        parts += [[inputs.q_ids[b, rows]] * ring.size] if inputs.q_ids is not None else []
+        given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
+        parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
         if inputs.bias is not None:
             mine = inputs.bias[b % len(inputs.bias)][:, rows].transpose(0, 1)
             theirs = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts += [[mine.index_select(-1, columns) for columns in theirs]]
-        came = iter([torch.cat(x) for x in exchange(ring, parts, call.device)])
-        q, sampled_dout = next(came), None if dout is None else next(came)
-        q_ids = None if inputs.q_ids is None else next(came)
-        bias = None if inputs.bias is None else next(came)
+            parts["bias"] = [mine.index_select(-1, columns) for columns in theirs]
+        came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
+        every = dict(zip(parts, came, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
-        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, sampled_dout)
+        queries = SampledQueries(
+            every["q"], index, index + call.plan.q_offset, every.get("ids"), every.get("bias"),
+            every.get("dout"),
+        )  # fmt: skip
         keys = SampledKeys(
             inputs.k[b], inputs.v[b],
             torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device),
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
-        found = query_means(self.rule, queries, keys, self._precisions)
+        found = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
         home = [list(x.chunk(ring.size)) for part in found for x in part]
         lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
         exact = merged([Partial(*x) for x in zip(lse, means, strict=True)])
@@ -140,10 +139,6 @@ class Sample(NamedTuple):
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
         return exact, plain
-
-    @property
-    def _precisions(self) -> tuple[Precision, Precision]:
-        return EXACT, plain_precision(self.call.dtype)
 
     def _sampled(self, kind: Kind, rank: int) -> Ints:
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout

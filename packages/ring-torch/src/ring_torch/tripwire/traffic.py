@@ -19,8 +19,6 @@ from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
 from ring_torch.transports.api import counted_by
 
-_SEND = "c10d::send"  # all that strategies send are messages
-
 
 class Watch(TorchDispatchMode):
     """Counts the bytes that are sent or read from peers inside, and takes the time.
@@ -31,8 +29,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as torch has it
-        self.sent = 0
-        self.read = 0
+        self.sent = self.read = 0
         self._device = device
         self._marks: list[Any] = []
         self._reads = counted_by(self._add_read)
@@ -49,8 +46,7 @@ class Watch(TorchDispatchMode):
         self._mark()
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count what an operation sends, and run it."""
-        if func._schema.name == _SEND:  # noqa: SLF001 - its name
+        if func._schema.name == "c10d::send":  # noqa: SLF001 - all that is sent are messages
             self.sent += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
 
