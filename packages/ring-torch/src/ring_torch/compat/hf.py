@@ -175,10 +175,9 @@ def _install(ours: RingFlashAttention) -> None:
             if ALL_ATTENTION_FUNCTIONS[name] is not ours:  # it was set past the registry
                 ALL_ATTENTION_FUNCTIONS[name] = ours
     for name, module in list(sys.modules.items()):  # where models find it past the registry
-        theirs = name.startswith(
+        if name.startswith(
             ("transformers.models.", "transformers.modeling_flash_attention_utils")
-        )
-        if theirs and "_flash_attention_forward" in vars(module):
+        ) and "_flash_attention_forward" in vars(module):
             module._flash_attention_forward = _refuse_flash  # type: ignore[attr-defined]  # noqa: SLF001
 
 

@@ -267,6 +267,5 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
 
 def _as_autocast(x: Tensor) -> Tensor:
     """In the dtype of autocast, as torch does for its own attention."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    is_cast = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x

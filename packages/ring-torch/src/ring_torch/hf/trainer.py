@@ -92,10 +92,9 @@ class TrainerHooks:
             "_track_num_input_tokens",
         ):  # fmt: skip
             yield replace_attribute(self.trainer, name, getattr(self, name))
-        gather = partial(
+        yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
-        )
-        yield replace_attribute(self.trainer, "gather_function", gather)
+        ))  # fmt: skip
         if (own := self.trainer.label_smoother) is not None:
             yield replace_attribute(self.trainer, "label_smoother", _LabelSmoother(own, self.hooks))
 

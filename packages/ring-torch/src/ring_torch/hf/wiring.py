@@ -153,8 +153,9 @@ def _chunk_masks(
         chunks = LayerMask(mask, causal=True, chunk_size=size)
         if not mask.single:
             chunks = LayerMask(mask.with_chunks(size, kwargs["position_ids"]), causal=True)
-        masks = {"full_attention": LayerMask(mask, causal=True), "chunked_attention": chunks}
-        kwargs = {**kwargs, "attention_mask": masks}
+        kwargs = {**kwargs, "attention_mask": {
+            "full_attention": LayerMask(mask, causal=True), "chunked_attention": chunks,
+        }}  # fmt: skip
     return args, kwargs
 
 
@@ -185,6 +186,6 @@ def _add_offsets(
         at = mask.batch.sharding.positions(
             mask.batch.seq_len, device=kwargs["hidden_states"].device
         )
-        cache = _Offsets(at - torch.arange(len(at), device=at.device))
-        kwargs = {**kwargs, "past_key_values": cache}
+        offsets = at - torch.arange(len(at), device=at.device)
+        kwargs = {**kwargs, "past_key_values": _Offsets(offsets)}
     return args, kwargs

@@ -288,9 +288,8 @@ class ModelHooks:
 
     def _dropout_seed(self, module: nn.Module) -> int | None:
         """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
-        if not module.training or not any(_dropout_rates(module)):
-            return None
-        return int(torch.randint(1 << 62, (), dtype=torch.int64).item())
+        is_dropping = module.training and any(_dropout_rates(module))
+        return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
 
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
@@ -307,9 +306,7 @@ def _averaging(module: nn.Module) -> str | None:
     """What round a model takes the mean of its gradients over ranks."""
     if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
         return "DistributedDataParallel"
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return "fully_shard"
-    return None
+    return "fully_shard" if any(isinstance(x, FSDPModule) for x in module.modules()) else None
 
 
 def _one_weight(module: nn.Module) -> float:

@@ -267,9 +267,10 @@ def shown(found: Diagnosis) -> str:
     lines = doctor.shown_versions(found.versions, found.clashes)
     lines += ["", f"device        {found.device}"]
     for n, gpu in enumerate(found.gpus):
-        reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
-        major, minor = gpu.capability
-        lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
+        lines.append(
+            f"  {n:<12}{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}, "
+            f"reaches {', '.join(map(str, gpu.reaches)) or 'no other'}"
+        )
     for title, reports in (
         ("kernels, in the order in which kernel='auto' tries them", found.kernels),
         ("strategies, over transports, between processes of this machine", found.strategies),

@@ -271,8 +271,7 @@ def _operands(
 
     ``q [n, K, G, D]``, ``dout [n, K, G, Dv]``, ``k [m, K, D]``, ``v [m, K, Dv]``.
     """
-    heads = keys.k.shape[1]
-    by_group = (heads, queries.q.shape[1] // max(heads, 1))
+    by_group = (keys.k.shape[1], queries.q.shape[1] // max(keys.k.shape[1], 1))
     shown = visible.any(dim=0)
     q_seen, k_seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (

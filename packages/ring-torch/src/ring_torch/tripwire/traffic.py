@@ -63,12 +63,11 @@ class Watch(TorchDispatchMode):
         self.read += size
 
     def _mark(self) -> None:
-        if self._device.type != "cuda":
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        mark: Any = time.perf_counter()
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append(mark)
 
 
 class Pass(NamedTuple):
