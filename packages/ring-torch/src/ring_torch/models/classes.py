@@ -1,4 +1,4 @@
-"""What is known of classes of transformers: written-out attention, one output of a sequence, needs.
+"""What is known of a model of transformers by its classes: how it attends, pools, what it needs.
 
 What a model needs beside ring attention are hooks that ``hf.parallelize`` puts on it.
 """

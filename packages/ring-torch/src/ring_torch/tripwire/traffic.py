@@ -145,9 +145,10 @@ def _ring(one: Pass) -> int:
         if stage.grad_hop is not None and not one.forward:
             sent += packing_of(keys[:2], call.acc_dtype).size
         if stage.helps:
-            others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
             sent += one.query_bytes() * _rows(program.remote_items(rank, stage.step))
-            sent += one.result_bytes() * _rows(others)
+            sent += one.result_bytes() * _rows(
+                [x for x in program.items(rank, stage.step) if x.q_rank != rank]
+            )
     return sent
 
 
