@@ -111,8 +111,8 @@ class ModelHooks:
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
         return not self.is_pooling and (
-            self.shifts_labels  # others: the mean
-            or "loss_function" in names_in_forward(type(unwrapped(model)))
+            self.shifts_labels
+            or "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
         )
 
     @contextmanager
