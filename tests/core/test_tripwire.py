@@ -60,7 +60,7 @@ def test_the_worst_entry_is_named() -> None:
     worst = rows(got=lambda x: bumped(x, 1e-3)).worst("float32")
     assert worst is not None and (worst.row, worst.head, worst.dim) == (1, 2, 3)
     assert worst.got == 1.001 and worst.exact == 1.0
-    text = worst.describe("out", "0, 5, 2, 3", (1, 8, 3, 4))
+    text = worst.describe("out", 0, 5, (1, 8, 3, 4))
     assert text.startswith("out[0, 5, 2, 3] of [1, 8, 3, 4] is 1.001, and 1.0 by the dense formula")
 
 

@@ -6,7 +6,6 @@ from ring_torch import (
     capture as capture,
     compiled as compiled,
     context as context,
-    gradients as gradients,
     kernels as kernels,
     prepare as prepare,
     strategies as strategies,
@@ -102,7 +101,7 @@ from ring_torch.strategies.finalize import add_sinks as add_sinks
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
 from ring_torch.strategies.ulysses import Ulysses as Ulysses
-from ring_torch.tools import doctor as doctor, rates as rates
+from ring_torch.tools import bench as bench, doctor as doctor
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (
     one_kernel as one_kernel,

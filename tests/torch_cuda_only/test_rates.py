@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from internals.torch import rates
+from internals.torch import bench
 
 
 def test_every_case_has_times(tmp_path: Path) -> None:
-    table = rates.renew(tmp_path / "rates.json", 2048, {})
+    table = bench.renew(tmp_path / "rates.json", 2048, {})
     found = [case for case in table.cases if case.tokens == 2048]
-    sizes = [rates.Sizes(case.option, case.dims, case.heads) for case in found]
-    assert sizes == list(rates.CASES)
+    sizes = [bench.Sizes(case.option, case.dims, case.heads) for case in found]
+    assert sizes == list(bench.CASES)
     assert all("triton" in dict(case.kernels) for case in found)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from internals.core import rates
-from internals.torch import main, rates as _rates
+from internals.torch import bench, main
 
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
@@ -61,16 +61,16 @@ ON_THE_HOST = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this machine has an accelerator"
 )
 OPTIONS = (
-    *(_rates.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
-    _rates.Sizes(dims=(16, 8), heads=(2, 2)),
+    *(bench.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
+    bench.Sizes(dims=(16, 8), heads=(2, 2)),
 )
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One case of each option, and one round."""
-    monkeypatch.setattr(_rates.renew, "__defaults__", (OPTIONS,))
-    monkeypatch.setattr(_rates, "ROUNDS", 1)
+    monkeypatch.setattr(bench.renew, "__defaults__", (OPTIONS,))
+    monkeypatch.setattr(bench, "ROUNDS", 1)
 
 
 def _of_the_host(path: Path) -> list[rates.Case]:
@@ -106,7 +106,7 @@ def test_what_fails_has_no_time(
         return right(*tensors, kernel=kernel, **options)
 
     path = tmp_path / "rates.json"
-    monkeypatch.setattr(_rates, "ring_attention", broken)
+    monkeypatch.setattr(bench, "ring_attention", broken)
     assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
     assert "no time of sdpa, causal, (16, 16): not today\n" in capsys.readouterr().err
     assert {name for case in _of_the_host(path) for name, _ in case.kernels} == {"eager"}
@@ -120,11 +120,11 @@ def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyP
         factor = 1.0001 if kernel == "sdpa" else 1.0
         return factor * right(*tensors, kernel=kernel, **options)
 
-    monkeypatch.setattr(_rates, "ROUNDS", 1)
-    sizes = _rates.Sizes(dims=(16, 16), heads=(4, 2))
-    assert set(_rates._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
-    monkeypatch.setattr(_rates, "ring_attention", rough)
-    assert set(_rates._times(sizes, 64, "cpu")) == {"eager"}
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    sizes = bench.Sizes(dims=(16, 16), heads=(4, 2))
+    assert set(bench._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
+    monkeypatch.setattr(bench, "ring_attention", rough)
+    assert set(bench._times(sizes, 64, "cpu")) == {"eager"}
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ def sampled(
     return np.sort(np.random.default_rng(seed).integers(length, size=count))
 
 
+def result_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a call returns and of its gradients, from those of its operands."""
+    return {"out": (*q[:3], v[3]), "lse": (q[0], q[2], q[1]), "dq": q, "dk": k, "dv": v}
+
+
 def peak_tflops(device: str) -> float | None:
     """Dense bf16 TFLOP/s that no kernel can exceed, by the device's name; ``None`` if unknown."""
     return next((peak for word, peak in _PEAK_TFLOPS.items() if word in device), None)
@@ -129,9 +136,10 @@ class Worst(NamedTuple):
     exact: float
     limit: float
 
-    def describe(self, tensor: str, at: str, shape: tuple[int, ...]) -> str:
-        """A line for an error's message."""
+    def describe(self, tensor: str, batch: int, token: int, shape: tuple[int, ...]) -> str:
+        """A line for an error's message, of the entry in ``[B, T, H, D]``, or ``[B, H, T]``."""
+        at = (self.head, token) if tensor == "lse" else (token, self.head, self.dim)
         return (
-            f"{tensor}[{at}] of {list(shape)} is {self.got!r}, and {self.exact!r} by the dense formula "
+            f"{tensor}{[batch, *at]} of {list(shape)} is {self.got!r}, and {self.exact!r} by the dense formula "
             f"in float64 (the error may be {self.limit:.3g})"
         )

@@ -147,8 +147,9 @@ def attend(
     """
     x = _as_autocast(x)
     if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
-        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        options = options._replace(deterministic=not only_warns)
+        options = options._replace(
+            deterministic=not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
     if isinstance(options.mask, Tensor):
         x, options = with_dense_mask(x, options, _size_of(group))
     run = _run
@@ -187,19 +188,29 @@ def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
-    masked = torch.where(shown, zero, hidden)
-    return x._replace(bias=masked), options._replace(mask=None, bias_masks=True)
+    return (
+        x._replace(bias=torch.where(shown, zero, hidden)),
+        options._replace(mask=None, bias_masks=True),
+    )
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
-    """Ranks of a group."""
     return ranks_of(group).size
 
 
 def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``."""
-    _check_transforms()
+    # An operation over several processes has no rule for these.
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
+            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
+        )
+    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
+            "outside of torch.autograd.forward_ad.dual_level"
+        )
     ring = ranks_of(group)
     call, inputs = check_call(ring, ring.next_call(), layout, x, options)
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
@@ -219,24 +230,6 @@ def _as_autocast(x: Operands) -> Operands:
         for y in x[:3]
     )
     return x._replace(q=q, k=k, v=v)
-
-
-def _check_transforms() -> None:
-    """Refuse what an operation over several processes has no rule for.
-
-    Raises:
-        UnsupportedError: Inside a transform of ``torch.func``, or under forward-mode gradients.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
-            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
-        )
-    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
-            "outside of torch.autograd.forward_ad.dual_level"
-        )
 
 
 _run_alone = torch.compiler.disable(_run)

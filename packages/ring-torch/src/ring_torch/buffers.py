@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,12 +26,17 @@ class BufferSpec:
     @classmethod
     def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
         """The packing of tensors of these shapes and dtypes."""
-        offsets, at = [], 0
-        for shape, dtype in parts:
-            offsets.append(at)
-            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        shapes = tuple(tuple(shape) for shape, _ in parts)
-        return cls(shapes, tuple(dtype for _, dtype in parts), tuple(offsets), at)
+        sizes = [
+            -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            for shape, dtype in parts
+        ]
+        *offsets, size = accumulate(sizes, initial=0)
+        return cls(
+            tuple(tuple(shape) for shape, _ in parts),
+            tuple(dtype for _, dtype in parts),
+            tuple(offsets),
+            size,
+        )
 
     @property
     def as_bytes(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -43,11 +49,10 @@ class BufferSpec:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors inside a message."""
-        views = []
-        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
-            size = math.prod(shape) * dtype.itemsize
-            views.append(buffer[offset : offset + size].view(dtype).view(shape))
-        return views
+        return [
+            buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
+        ]
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """A new message that holds copies of the tensors."""

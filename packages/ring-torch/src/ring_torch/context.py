@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
-from ring_torch.comm.ranks import Group
-from ring_torch.gradients import reduce_gradients
+from ring_torch.comm.ranks import Group, Ranks, collective
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
 from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, check_group
 from ring_torch.strategies.choose import describe_strategy
+
+_BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
 
 
 class ContextParallel:
@@ -163,7 +166,7 @@ class ContextParallel:
         """
         if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
             hooks.check_reduction()
-        reduce_gradients(self._sharding.ring, model)
+        _reduce_gradients(self._sharding.ring, model)
 
     @overload
     def attention(
@@ -209,5 +212,60 @@ class ContextParallel:
         widths = (
             q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
         )  # fmt: skip
-        way = describe_strategy(call, widths)
-        return f"{call.choice.describe()}\n{way}\n{viz.describe(call.program, pictures=False)}"
+        return (
+            f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
+            f"{viz.describe(call.program, pictures=False)}"
+        )
+
+
+def _reduce_gradients(ring: Ranks, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:
+        if isinstance(weight, DTensor) or (weight.grad is not None and weight.grad.is_sparse):
+            kind = "a DTensor" if isinstance(weight, DTensor) else "sparse in its gradient"
+            raise UnsupportedError(
+                f"reduce_gradients sums dense gradients of parameters that every rank holds whole, "
+                f"and one of shape {tuple(weight.shape)} is {kind}; FSDP and DDP reduce gradients "
+                f"themselves, as a mean: multiply the loss by their number of ranks"
+            )
+    if ring.size == 1 or not weights:
+        return
+    used = torch.tensor(
+        [weight.grad is not None for weight in weights],
+        dtype=torch.int32,
+        device=weights[0].device,
+    )
+    with collective(ring, "reduce_gradients"):
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
+    gradients = []
+    for weight, is_used in zip(weights, used.tolist(), strict=True):
+        if is_used:  # on some rank; this one's part may be nothing
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradients.append(weight.grad)
+    for bucket in _each_bucket(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        with collective(ring, "reduce_gradients"):
+            dist.all_reduce(flat, group=ring.group)
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, part in zip(bucket, flat.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _each_bucket(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype and device, up to a size."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (
+            (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
+            or size + gradient.nbytes > _BUCKET
+        ):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket

@@ -18,8 +18,10 @@ from ring_torch.records import Run, runs_of
 @capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
 def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of a rank: query indices, query positions, key positions; int64."""
-    arrays = plan.positions(rank), plan.q_positions(rank), plan.k_positions(rank)
-    index, q_pos, k_pos = (torch.as_tensor(x, device=device) for x in arrays)
+    index, q_pos, k_pos = (
+        torch.as_tensor(positions(rank), device=device)
+        for positions in (plan.positions, plan.q_positions, plan.k_positions)
+    )
     return index, q_pos, k_pos
 
 

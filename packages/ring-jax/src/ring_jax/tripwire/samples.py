@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from ring_core import WrongResultError
-from ring_core.tripwire import SAMPLES, Kind, SampledRows
+from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import all_positions, local_positions
 from ring_jax.records import Array, Inputs, Static
@@ -249,9 +249,7 @@ class _Sample(NamedTuple):
             for name, parts in found.items():
                 names.append((kind, name))
                 arrays += [self.ring.gather(self._for_host(x)[None], 0) for x in parts]
-        (batch, length, heads, _), dim = self.inputs.q.shape, self.inputs.v.shape[3]
-        shapes = {"out": (batch, length, heads, dim), "lse": (batch, heads, length)}
-        shapes |= {f"d{name}": getattr(self.inputs, name).shape for name in ("q", "k", "v")}
+        shapes = result_shapes(*(x.shape for x in self.inputs[:3]))
         jax.debug.callback(
             partial(_compare, self.static, which, shapes, names),
             self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
@@ -281,14 +279,10 @@ def _compare(
     for n, (kind, name) in enumerate(names):
         parts = [_joined(static.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
-            worst = SampledRows(*rows).worst(static.dtype)
-            if worst is None:
-                continue
-            token = int(picked[kind][rank][worst.row])
-            at = [int(batch), token, worst.head, worst.dim]
-            at = [int(batch), worst.head, token] if name == "lse" else at
-            text = worst.describe(name, ", ".join(map(str, at)), shapes[name])
-            found.append(f"rank {rank}: {text}")
+            if (worst := SampledRows(*rows).worst(static.dtype)) is not None:
+                token = int(picked[kind][rank][worst.row])
+                text = worst.describe(name, int(batch), token, shapes[name])
+                found.append(f"rank {rank}: {text}")
     if found:
         raise WrongResultError(
             f"call {int(number):08x} ({which}) is wrong. {'; '.join(found)}. {_described(static)}. "

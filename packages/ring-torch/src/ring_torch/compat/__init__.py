@@ -23,6 +23,14 @@ from ring_torch.compat.batch import (
     zigzag_ring_flash_attn_kvpacked_func as zigzag_ring_flash_attn_kvpacked_func,
     zigzag_ring_flash_attn_qkvpacked_func as zigzag_ring_flash_attn_qkvpacked_func,
 )
+from ring_torch.compat.documents import (
+    ring_flash_attn_varlen_func as ring_flash_attn_varlen_func,
+    ring_flash_attn_varlen_kvpacked_func as ring_flash_attn_varlen_kvpacked_func,
+    ring_flash_attn_varlen_qkvpacked_func as ring_flash_attn_varlen_qkvpacked_func,
+    zigzag_ring_flash_attn_varlen_func as zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func as zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func as zigzag_ring_flash_attn_varlen_qkvpacked_func,
+)
 from ring_torch.compat.hf import (
     substitute_hf_flash_attn as substitute_hf_flash_attn,
     update_ring_flash_attn_params as update_ring_flash_attn_params,
@@ -32,12 +40,4 @@ from ring_torch.compat.llama3 import (
     llama3_flash_attn_varlen_func as llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func as llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func as llama3_flash_attn_varlen_qkvpacked_func,
-)
-from ring_torch.compat.varlen import (
-    ring_flash_attn_varlen_func as ring_flash_attn_varlen_func,
-    ring_flash_attn_varlen_kvpacked_func as ring_flash_attn_varlen_kvpacked_func,
-    ring_flash_attn_varlen_qkvpacked_func as ring_flash_attn_varlen_qkvpacked_func,
-    zigzag_ring_flash_attn_varlen_func as zigzag_ring_flash_attn_varlen_func,
-    zigzag_ring_flash_attn_varlen_kvpacked_func as zigzag_ring_flash_attn_varlen_kvpacked_func,
-    zigzag_ring_flash_attn_varlen_qkvpacked_func as zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )

@@ -88,8 +88,11 @@ def window_of(window_size: tuple[int, int]) -> Window | None:
     Raises:
         ValueError: Not two counts of keys.
     """
-    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not pair or not all(type(side) is int and side >= -1 for side in window_size):
+    if (
+        not isinstance(window_size, tuple | list)
+        or len(window_size) != 2
+        or not all(type(side) is int and side >= -1 for side in window_size)
+    ):
         raise ValueError(
             f"window_size must be a pair (left, right) of numbers of keys besides the query's own, "
             f"-1 where a side has no limit, got {window_size!r}"
@@ -104,9 +107,7 @@ def seed_of(dropout_p: float) -> int | None:
     Ranks that are seeded alike draw alike, and checkpointing, which restores that generator,
     drops the same elements again.
     """
-    if dropout_p == 0:
-        return None
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
+    return None if dropout_p == 0 else int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
@@ -117,8 +118,7 @@ def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Te
     """
     if not isinstance(packed, Tensor) or packed.ndim != dim + 3 or packed.shape[dim] != count:
         got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
-        shape = f"[{_TOKENS[dim]}, {count}, heads, D]"
-        raise ValueError(f"{name} must be a tensor {shape}, got {got}")
+        raise ValueError(f"{name} must be a tensor [{_TOKENS[dim]}, {count}, heads, D], got {got}")
     return packed.unbind(dim)
 
 

@@ -1,4 +1,4 @@
-"""Packed documents that were each split over the ranks on their own."""
+"""Functions of packed documents that are each split over the ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,107 @@ from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Relayout, relayout_between
 from ring_torch.comm.signature import CallSignature
-from ring_torch.compat.call import Options, as_asked, checked, run
+from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
 from ring_torch.records import Inputs
 
 #: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8
 #: key/value heads, head dim 128, forward and backward) its kernels then run for longer than the
 #: 4 ms that a call takes the host, and even work for each rank is worth more than few calls.
 LONG = 4096
+
+
+def ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Group = None,
+) -> Any:
+    """Exact attention of packed documents, each split into equal contiguous pieces, one a rank.
+
+    Documents of 4096 tokens a rank and more get a call each. All others share one, between two
+    exchanges among all ranks: of the rows of Q, K and V there, and of those of the answer back.
+
+    Args:
+        q: ``[T_local, H, D]``, this rank's pieces of the documents, one after the other.
+        k: ``[T_local, K, D]`` with ``H % K == 0``.
+        v: ``[T_local, K, Dv]``.
+        cu_seqlens: ``(0, ..., T_local)``, offsets of those pieces, the same on all ranks. From a
+            GPU they are copied to the host, which has to wait for them: pass a CPU tensor or
+            a list.
+        max_seqlen: At least the longest piece.
+        dropout_p: Probability to drop a softmax weight.
+        softmax_scale: Default ``D ** -0.5``.
+        causal: A query sees keys of its document at its own position and before.
+        window_size: ``(left, right)``, by positions in the document.
+        alibi_slopes: ``[H]``; one row of slopes for all documents.
+        deterministic: Only use kernels whose backward repeats bit for bit.
+        return_attn_probs: Return ``lse`` and ``None`` too.
+        group: As there.
+
+    Returns:
+        ``out [T_local, H, Dv]``; with ``return_attn_probs`` ``(out, lse, None)``, ``lse [H,
+        T_local]``.
+
+    Raises:
+        ValueError: An argument is malformed; nothing was sent.
+        UnsupportedError: No kernel can do this, or slopes differ by document; nothing was sent.
+        RankMismatchError: Ranks make different calls.
+    """
+    return attend_documents(
+        "contiguous", q, k, v, cu_seqlens, max_seqlen,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
+    )  # fmt: skip
+
+
+ring_flash_attn_varlen_kvpacked_func = kvpacked(ring_flash_attn_varlen_func, dim=1)
+ring_flash_attn_varlen_qkvpacked_func = qkvpacked(ring_flash_attn_varlen_func, dim=1)
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Group = None,
+) -> Any:
+    """:func:`ring_flash_attn_varlen_func` of documents in ``2 * P`` chunks each.
+
+    Of each document rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P - 1 - r``, one after the
+    other.
+    """
+    return attend_documents(
+        "zigzag", q, k, v, cu_seqlens, max_seqlen,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
+    )  # fmt: skip
+
+
+zigzag_ring_flash_attn_varlen_kvpacked_func = kvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = qkvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +188,6 @@ def _part(
     ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
     spans: tuple[tuple[int, int], ...],
 ) -> _Part:  # fmt: skip
-    """Check a call of some of the documents."""
     offsets = (0, *accumulate(stop - start for start, stop in spans))
     documents = None
     if len(spans) == 1:
@@ -115,8 +208,9 @@ def _attend(
         out, lse = run(call, inputs)
         return out[0], lse[0]
     moves = _moves(ring, layout, part.offsets, call.device)
-    words = call.forward_signature.fields | {"pass": "exchange", "documents split": layout}
-    words["lse"] = options.return_attn_probs
+    words = call.forward_signature.fields | {
+        "pass": "exchange", "documents split": layout, "lse": options.return_attn_probs,
+    }  # fmt: skip
     signature = CallSignature.of(words, "exchange")
     guard = partial(with_peer_errors, ring, call.number, signature)
     with guard():
@@ -127,8 +221,10 @@ def _attend(
     q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
     out, lse = run(call, inputs._replace(q=q, k=k, v=v))
     back = moves.back()
-    out = back(out[0], guard)
-    return out, back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0]
+    return (
+        back(out[0], guard),
+        back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0],
+    )
 
 
 def offsets_of(
@@ -202,9 +298,10 @@ def _moves(
 ) -> Relayout:
     """From every document split by the layout to the whole pack split by it; once a pack."""
     pack = Layout(layout, ring.size * offsets[-1], ring.size)
-    source = positions_in_documents(layout, offsets, ring.size)
     target = np.stack([pack.positions(rank) for rank in range(ring.size)])
-    return relayout_between(ring, source, target, device)
+    return relayout_between(
+        ring, positions_in_documents(layout, offsets, ring.size), target, device
+    )
 
 
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:

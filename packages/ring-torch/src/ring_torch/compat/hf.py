@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -75,7 +74,12 @@ class RingFlashAttention:
         """
         from transformers.integrations.flash_attention import get_target_dtype
 
-        _refuse({"attention_mask": attention_mask, **kwargs})
+        if refused := [
+            f"{name}: {_REASONS.get(name, 'this argument is not known here')}"
+            for name, value in {"attention_mask": attention_mask, **kwargs}.items()
+            if name not in _IGNORED and value is not None and value is not False
+        ]:
+            raise UnsupportedError("; ".join(refused))
         if getattr(module.config, "attention_chunk_size", None) is not None:
             raise UnsupportedError(
                 "attention_chunk_size: transformers does not tell flash attention which layers are "
@@ -92,16 +96,19 @@ class RingFlashAttention:
                 f"query {list(query.shape)} and key {list(key.shape)}; pass use_cache=False"
             )
         check_stride(self.heads_k_stride, key.shape[1])
-        causal = bool(module.is_causal if is_causal is None else is_causal)
+        if deterministic is None:
+            deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+        # Models count the query's own key, too.
+        window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
         target: torch.dtype | None = get_target_dtype(query, module)
         q, k, v = (x.transpose(1, 2).to(target or query.dtype) for x in (query, key, value))
-        out = ring_attention(
-            q, k, v, group=self.group, causal=causal,
-            window=_window(sliding_window), cu_seqlens=self.documents,
+        return ring_attention(
+            q, k, v, group=self.group,
+            causal=bool(module.is_causal if is_causal is None else is_causal),
+            window=window, cu_seqlens=self.documents,
             softmax_scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout,
-            dropout_seed=seed_of(dropout), deterministic=_is_deterministic(deterministic),
-        )  # fmt: skip
-        return out, None
+            dropout_seed=seed_of(dropout), deterministic=deterministic,
+        ), None  # fmt: skip
 
 
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
@@ -158,7 +165,6 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
 
 def _install(ours: RingFlashAttention) -> None:
-    """Replace what transformers has registered as flash attention."""
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -168,18 +174,11 @@ def _install(ours: RingFlashAttention) -> None:
             ALL_ATTENTION_FUNCTIONS.register(name, ours)
             if ALL_ATTENTION_FUNCTIONS[name] is not ours:  # it was set past the registry
                 ALL_ATTENTION_FUNCTIONS[name] = ours
-    for module in _flash_modules():
-        module._flash_attention_forward = _refuse_flash  # noqa: SLF001
-
-
-def _flash_modules() -> Iterator[Any]:
-    """Modules where models find flash attention that do not ask the registry."""
-    for name, module in list(sys.modules.items()):
-        theirs = name.startswith(
+    for name, module in list(sys.modules.items()):  # where models find it past the registry
+        if name.startswith(
             ("transformers.models.", "transformers.modeling_flash_attention_utils")
-        )
-        if theirs and "_flash_attention_forward" in vars(module):
-            yield module
+        ) and "_flash_attention_forward" in vars(module):
+            module._flash_attention_forward = _refuse_flash  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _refuse_flash(*_: object, **__: object) -> NoReturn:
@@ -187,25 +186,3 @@ def _refuse_flash(*_: object, **__: object) -> NoReturn:
         "this model calls flash attention past transformers' registry, where it would see the keys "
         "of one rank only; after substitute_hf_flash_attn no model can do so"
     )
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    given = [
-        f"{name}: {_REASONS.get(name, 'this argument is not known here')}"
-        for name, value in arguments.items()
-        if name not in _IGNORED and value is not None and value is not False
-    ]
-    if given:
-        raise UnsupportedError("; ".join(given))
-
-
-def _is_deterministic(deterministic: bool | None) -> bool:
-    """What was asked for, or else what the environment says to flash attention."""
-    if deterministic is not None:
-        return deterministic
-    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-
-
-def _window(sliding_window: int | None) -> tuple[int, int] | None:
-    """A window; models count the query's own key, too."""
-    return None if sliding_window is None else (sliding_window - 1, sliding_window - 1)

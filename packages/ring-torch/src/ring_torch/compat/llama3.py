@@ -77,8 +77,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
     )
     at = DocumentSlice(start)
     at.prepared, at.tensors = prepared, ((q, _version(q)), (k, _version(k)))
-    longest_q, longest_k = _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k)
-    return q, k, longest_q, longest_k, slice(at, prepared.stop)
+    return (
+        q, k, _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k),
+        slice(at, prepared.stop),
+    )  # fmt: skip
 
 
 def llama3_flash_attn_varlen_func(
@@ -137,13 +139,14 @@ def llama3_flash_attn_varlen_func(
             other means; nothing was sent.
         RankMismatchError: Ranks make different calls.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
-        local_k_slice, options, group,
+        local_k_slice,
+        Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+            return_attn_probs,
+        ),
+        group,
     )  # fmt: skip
 
 
@@ -161,9 +164,12 @@ def _prepared(
     left -= documents[left] != first
     inner, start = documents[left + 1 : right], documents[left]
     stop = last if causal else documents[right]
-    q = (0, *(offset - first for offset in inner), share)
-    k = (0, *(offset - start for offset in inner), stop - start)
-    return Prepared(documents, causal, rank, world_size, q, k, stop), start
+    return Prepared(
+        documents, causal, rank, world_size,
+        cu_seqlens_q=(0, *(offset - first for offset in inner), share),
+        cu_seqlens_k=(0, *(offset - start for offset in inner), stop - start),
+        stop=stop,
+    ), start  # fmt: skip
 
 
 def _longest(offsets: tuple[int, ...]) -> int:
@@ -180,11 +186,11 @@ def _attend(
     ring = ranks_of(group)
     check_shards(q, k, v)
     at = _checked_start(local_k_slice, ring, causal=options.causal)
-    own = (at.prepared.cu_seqlens_q, at.prepared.cu_seqlens_k)
-    given = (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k))
-    for (name, tensor, longest), offsets, known in zip(given, own, at.tensors, strict=True):
-        version = _version(tensor)
-        if tensor is not known[0] or version is None or version != known[1]:  # else ask no GPU
+    for name, tensor, longest, offsets, (known, version) in (
+        ("q", cu_seqlens_q, max_seqlen_q, at.prepared.cu_seqlens_q, at.tensors[0]),
+        ("k", cu_seqlens_k, max_seqlen_k, at.prepared.cu_seqlens_k, at.tensors[1]),
+    ):
+        if tensor is not known or version is None or version != _version(tensor):  # else ask no GPU
             _check_same(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])
@@ -222,14 +228,11 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
             f"pass the one that ring_torch.compat.llama3_flash_attn_prepare_cu_seqlens returns"
         )
     prepared = at.prepared
-    wanted = {"causal": causal, "rank": ring.rank, "world_size": ring.size, "stop": prepared.stop}
-    found = {
-        "causal": prepared.causal, "rank": prepared.rank, "world_size": prepared.world_size,
-        "stop": local_k_slice.stop,
+    facts = {
+        "causal": (prepared.causal, causal), "rank": (prepared.rank, ring.rank),
+        "world_size": (prepared.world_size, ring.size), "stop": (local_k_slice.stop, prepared.stop),
     }  # fmt: skip
-    wrong = [
-        f"{name}={found[name]} there and {x} here" for name, x in wanted.items() if found[name] != x
-    ]
+    wrong = [f"{name}={a} there and {b} here" for name, (a, b) in facts.items() if a != b]
     if wrong or local_k_slice.step not in (None, 1):
         raise ValueError(
             f"local_k_slice={local_k_slice!r} was prepared for another call: {', '.join(wrong)}; call "

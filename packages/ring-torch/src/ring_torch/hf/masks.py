@@ -13,8 +13,7 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.labels import AnyDevice, Sealed
-from ring_torch.models.masks import CrossMask, ShardedMask
+from ring_torch.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
@@ -147,8 +146,9 @@ def sharded(attention_mask: object) -> ShardedMask:
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
     is_empty = attention_mask is None or isinstance(attention_mask, NoMask)
-    given = "no attention_mask" if is_empty else type(attention_mask).__name__
-    raise ValueError(_NO_SHARD.format(given))
+    raise ValueError(
+        _NO_SHARD.format("no attention_mask" if is_empty else type(attention_mask).__name__)
+    )
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:

@@ -22,11 +22,9 @@ from ring_torch.models.check import (
     unwrapped,
     wrappers,
 )
+from ring_torch.models.classes import has_written_attention
 from ring_torch.models.code import forward_of
 from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
-from ring_torch.models.needs import has_written_attention
-
-__all__ = ["Handle", "parallelize"]
 
 
 class Handle:
@@ -103,11 +101,10 @@ def _trainer(
     if reduction == "sum":
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
     check_trainer(trainer, logits)
-    other = getattr(trainer, "ref_model", None)  # of TRL, which is not trained
-    every = [trainer.model, *([] if other is None else [other])]
+    models = trainer.model, getattr(trainer, "ref_model", None)  # of TRL, which is not trained
     done: list[Callable[[], object]] = []
     try:
-        done.extend(_model(model, cp, logits, "mean").remove for model in every)
+        done.extend(_model(x, cp, logits, "mean").remove for x in models if x is not None)
         if (before := trainer_hooks_of(trainer)) is not None:
             assert isinstance(before.owner, Handle)
             return before.owner
@@ -130,18 +127,23 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     if (before := hooks_of(model)) is not None:
         return _handle_of(before, cp, logits, reduction)
     inner: Any = unwrapped(model)
-    is_pooling = _takes_a_row(inner)
+    # Such a model takes the row of each sequence's last token from what ``score`` makes of all.
+    is_pooling = isinstance(inner, GenericForSequenceClassification) and (
+        forward_of(type(inner)) is forward_of(GenericForSequenceClassification)
+    )
     split: nn.Module = inner.base_model if is_pooling else _split_module(model)
     report = report_of(split, joins_router=True)
     if not report.exact:
         raise UnsupportedError(
             f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}"
         )
-    hooks = ModelHooks(cp._sharding, report, logits, reduction)  # noqa: SLF001 - one package
-    hooks.is_pooling = is_pooling
-    hooks.joins_router = not is_pooling and has_router_loss(inner)
-    handle = Handle([_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)])
-    hooks.owner = handle
+    hooks = ModelHooks(
+        cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
+        joins_router=not is_pooling and has_router_loss(inner),
+    )  # fmt: skip
+    handle = hooks.owner = Handle(
+        [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+    )
     return handle
 
 
@@ -157,12 +159,6 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
         assert isinstance(base, nn.Module) and base is not inner
         yield base.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
         yield base.register_forward_hook(hooks.join_router, with_kwargs=True).remove
-
-
-def _takes_a_row(model: nn.Module) -> bool:
-    """Whether it takes the row of each sequence's last token from what ``score`` makes of all."""
-    base = GenericForSequenceClassification
-    return isinstance(model, base) and forward_of(type(model)) is forward_of(base)
 
 
 def _handle_of(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:

@@ -16,11 +16,9 @@ from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
 from ring_torch.hf.masks import LayerMask, ring_mask, sharded
 from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.models.masks import ShardedMask
+from ring_torch.models.sealed import ShardedMask
 from ring_torch.sharding import check_group
 from ring_torch.strategies.choose import TRANSPORT_NAMES
-
-__all__ = ["register"]
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -129,7 +127,15 @@ class RingAttention:
         mask = _layer_mask(attention_mask)
         if mask.batch.joins_router:
             kwargs.pop("output_router_logits", None)
-        _check_arguments(kwargs)
+        if reasons := [
+            f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
+            for name, value in kwargs.items()
+            if name not in _IGNORED
+            and value is not None
+            and value is not False
+            and (name, value) != ("logits_to_keep", 0)  # all of them
+        ]:
+            raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
         _check_pattern(mask, sliding_window, is_causal)
         _check_positions(module, mask.batch)
         return self.attend(
@@ -192,13 +198,11 @@ def _layer_mask(attention_mask: object) -> LayerMask:
             f"ring attention takes no mask of shape {tuple(attention_mask.shape)}, only the batch of "
             f"ContextParallel.shard_batch, whose attention_mask names padding and documents"
         )
-    if isinstance(attention_mask, ShardedMask):
-        raise UnsupportedError(
-            "the model makes its masks itself, not through transformers.masking_utils, so that its "
-            "pattern is not known; it is not supported"
-        )
     sharded(attention_mask)
-    raise AssertionError
+    raise UnsupportedError(
+        "the model makes its masks itself, not through transformers.masking_utils, so that its "
+        "pattern is not known; it is not supported"
+    )
 
 
 def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
@@ -211,19 +215,6 @@ def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
             f"{(mask.keys or mask.batch).seq_len}: hf.parallelize makes it of all, for T5 and its kin"
         )
     return bias
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    reasons = [
-        f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
-        for name, value in kwargs.items()
-        if name not in _IGNORED
-        and value is not None
-        and value is not False
-        and (name, value) != ("logits_to_keep", 0)  # all of them
-    ]
-    if reasons:
-        raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
 
 
 def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool | None) -> None:
@@ -276,6 +267,5 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
 
 def _as_autocast(x: Tensor) -> Tensor:
     """In the dtype of autocast, as torch does for its own attention."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    is_cast = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x

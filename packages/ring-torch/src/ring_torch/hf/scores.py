@@ -8,7 +8,7 @@ ring attention. Whatever else is done to it is refused by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -20,10 +20,9 @@ from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.models.labels import AnyDevice, Sealed, SealedError
-from ring_torch.models.written import Written, layer_window
+from ring_torch.models.classes import Written
+from ring_torch.models.sealed import AnyDevice, Sealed, SealedError
 
-_PAIR = 2
 _HIDDEN = -1e4  # what is added or filled in to hide is below
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
@@ -59,7 +58,6 @@ class Term(AnyDevice):
         return self
 
     def __add__(self, other: object) -> Term:
-        """Both."""
         if isinstance(other, Tensor):
             other = Term(tuple(other.shape), bias=other)
         if isinstance(other, LayerMask):
@@ -143,10 +141,8 @@ class Scores(Sealed):
 
     def to(self, *args: Any, **kwargs: Any) -> Scores:
         """In another dtype."""
-        dtype = next(
-            (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)), self.dtype
-        )
-        return replace(self, dtype=dtype)
+        dtypes = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
+        return replace(self, dtype=next(dtypes, self.dtype))
 
     def type_as(self, other: Any) -> Scores:
         """In another's dtype."""
@@ -154,16 +150,15 @@ class Scores(Sealed):
 
     def __mul__(self, factor: object) -> Scores:
         """Scaled; what was added to them is, too, but for a mask, which hides either way."""
-        number, term = self._number(factor), self.term
+        term = self.term
         has_sums = term is not None and (term.bias is not None or term.slopes is not None)
         if self.is_softmax or has_sums:
             raise SealedError(self._words)
-        return replace(self, scale=self.scale * number)
+        return replace(self, scale=self.scale * self._number(factor))
 
     __imul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
-        """Scaled."""
         return self * (1 / self._number(divisor))
 
     __itruediv__ = __truediv__
@@ -223,7 +218,6 @@ class Scores(Sealed):
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what is not known."""
         name = cls._functions.get(func)
         if name == "where":
             _, scores, value = args
@@ -250,14 +244,13 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.layer = layer
         self.hides_by_itself = layer.form.hides_by_itself
-        self.module = module
+        self.module: Any = module
         self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
         self.calls = 0
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As without, but for that product."""
         kwargs = kwargs or {}
-        if func in _PRODUCTS and len(args) == _PAIR and self._are_scores(*args):
+        if func in _PRODUCTS and len(args) == 2 and self._are_scores(*args):
             return self._scores(*args)
         if func in _SUMS_OF_PRODUCTS and self._are_scores(*args[1:]):
             if kwargs.get("beta", 1) and args[0].any():
@@ -274,14 +267,16 @@ class _Products(TorchFunctionMode):
                 f"ContextParallel.shard_batch, and its attention_mask reach every attention layer"
             )
         self.calls += 1
-        rows = term.mask.batch.shape[0]
         q, k, values = (
-            x.reshape(rows, -1, *x.shape[-2:]).to(v.dtype) for x in (scores.q, scores.k, v)
+            x.reshape(term.mask.batch.shape[0], -1, *x.shape[-2:]).to(v.dtype)
+            for x in (scores.q, scores.k, v)
         )
-        mask = replace(term.mask, window=layer_window(self.module, self.layer.form))
+        module, form = self.module, self.layer.form
+        is_local = form.local and getattr(module, form.local) == "local"
+        mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
         name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
         out: Tensor = AttentionInterface()[name].attend(
-            self.module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
+            module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip
         return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
@@ -289,30 +284,30 @@ class _Products(TorchFunctionMode):
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
         """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
-        shape = (*batch, q.shape[-2], keys.shape[-1])
-        return Scores(self, q, keys.mT, shape, q.dtype)
+        return Scores(self, q, keys.mT, (*batch, q.shape[-2], keys.shape[-1]), q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
         return (
             isinstance(one, Tensor)
             and isinstance(other, Tensor)
-            and min(one.ndim, other.ndim) > _PAIR
+            and min(one.ndim, other.ndim) > 2
             and (one.shape[-2], other.shape[-1]) in self.lengths
         )
 
 
+@dataclass(eq=False)
 class WrittenAttention:
     """The hooks of one module whose attention is written out.
 
-    Args:
+    Attributes:
         form: What is known of its class.
         config: Of its model, which names the attention.
+        products: Those of its forwards that are under way.
     """
 
-    def __init__(self, form: Written, config: Any) -> None:
-        self.form = form
-        self.config = config
-        self.products: list[_Products] = []
+    form: Written
+    config: Any
+    products: list[_Products] = field(default_factory=list)
 
     def __deepcopy__(self, _: object) -> WrittenAttention:
         """Another, which does not run."""
@@ -323,8 +318,9 @@ class WrittenAttention:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before its forward: masks as terms, and products watched."""
-        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
-        products = _Products(self, module, masks)
+        products = _Products(
+            self, module, [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
+        )
         products.__enter__()  # type: ignore[no-untyped-call]
         self.products.append(products)
         return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
 from ring_torch.models.hooks import ModelHooks, replace_attribute
@@ -31,9 +31,9 @@ def check_trainer(trainer: Any, logits: str) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(accelerator, "parallelism_config", None)
-    own = [] if config is None else [
+    own = [
         name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
-    ]  # fmt: skip
+    ]
     given = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process (DataParallel)": args.n_gpu > 1,
@@ -92,13 +92,11 @@ class TrainerHooks:
             "_track_num_input_tokens",
         ):  # fmt: skip
             yield replace_attribute(self.trainer, name, getattr(self, name))
-        gather = partial(
+        yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
-        )
-        yield replace_attribute(self.trainer, "gather_function", gather)
-        if self.trainer.label_smoother is not None:
-            function = _LabelSmoother(self.trainer.label_smoother, self.hooks)
-            yield replace_attribute(self.trainer, "label_smoother", function)
+        ))  # fmt: skip
+        if (own := self.trainer.label_smoother) is not None:
+            yield replace_attribute(self.trainer, "label_smoother", _LabelSmoother(own, self.hooks))
 
     def prepare_data_loader(
         self,
@@ -115,15 +113,14 @@ class TrainerHooks:
         accelerator = self.accelerator
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return self._own(accelerator, "prepare_data_loader")(data_loader, device_placement)
-        if device_placement is None:
-            device_placement = accelerator.device_placement
+        is_placed = accelerator.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,
             num_processes=len(self.firsts),
             process_index=self.ring_index,
             split_batches=accelerator.split_batches,
-            put_on_device=device_placement,
+            put_on_device=is_placed,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
@@ -175,8 +172,9 @@ class TrainerHooks:
     ) -> Any:
         """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
         with self.hooks.with_whole_logits(not prediction_loss_only):
-            own = self._own(self.trainer, "prediction_step")
-            return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            return self._own(self.trainer, "prediction_step")(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            )
 
     def get_tp_size(self) -> int:
         """How many ranks hold the same batch: so the Trainer counts the labels of each once.
@@ -206,11 +204,11 @@ class TrainerHooks:
     def _gather(self, tensors: Any) -> Any:
         from accelerate.utils import recursively_apply
 
-        def once(x: Tensor) -> Tensor:
-            ranks: Tensor = x.unflatten(0, (self.accelerator.num_processes, -1))
-            return ranks[self.firsts].flatten(0, 1)
-
-        return recursively_apply(once, self._own(self.accelerator, "gather")(tensors))
+        ranks = self.accelerator.num_processes
+        return recursively_apply(
+            lambda x: x.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1),
+            self._own(self.accelerator, "gather")(tensors),
+        )
 
     @staticmethod
     def _own(owner: Any, name: str) -> Callable[..., Any]:
@@ -234,8 +232,9 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
     first = 0 if ring.group is None else min(dist.get_process_group_ranks(ring.group))
     firsts, sizes = [first], [ring.size]
     if world > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mine = torch.tensor([first, ring.size], device=device)
+        mine = torch.tensor(
+            [first, ring.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
+        )
         every = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(every, mine)
         firsts, sizes = torch.stack(every, dim=1).tolist()
@@ -275,12 +274,11 @@ class _LabelSmoother:
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
         padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
-        neg_log_probs = -logits.log_softmax(-1)
-        is_ignored = labels == ignored
-        loss = neg_log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(
-            is_ignored, 0
+        part = cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels.flatten(),
+            ignore_index=ignored,
+            reduction="sum",
+            label_smoothing=self.own.epsilon,
         )
-        sums = neg_log_probs.sum(-1, dtype=torch.float32).masked_fill(is_ignored, 0)
-        epsilon = self.own.epsilon
-        part = (1 - epsilon) * loss.sum() + epsilon * sums.sum() / logits.shape[-1]
         return self.hooks.total_of(part / items) * share

@@ -13,29 +13,38 @@ from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.scores import Term, WrittenAttention
 from ring_torch.models.check import text_parts
-from ring_torch.models.hooks import ModelHooks, replace_attribute
-from ring_torch.models.masks import ShardedMask
-from ring_torch.models.merged import Merged, text_model
-from ring_torch.models.needs import makes_chunks
-from ring_torch.models.parts import Pair, Part
-from ring_torch.models.written import (
+from ring_torch.models.classes import (
     counts_positions,
     is_recurrent,
     makes_bias,
+    makes_chunks,
     makes_positions,
     written_form,
 )
+from ring_torch.models.hooks import ModelHooks, replace_attribute
+from ring_torch.models.parts import Merged, Pair, Part, text_model
+from ring_torch.models.sealed import ShardedMask
 
 _Undo = Callable[[], object]
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
     """Put on what a report's ``hooks`` name; yields what takes each off."""
+    has_chunks = "chunks" in hooks.report.hooks
     for _, module in text_parts(model):
-        yield from _attention(module, model.config)
-        if "chunks" in hooks.report.hooks:
-            yield from _chunks(module)
-        yield from _bias(module)
+        if (form := written_form(module)) is not None:
+            layer = WrittenAttention(form, model.config)
+            yield module.register_forward_pre_hook(layer.begin, with_kwargs=True).remove
+            yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
+        if has_chunks and makes_chunks(module):  # it would read its mask to make them
+            yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
+        if has_chunks and getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            yield module.register_forward_pre_hook(_add_offsets, with_kwargs=True).remove
+        if makes_bias(module):
+            bias = _PositionBias(module)
+            yield module.register_forward_pre_hook(bias.begin, with_kwargs=True).remove
+            yield replace_attribute(module, "compute_bias", bias.compute)
+            yield replace_attribute(module, "has_relative_attention_bias", True)
         if is_recurrent(module):
             part = hooks.part
             yield module.register_forward_pre_hook(part.gather, with_kwargs=True).remove
@@ -72,7 +81,7 @@ class _PositionBias:
     """
 
     def __init__(self, module: Any) -> None:
-        self.own = module.compute_bias
+        self.own: Callable[..., Tensor] = module.compute_bias
         self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
@@ -94,26 +103,7 @@ class _PositionBias:
             return torch.zeros((), device=device)
         at = mask.batch.sharding.positions(mask.batch.seq_len)
         offsets = (at - torch.arange(len(at)))[:, None].to(device)
-        bias: Tensor = self.own(
-            len(at), mask.batch.seq_len, device=device, past_seen_tokens=offsets
-        )
-        return bias
-
-
-def _bias(module: Any) -> Iterator[_Undo]:
-    if makes_bias(module):
-        bias = _PositionBias(module)
-        yield module.register_forward_pre_hook(bias.begin, with_kwargs=True).remove
-        yield replace_attribute(module, "compute_bias", bias.compute)
-        yield replace_attribute(module, "has_relative_attention_bias", True)
-
-
-def _attention(module: Any, config: Any) -> Iterator[_Undo]:
-    form = written_form(module)
-    if form is not None:
-        layer = WrittenAttention(form, config)
-        yield module.register_forward_pre_hook(layer.begin, with_kwargs=True).remove
-        yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
+        return self.own(len(at), mask.batch.seq_len, device=device, past_seen_tokens=offsets)
 
 
 def _slopes(model: Any) -> Iterator[_Undo]:
@@ -132,35 +122,26 @@ def _slopes(model: Any) -> Iterator[_Undo]:
 def _of_mask(
     own: Callable[..., Tensor], attention_mask: ShardedMask, *args: Any, **kwargs: Any
 ) -> Term:
-    pair: Tensor = own(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs)  # [H, 1, 2]
+    slopes = _step(own(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs))
     rows, length = attention_mask.shape
-    return Term((rows * pair.shape[0], 1, length), slopes=_step(pair.flatten(0, 1)))
+    return Term((rows * len(slopes), 1, length), slopes=slopes)
 
 
 def _of_length(
     own: Callable[..., Tensor], heads: int, length: int, *args: Any, **kwargs: Any
 ) -> Term:
-    pair: Tensor = own(heads, 2, *args, **kwargs)  # [H, 1, 2]
-    return Term((heads, 1, length), slopes=_step(pair.flatten(0, 1)))
+    return Term((heads, 1, length), slopes=_step(own(heads, 2, *args, **kwargs)))
 
 
 def _step(pair: Tensor) -> Tensor:
-    """Slopes of ALiBi at two neighbours, ``[H, 2]``."""
-    return pair[:, 1] - pair[:, 0]
+    """Slopes of ALiBi, from what is added at two neighbours, ``[H, 1, 2]``."""
+    return (pair[..., 1] - pair[..., 0]).flatten()
 
 
 _SLOPES: Mapping[str, Callable[..., Term]] = {
     "build_alibi_tensor": _of_mask,
     "build_mpt_alibi_tensor": _of_length,
 }
-
-
-def _chunks(module: nn.Module) -> Iterator[_Undo]:
-    """Masks by kind of layer, where a model would read its mask to make chunks."""
-    if makes_chunks(module):
-        yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        yield module.register_forward_pre_hook(_add_offsets, with_kwargs=True).remove
 
 
 def _chunk_masks(
@@ -172,9 +153,9 @@ def _chunk_masks(
         chunks = LayerMask(mask, causal=True, chunk_size=size)
         if not mask.single:
             chunks = LayerMask(mask.with_chunks(size, kwargs["position_ids"]), causal=True)
-        full = LayerMask(mask, causal=True)
-        masks = {"full_attention": full, "chunked_attention": chunks}
-        kwargs = {**kwargs, "attention_mask": masks}
+        kwargs = {**kwargs, "attention_mask": {
+            "full_attention": LayerMask(mask, causal=True), "chunked_attention": chunks,
+        }}  # fmt: skip
     return args, kwargs
 
 
@@ -193,7 +174,6 @@ class _Offsets:
         return self.offsets
 
     def update(self, key: Tensor, value: Tensor, _: int) -> tuple[Tensor, Tensor]:
-        """Themselves."""
         return key, value
 
 

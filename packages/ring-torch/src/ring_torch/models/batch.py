@@ -17,8 +17,7 @@ from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.models.check import ModelReport
 from ring_torch.models.documents import STATED, Ints, check_positions, stated_documents
-from ring_torch.models.labels import IGNORED, Sealed, ShiftedLabels, UnshiftedLabels
-from ring_torch.models.masks import ShardedMask
+from ring_torch.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
@@ -222,8 +221,7 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
         raise UnsupportedError(
             "attention_mask must be 0 for padding and 1 for tokens, or number documents from 1 on"
         )
-    real: npt.NDArray[np.bool_] = mask != 0
-    return real
+    return mask.astype(np.bool_)
 
 
 def _segments(
@@ -291,10 +289,9 @@ def _check_same(
         elif not isinstance(value, Sealed):
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())
-    device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
     mine = torch.frombuffer(
         bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
-    ).to(device)
+    ).to("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
     every = [torch.empty_like(mine) for _ in range(ring.size)]
     with collective(ring, "shard_batch"):
         dist.all_gather(every, mine, group=ring.group)

@@ -13,24 +13,26 @@ from typing import Any
 
 from torch import nn
 
+from ring_torch.models.classes import (
+    has_attention,
+    hooks_for,
+    is_mask_function,
+    is_pair,
+    is_recurrent,
+    makes_chunks,
+    makes_masks,
+    name_of,
+    of_pair,
+    pooled_words,
+    pooling_of,
+    takes_positions,
+)
 from ring_torch.models.code import (
     names_in,
     names_in_forward,
     parameters_of,
     reads_in_forward,
 )
-from ring_torch.models.needs import (
-    has_attention,
-    hooks_for,
-    is_mask_function,
-    is_pair,
-    makes_chunks,
-    makes_masks,
-    of_pair,
-    takes_positions,
-)
-from ring_torch.models.pooling import name_of, pooled_words, pooling_of
-from ring_torch.models.written import is_recurrent
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -108,7 +110,10 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     """The same, where a router's loss is computed of the whole sequence."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if _adds_tokens(model):
+    if any(
+        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
+        for x in wrappers(model)
+    ):
         return ModelReport(
             exact=False,
             reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
@@ -148,17 +153,11 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
         yield from wrappers(inner)
 
 
-def _adds_tokens(model: nn.Module) -> bool:
-    return any(
-        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
-        for x in wrappers(model)
-    )
-
-
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
-    layers = _layers(model, parts)
+    types = getattr(_text_config(model), "layer_types", None)
+    layers = tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
     hooks = hooks_for(model, parts, layers)
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
@@ -201,9 +200,11 @@ def takes_embeddings(model: nn.Module) -> bool:
 
 def towers(model: nn.Module) -> Iterator[Any]:
     """Models of transformers within a model that see images or sound."""
-    for name, module in model.named_modules():
-        if is_of_transformers(module) and _TOWERS.search(name):
-            yield module
+    return (
+        module
+        for name, module in model.named_modules()
+        if is_of_transformers(module) and _TOWERS.search(name)
+    )
 
 
 def _takes_tokens(model: nn.Module) -> bool:
@@ -261,8 +262,10 @@ def _of_layers(
 ) -> Iterator[str]:
     has_chunks = any(map(makes_chunks, parts.values()))
     whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
-    served = {*SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ())}
-    served |= _WHOLE_LAYERS if whole else set()
+    served = {
+        *SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ()),
+        *(_WHOLE_LAYERS if whole else ()),
+    }  # fmt: skip
     if others := sorted({*layers} - served):
         yield (
             f"layers of type {', '.join(others)} would see this rank's tokens only; "
@@ -275,12 +278,11 @@ def _of_layers(
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
-    found = {
+    if found := {
         type(x).__name__
         for x in parts.values()
         if id(x) not in whole and _mixes(x, by_name=not whole)
-    }
-    if found:
+    }:
         yield f"modules {', '.join(sorted(found))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
@@ -317,8 +319,11 @@ def _mixes(module: nn.Module, *, by_name: bool) -> bool:
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
-    named = by_name and _MIXERS.search(type(module).__name__) is not None
-    return named and not any(map(has_attention, module.modules()))
+    return (
+        by_name
+        and _MIXERS.search(type(module).__name__) is not None
+        and not any(map(has_attention, module.modules()))
+    )
 
 
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
@@ -354,26 +359,21 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
             )
 
 
-def _layers(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    types = getattr(_text_config(model), "layer_types", None)
-    return tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
-
-
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:
     """``padding_idx + 1`` where positions are made of the tokens that are no padding."""
-    for module in parts.values():
-        padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and (
-            "create_position_ids_from_input_ids" in names_in(type(module))
-        ):
-            return padding + 1
-    return 0
+    paddings = (
+        getattr(x, "padding_idx", None)
+        for x in parts.values()
+        if "create_position_ids_from_input_ids" in names_in(type(x))
+    )
+    return next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)
 
 
 def _counts_real_tokens(module: nn.Module) -> bool:
     """Whether it makes position ids of the attention mask, as OPT does."""
-    wanted = {"inputs_embeds", "attention_mask", "position_ids"}
-    return "cumsum" in names_in_forward(type(module)) and wanted <= parameters_of(type(module))
+    return "cumsum" in names_in_forward(type(module)) and (
+        {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(type(module))
+    )
 
 
 def _shifts(model: Any) -> bool:

@@ -6,7 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -29,8 +29,10 @@ def parameters_of(cls: type) -> frozenset[str]:
     function = forward_of(cls)
     if function is None:
         return frozenset({"**"})
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+    return frozenset(
+        "**" if p.kind is p.VAR_KEYWORD else p.name
+        for p in inspect.signature(function).parameters.values()
+    )
 
 
 def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,11 +118,9 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
 
 
 def _beside(function: FunctionType) -> Iterator[FunctionType]:
-    for name in function.__code__.co_names:
-        other = function.__globals__.get(name)
-        other = inspect.unwrap(other) if callable(other) else other
-        if isinstance(other, FunctionType) and other.__module__ == function.__module__:
-            yield other
+    found = (function.__globals__.get(name) for name in function.__code__.co_names)
+    plain = (inspect.unwrap(x) if callable(x) else x for x in found)
+    return (x for x in plain if isinstance(x, FunctionType) and x.__module__ == function.__module__)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -131,7 +131,5 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for value in code.co_consts:  # keywords of calls
-        if isinstance(value, tuple):
-            yield from (x for x in value if isinstance(x, str))
+    keywords = (x for value in code.co_consts if isinstance(value, tuple) for x in value)
+    return chain(code.co_names, (x for x in keywords if isinstance(x, str)))

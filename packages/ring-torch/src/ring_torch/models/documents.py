@@ -28,8 +28,9 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | No
         UnsupportedError: ``cu_seq_lens_*`` of several rows, or beside padding.
     """
     offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
-    longest = {name: given.pop(name, None) for name in ("max_length_q", "max_length_k")}
-    _check_longest(longest, offsets[0])
+    _check_longest(
+        {name: given.pop(name, None) for name in ("max_length_q", "max_length_k")}, offsets[0]
+    )
     found = {
         "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
         "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids(ids, shape),
@@ -108,7 +109,6 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
 
 
 def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
-    """Of the number of each token's document."""
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
         raise ValueError(f"seq_idx must be int [B, T] = {shape}")
     return _runs(ids.detach().cpu().numpy())

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +22,8 @@ from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, unwrapped
 from ring_torch.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.models.documents import STATED
-from ring_torch.models.masks import ShardedMask
-from ring_torch.models.merged import Merged, is_merged
-from ring_torch.models.parts import Pair, Part
+from ring_torch.models.parts import Merged, Pair, Part, is_merged
+from ring_torch.models.sealed import ShardedMask
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -39,7 +38,6 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
-_MISSING = object()
 _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
@@ -52,32 +50,39 @@ class _Call:
     has_router_loss: bool
 
 
+@dataclass(eq=False)
 class ModelHooks:
     """The hooks of one model.
 
-    Args:
+    Attributes:
         sharding: Which rank holds which tokens.
         report: Of the part whose batches are split.
         logits: Whether logits are joined.
         reduction: How gradients are reduced over ranks, outside.
+        owner: What put them on.
+        is_pooling: One row of a sequence is taken from logits.
+        joins_router: The router's loss is computed of the whole sequence.
+        takes_merged: Images may come, and a text model is hooked.
+        undivided_share: Of losses by no count of labels, if multiplied outside.
+        is_evaluating_logits: Logits are joined for a while.
+        call: The batch that is under way.
+        part: Its sequence.
+        source: That of an encoder, beside a decoder.
     """
 
-    def __init__(
-        self, sharding: Sharding, report: ModelReport, logits: Logits, reduction: Reduction
-    ) -> None:
-        self.sharding = sharding
-        self.report = report
-        self.logits: Logits = logits
-        self.reduction: Reduction = reduction
-        self.owner: object = None  # what put them on
-        self.is_pooling = False  # one row of a sequence is taken from logits
-        self.joins_router = False
-        self.undivided_share = 1.0  # of losses by no count of labels, if multiplied outside
-        self.is_evaluating_logits = False
-        self.call: _Call | None = None
-        self.part = Part()
-        self.source = Part()  # of an encoder, beside a decoder
-        self.takes_merged = False  # images may come, and a text model is hooked
+    sharding: Sharding
+    report: ModelReport
+    logits: Logits
+    reduction: Reduction
+    owner: object = None
+    is_pooling: bool = False
+    joins_router: bool = False
+    takes_merged: bool = False
+    undivided_share: float = 1.0
+    is_evaluating_logits: bool = False
+    call: _Call | None = None
+    part: Part = field(default_factory=Part)
+    source: Part = field(default_factory=Part)
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -105,18 +110,19 @@ class ModelHooks:
 
     def divides_by_items(self, model: nn.Module) -> bool:
         """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
-        by_items = "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
-        return not self.is_pooling and (self.shifts_labels or by_items)
+        return not self.is_pooling and (
+            self.shifts_labels
+            or "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
+        )
 
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
         """Return logits of the whole sequence for a while, whatever was asked for."""
-        before = self.is_evaluating_logits
-        self.is_evaluating_logits = joins
+        undo = replace_attribute(self, "is_evaluating_logits", joins)
         try:
             yield
         finally:
-            self.is_evaluating_logits = before
+            undo()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split(
@@ -174,8 +180,9 @@ class ModelHooks:
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
-                is_shifted = name in _PER_TOKEN and call.is_shifted_here
-                output[name] = self.whole(value, part.length - is_shifted)
+                output[name] = self.whole(
+                    value, part.length - (name in _PER_TOKEN and call.is_shifted_here)
+                )
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
@@ -203,8 +210,9 @@ class ModelHooks:
                 f"router's loss could be computed; set output_router_logits to False"
             )
         joined = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
-        whole = self.whole(joined, self.part.length, dim=2)
-        output["router_logits"] = tuple(x.flatten(0, 1) for x in whole.unbind())
+        output["router_logits"] = tuple(
+            x.flatten(0, 1) for x in self.whole(joined, self.part.length, dim=2)
+        )
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -215,7 +223,7 @@ class ModelHooks:
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
-        x = _replaced(x, x, self.factor) if x.is_floating_point() else x
+        x = _Replaced.apply(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
 
     def total_of(self, part: Tensor) -> Tensor:
@@ -224,7 +232,8 @@ class ModelHooks:
         if ring.size > 1:
             with collective(ring, "loss"):
                 dist.all_reduce(total, group=ring.group)
-        return _replaced(part, total, self.factor)
+        joined: Tensor = _Replaced.apply(part, total, self.factor)
+        return joined
 
     def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
         """The router's part, if any, is of the whole sequence already."""
@@ -249,13 +258,12 @@ class ModelHooks:
         config = getattr(unwrapped(module), "config", None)
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
-        if self.reduction == "sum" and self.sharding.ring.size > 1 and torch.is_grad_enabled():
-            found = _averaging(module)
-            if found:
-                raise ValueError(
-                    f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
-                    f"gradients over its ranks: give reduction='mean'"
-                )
+        is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
+        if is_summed and torch.is_grad_enabled() and (found := _averaging(module)):
+            raise ValueError(
+                f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
+                f"gradients over its ranks: give reduction='mean'"
+            )
         return given
 
     def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
@@ -280,28 +288,25 @@ class ModelHooks:
 
     def _dropout_seed(self, module: nn.Module) -> int | None:
         """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
-        if not module.training or not any(_dropout_rates(module)):
-            return None
-        return int(torch.randint(1 << 62, (), dtype=torch.int64).item())
+        is_dropping = module.training and any(_dropout_rates(module))
+        return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
 
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
-    for part in model.modules():
-        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
-            owner = getattr(function, "__self__", None)
-            if isinstance(owner, ModelHooks):
-                return owner
-    return None
+    owners = (
+        getattr(function, "__self__", None)
+        for part in model.modules()
+        for function in part._forward_pre_hooks.values()  # noqa: SLF001 - torch has no other list
+    )
+    return next((owner for owner in owners if isinstance(owner, ModelHooks)), None)
 
 
 def _averaging(module: nn.Module) -> str | None:
     """What round a model takes the mean of its gradients over ranks."""
     if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
         return "DistributedDataParallel"
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return "fully_shard"
-    return None
+    return "fully_shard" if any(isinstance(x, FSDPModule) for x in module.modules()) else None
 
 
 def _one_weight(module: nn.Module) -> float:
@@ -324,10 +329,12 @@ def _dropout_rates(module: nn.Module) -> Iterator[float]:
     found = (getattr(part, "config", None) for part in module.modules())
     by_id = {id(x): x for x in found if hasattr(x, "__dict__")}
     inner = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
-    for config in (*by_id.values(), *inner):
-        for name, value in vars(config).items():
-            if _DROPOUT.fullmatch(name) and isinstance(value, int | float):
-                yield value
+    return (
+        value
+        for config in (*by_id.values(), *inner)
+        for name, value in vars(config).items()
+        if _DROPOUT.fullmatch(name) and isinstance(value, int | float)
+    )
 
 
 def _router_weight(module: nn.Module) -> float:
@@ -342,30 +349,23 @@ def _router_weight(module: nn.Module) -> float:
     )
 
 
-def _replaced(x: Tensor, value: Tensor, factor: int) -> Tensor:
-    out: Tensor = _Replaced.apply(x, value, factor)
-    return out
-
-
 class _Replaced(torch.autograd.Function):
     """Another value in place of ``x``, and its gradient times a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
-        """The value."""
         ctx.factor = factor
         return x.view_as(x) if value is x else value.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient, times the factor."""
         return grad * ctx.factor, None, None
 
 
 def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
     """Set an attribute of an instance; returns what sets it back."""
-    before = vars(owner).get(name, _MISSING)
+    is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
-    if before is _MISSING:
-        return lambda: delattr(owner, name)
-    return lambda: setattr(owner, name, before)
+    if is_own:
+        return lambda: setattr(owner, name, before)
+    return lambda: delattr(owner, name)

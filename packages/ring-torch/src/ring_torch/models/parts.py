@@ -1,4 +1,10 @@
-"""The sequences of a model that are split: one, or an encoder's and a decoder's."""
+"""The sequences of a model that are split: one, an encoder's and a decoder's, or one with images.
+
+Where images take places among the tokens, a sequence is split within the model: it is called with
+whole batches, and its towers see all there is. What it hands to its text model, embeddings of the
+whole sequence, is split there. A rank's gradients of a tower are those of the embeddings that it
+holds, so that their sum over ranks counts each once.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,10 @@ from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.models.batch import shard_batch, tokens_of
-from ring_torch.models.check import ModelReport
+from ring_torch.models.check import ModelReport, takes_embeddings
 from ring_torch.models.code import by_name, parameters_of
-from ring_torch.models.masks import CrossMask, ShardedMask
+from ring_torch.models.documents import STATED
+from ring_torch.models.sealed import CrossMask, Sealed, ShardedMask
 from ring_torch.sharding import Sharding
 
 #: Of an encoder-decoder: names in the batch, and those of the sequence that they are of.
@@ -25,6 +32,19 @@ _TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
     name: name for name in ("labels", "num_items_in_batch")
 }
 _KEPT = ("return_dict", "output_hidden_states", "use_cache")
+
+_ROWS = 3  # dimensions of positions in several directions, [n, B, T]
+_WITH_TEXT_ROW = 4
+
+#: What is split as text is, of the batch.
+_TEXT = (
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels",
+    "num_items_in_batch", "use_cache", *STATED,
+)  # fmt: skip
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+#: What a text model is given ``[B, T, ...]``.
+_ALONG = ("inputs_embeds", "input_ids", "visual_pos_masks")
 
 
 class Part:
@@ -47,10 +67,10 @@ class Part:
         mask = batch.get("attention_mask")
         self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
 
-    def positions(self) -> Tensor:
-        """Positions of this rank's tokens, int64 ``[T_local]``; 0 for the layout's padding."""
-        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
-        return at.where(at < self.length, 0)
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor of the whole sequence."""
+        more = self.mask.seq_len - x.shape[dim]
+        return self.mask.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
 
     def counted_positions(self, *_: object, **__: object) -> Tensor:
         """In place of positions that are counted among tokens: ``[B, T_local]``."""
@@ -81,8 +101,7 @@ class Part:
         first = output[0] if isinstance(output, tuple) else output
         if first.shape[:2] != (self.mask.shape[0], self.length):
             raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
-        padded = pad(first, (*(0, 0) * (first.ndim - 2), 0, self.mask.seq_len - self.length))
-        own = self.mask.sharding.shard(padded)
+        own = self.shard(first)
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -94,12 +113,13 @@ class Part:
         What is round it makes positions from 0 on, or none.
         """
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        at, positions = given.arguments.get("position_ids"), self.positions()
-        if at is not None and at.shape != positions.shape:
+        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
+        old = given.arguments.get("position_ids")
+        if old is not None and old.shape != at.shape:
             raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(at.shape)}, other than from 0 on"
+                f"{type(module).__name__} is given positions {tuple(old.shape)}, other than from 0 on"
             )
-        given.arguments["position_ids"] = positions
+        given.arguments["position_ids"] = at.where(at < self.length, 0)  # 0 for the padding
         return given.args[1:], given.kwargs
 
 
@@ -138,10 +158,10 @@ class Pair:
                 f"alone, and this one has {', '.join(more)}"
             )
         parts = []
-        source_seed = None if dropout_seed is None else dropout_seed ^ 1
         for names, part, seed in (
-            (_SOURCE, self.source, source_seed), (_TARGET, self.target, dropout_seed),
-        ):  # fmt: skip
+            (_SOURCE, self.source, None if dropout_seed is None else dropout_seed ^ 1),
+            (_TARGET, self.target, dropout_seed),
+        ):
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
             shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
@@ -154,8 +174,9 @@ class Pair:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the decoder: whose keys its cross attention sees."""
-        mask = CrossMask(self.target.mask, self.source.mask)
-        return args, {**kwargs, "encoder_attention_mask": mask}
+        return args, {
+            **kwargs, "encoder_attention_mask": CrossMask(self.target.mask, self.source.mask),
+        }  # fmt: skip
 
 
 def _shifted(model: Any, labels: Tensor) -> Tensor:
@@ -164,25 +185,133 @@ def _shifted(model: Any, labels: Tensor) -> Tensor:
     Raises:
         ValueError: That is not known.
     """
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        return shifted
-    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
-    if shift is None:
+    elif shift is not None:
+        shifted = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    else:
         raise ValueError(f"give decoder_input_ids [B, T] to {type(model).__name__}, beside labels")
-    config = model.config
-    moved: Tensor = shift(labels, config.pad_token_id, config.decoder_start_token_id)
-    return moved
+    return shifted
 
 
 def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
     found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if not found or padding is None or "input_ids" not in batch or "attention_mask" in batch:
-        return
-    if bool((batch["input_ids"] == padding).any()):
+    is_told = not found or padding is None or "attention_mask" in batch
+    if not is_told and "input_ids" in batch and bool((batch["input_ids"] == padding).any()):
         raise ValueError(
             f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
             f"attention_mask and decoder_attention_mask"
         )
+
+
+def is_merged(given: Mapping[str, Any]) -> bool:
+    """Whether a batch holds more than text: images, sound, positions in several directions."""
+    names = {name for name, x in given.items() if x is not None}
+    positions = given.get("position_ids")
+    return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
+        isinstance(positions, Tensor) and positions.ndim == _ROWS
+    )
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The sequence of a model whose text model is given embeddings."""
+
+    part: Part
+
+    def split_labels(
+        self,
+        sharding: Sharding,
+        module: nn.Module,
+        given: Mapping[str, Any],
+        report: ModelReport,
+        dropout_seed: int | None,
+        weight: float,
+    ) -> dict[str, Any]:
+        """The whole batch, with this rank's labels; the text model's part is kept for it.
+
+        Raises:
+            UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
+        """
+        given = {name: x for name, x in given.items() if x is not None}
+        if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
+            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
+        text = {name: given[name] for name in _TEXT if name in given}
+        positions = text.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim == _ROWS:
+            del text["position_ids"]
+            if len(positions) == _WITH_TEXT_ROW:
+                text["position_ids"] = positions[0]
+        mask = text.get("attention_mask")
+        if isinstance(mask, Tensor) and int(mask.max()) > 1:
+            raise UnsupportedError("attention_mask that numbers documents, beside images")
+        others = {name: x for name, x in given.items() if name not in text}
+        shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
+        self.part.take(shard, given)
+        self.part.is_whole = True
+        return {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)} | {
+            name: shard[name] for name in _LABELS if name in shard
+        }
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the text model: this rank's part of embeddings and positions.
+
+        Raises:
+            UnsupportedError: It is given what cannot be split.
+        """
+        part = self.part
+        if not part.is_whole:
+            return args, kwargs
+        part.is_whole = False
+        given = by_name(module, args, kwargs)
+        tokens = tokens_of(given)
+        shape = (part.mask.shape[0], part.length)
+        if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
+            raise UnsupportedError(
+                f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
+            )
+        out = {
+            name: self._split(module, name, x, given.get("visual_pos_masks"))
+            for name, x in given.items()
+        }
+        if out.get("position_ids") is None:
+            out["position_ids"] = part.position_ids
+        out["attention_mask"] = part.mask
+        return (), out
+
+    def _split(self, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
+        if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
+            return x
+        if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
+            return None  # the part's own
+        if name == "position_ids" and isinstance(x, Tensor):
+            return self.part.shard(x, dim=2) if x.ndim == _ROWS else self.part.position_ids
+        if name in _ALONG and isinstance(x, Tensor):
+            return self.part.shard(x)
+        if name == "deepstack_visual_embeds" and visual is not None:
+            return [self._rows(rows, visual) for rows in x]
+        raise UnsupportedError(
+            f"{type(module).__name__} is given {name}, and how it lies along the sequence is not "
+            f"known; masks in which tokens of images see each other are not supported"
+        )
+
+    def _rows(self, rows: Tensor, visual: Tensor) -> Tensor:
+        """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
+        numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
+        numbers[visual] = torch.arange(len(rows), device=visual.device)
+        return rows[self.part.shard(numbers)[self.part.shard(visual)].to(rows.device)]
+
+
+def text_model(model: Any) -> nn.Module | None:
+    """The part that is given embeddings, of a model of more than text."""
+    if not getattr(model.config, "sub_configs", None) or not hasattr(model, "get_decoder"):
+        return None
+    decoder = model.get_decoder()
+    is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
+    return decoder if is_part and takes_embeddings(decoder) else None

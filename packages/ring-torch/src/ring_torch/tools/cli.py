@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from ring_core.tools import bench, doctor
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
-from ring_torch.tools import bench as _bench_torch, rates
+from ring_torch.tools import bench as _bench_torch
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 
 
@@ -34,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help="show what can run here, and test it")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    commands.add_parser("doctor", help="show what can run here, and test it").add_argument(
+        "--json", action="store_true", help="for programs"
+    )
     commands.add_parser("matrix", help="show what each kernel supports")
     timed = commands.add_parser("bench", help="time a ring against one device")
     bench.add_options(timed)
@@ -46,28 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.command == "bench":
-        others = [
-            f"--{name.replace('_', '-')}" for name, given in vars(args).items()
-            if name not in ("command", "rates", "seq_len") and given != timed.get_default(name)
-        ]  # fmt: skip
         if args.rates is None:
             return _bench(args)
-        if others:
+        if others := [
+            f"--{name.replace('_', '-')}" for name, given in vars(args).items()
+            if name not in ("command", "rates", "seq_len") and given != timed.get_default(name)
+        ]:  # fmt: skip
             timed.error(f"--rates takes --seq-len alone; leave out {', '.join(others)}")
         return _renew(args.rates, args.seq_len)
     if args.command == "matrix":
         print(matrix())
         return 0
     found = diagnose()
-    as_json: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(as_json, indent=2) if args.json else shown(found))
+    print(
+        json.dumps(asdict(found) | {"healthy": found.healthy}, indent=2)
+        if args.json
+        else shown(found)
+    )
     return 0 if found.healthy else 1
 
 
 def _renew(path: Path, length: int | None) -> int:
-    """What ``bench --rates`` prints and returns."""
     try:
-        rates.renew(path, length, versions())
+        _bench_torch.renew(path, length, versions())
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
@@ -76,24 +77,22 @@ def _renew(path: Path, length: int | None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """What the ``bench`` command prints and returns."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
         checks, found = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, LocalRankError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
-        return 2
-    except LocalRankError as error:
-        print(f"ring_torch: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, LocalRankError) else 2
     if not found:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     where = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
-    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
-    rows = [
-        asdict(one) | {"efficiency": one.efficiency, "check_cost": one.check_cost} for one in found
-    ]
-    text = bench.shown(setting, where, found)
-    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    facts = {
+        "versions": versions(), "setting": asdict(setting), "where": where,
+        "timings": [
+            asdict(one) | {"efficiency": one.efficiency, "check_cost": one.check_cost}
+            for one in found
+        ],
+    }  # fmt: skip
+    print(json.dumps(facts, indent=2) if args.json else bench.shown(setting, where, found))
     return 0

@@ -79,7 +79,6 @@ def diagnose() -> Diagnosis:
         (check for kernel in able for check in self_test(kernel, device)),
         ring_test(ready, cuda=len(found) >= RANKS),
     )
-    most = len(doctor.RESULTS) * (len(able) + len(ready))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
@@ -87,7 +86,7 @@ def diagnose() -> Diagnosis:
         gpus=found,
         kernels=tuple(reports),
         strategies=ways,
-        checks=tuple(watched(checks, most, "check")),
+        checks=tuple(watched(checks, len(doctor.RESULTS) * (len(able) + len(ready)), "check")),
     )
 
 
@@ -112,7 +111,6 @@ def gpus() -> tuple[Gpu, ...]:
 
 def versions() -> dict[str, str]:
     """Python, the libraries there are, and what torch was built with."""
-    found = doctor.versions(LIBRARIES, ("ring-core", "ring-torch"))
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
     of_torch = {
@@ -121,7 +119,9 @@ def versions() -> dict[str, str]:
         "cuDNN": cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
         "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
-    return found | {name: has for name, has in of_torch.items() if has}
+    return doctor.versions(LIBRARIES, ("ring-core", "ring-torch")) | {
+        name: has for name, has in of_torch.items() if has
+    }
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
@@ -138,9 +138,12 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
 
 
 def _way_report(strategy: str, transport: str, why: str) -> Report:
-    """A strategy over a transport."""
-    devices = ("cuda",) if transport == "symm_mem" else ()
-    return Report(f"{strategy}/{transport}", devices, available=not why, why=why)
+    return Report(
+        f"{strategy}/{transport}",
+        ("cuda",) if transport == "symm_mem" else (),
+        available=not why,
+        why=why,
+    )
 
 
 def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:
@@ -169,18 +172,20 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
-    ours = partial(ring_attention, causal=True, kernel=can.name)
-    yield from _compared(can.name, where, inputs, lambda: _out_and_grads(ours, *inputs))
+    yield from _compared(
+        can.name, where, inputs,
+        lambda: _out_and_grads(partial(ring_attention, causal=True, kernel=can.name), *inputs),
+    )  # fmt: skip
 
 
 def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
     """The same between two processes of this machine, each way that keys can travel."""
     if not ways:
         return
-    dtype = "bfloat16" if cuda else "float32"
     setting = BenchCase(
-        RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, None, "zigzag", "auto", "auto"
-    )
+        RANKS, RANKS * doctor.TOKENS, 4, 2, 64, "bfloat16" if cuda else "float32", None, "zigzag",
+        "auto", "auto",
+    )  # fmt: skip
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in ways:
             yield from ring_checks(ranks, replace(setting, strategy=strategy), transport, cuda=cuda)
@@ -190,24 +195,25 @@ def ring_checks(
     ranks: LocalRanks, setting: BenchCase, transport: str, *, cuda: bool
 ) -> Iterator[Check]:
     """A setting on a short sequence, between these ranks."""
-    dtype = getattr(torch, setting.dtype)
-    inputs = [torch.as_tensor(x).to(dtype) for x in doctor.inputs_for(len(ranks), setting.head_dim)]
-    arrays = [_array(x) for x in inputs]
-
-    def run() -> Arrays:
-        results: Arrays = ranks.run(_ring_rank, arrays, setting, transport, cuda)[0]
-        return results
-
-    where = f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks"
-    yield from _compared(f"{setting.strategy}/{transport}", where, inputs, run, setting.mask)
+    inputs = [
+        torch.as_tensor(x).to(getattr(torch, setting.dtype))
+        for x in doctor.inputs_for(len(ranks), setting.head_dim)
+    ]
+    yield from _compared(
+        f"{setting.strategy}/{transport}", f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks", inputs,
+        lambda: ranks.run(_ring_rank, [_array(x) for x in inputs], setting, transport, cuda)[0],
+        setting.mask,
+    )  # fmt: skip
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
     """The whole results of a ring, put together on every rank."""
     sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    dtype = getattr(torch, setting.dtype)
-    inputs = [sharding.shard(torch.as_tensor(x).to(device, dtype), dim=1) for x in arrays]
+    inputs = [
+        sharding.shard(torch.as_tensor(x).to(device, getattr(torch, setting.dtype)), dim=1)
+        for x in arrays
+    ]
     ours = partial(
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
@@ -261,20 +267,21 @@ def shown(found: Diagnosis) -> str:
     lines = doctor.shown_versions(found.versions, found.clashes)
     lines += ["", f"device        {found.device}"]
     for n, gpu in enumerate(found.gpus):
-        reaches = ", ".join(str(other) for other in gpu.reaches) or "no other"
-        major, minor = gpu.capability
-        lines.append(f"  {n:<12}{gpu.name}, compute capability {major}.{minor}, reaches {reaches}")
-    for words, reports in (("kernels", found.kernels), ("strategies", found.strategies)):
-        lines += ["", f"{words}, {_ORDER[words]}"]
+        lines.append(
+            f"  {n:<12}{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}, "
+            f"reaches {', '.join(map(str, gpu.reaches)) or 'no other'}"
+        )
+    for title, reports in (
+        ("kernels, in the order in which kernel='auto' tries them", found.kernels),
+        ("strategies, over transports, between processes of this machine", found.strategies),
+    ):
+        lines += ["", title]
         for one in reports:
-            devices = ", ".join(one.devices) or "any"
             state = "available" if one.available else f"no: {one.why}"
-            lines.append(f"  {one.name:16}{devices:8}{state}")
-    words = "kernels on one device, then a ring of two processes, causal,"
-    return "\n".join(lines + doctor.shown_checks(words, found.checks, healthy=found.healthy))
-
-
-_ORDER = {
-    "kernels": "in the order in which kernel='auto' tries them",
-    "strategies": "over transports, between processes of this machine",
-}
+            lines.append(f"  {one.name:16}{', '.join(one.devices) or 'any':8}{state}")
+    lines += doctor.shown_checks(
+        "kernels on one device, then a ring of two processes, causal,",
+        found.checks,
+        healthy=found.healthy,
+    )
+    return "\n".join(lines)

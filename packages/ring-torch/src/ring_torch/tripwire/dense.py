@@ -58,15 +58,8 @@ class SampledQueries(NamedTuple):
     indices: Tensor  # [n] global
     position: Tensor  # [n] among the keys
     ids: Tensor | None  # [n]
-    bias: Tensor | None  # [H or 1, n, m]
+    bias: Tensor | None  # [n, H or 1, m]
     dout: Tensor | None = None  # [n, H, Dv]
-
-    def take(self, part: slice) -> SampledQueries:
-        """The same for a slice of the queries."""
-        bias = None if self.bias is None else self.bias[:, part]
-        ids, dout = (None if x is None else x[part] for x in (self.ids, self.dout))
-        q, indices, position = (x[part] for x in self[:3])
-        return SampledQueries(q, indices, position, ids, bias, dout)
 
 
 class SampledKeys(NamedTuple):
@@ -77,11 +70,6 @@ class SampledKeys(NamedTuple):
     position: Tensor  # [m]
     ids: Tensor | None  # [m]
 
-    def take(self, part: slice) -> SampledKeys:
-        """The same for a slice of the keys."""
-        ids = None if self.ids is None else self.ids[part]
-        return SampledKeys(self.k[part], self.v[part], self.position[part], ids)
-
 
 class ForwardResults(NamedTuple):
     """What a backward needs of queries' forward."""
@@ -89,6 +77,11 @@ class ForwardResults(NamedTuple):
     out: Tensor  # [n, H, Dv]
     lse: Tensor  # [n, H]
     dlse: Tensor | None  # [n, H]
+
+
+def _taken[T: (SampledQueries, SampledKeys, ForwardResults)](x: T, part: slice) -> T:
+    """The same for a slice of the queries, or keys."""
+    return type(x)._make(None if y is None else y[part] for y in x)
 
 
 class Partial(NamedTuple):
@@ -122,7 +115,7 @@ def query_means(
     parts = []
     for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
-        some, block = queries._replace(bias=bias), keys.take(j)
+        some, block = queries._replace(bias=bias), _taken(keys, j)
         visible = _visible(rule.params, some, block)
         parts.append([_means_of_block(rule, some, block, visible, each) for each in precisions])
     return [merged(each) for each in zip(*parts, strict=True)]
@@ -148,12 +141,13 @@ def key_sums(
         ``[m, K, D + Dv + 1]`` each.
     """
     m, heads, dim = keys.k.shape
-    shape = (m, heads, dim + keys.v.shape[2] + 1)
-    sums = [torch.zeros(shape, dtype=x.acc_dtype, device=keys.k.device) for x in precisions]
+    sums = [
+        torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=x.acc_dtype, device=keys.k.device)
+        for x in precisions
+    ]
     assert queries.dout is not None
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
-        some = queries.take(i)
-        part = ForwardResults(*(None if x is None else x[i] for x in results))  # type: ignore[arg-type]
+        some, part = _taken(queries, i), _taken(results, i)
         visible = _visible(rule.params, some, keys)
         for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
@@ -182,15 +176,15 @@ def _scores(
         squashed = torch.tanh(x / params.softcap)
         x, slope = squashed * params.softcap, 1 - squashed * squashed
     if queries.bias is not None:
-        x = x + _by_group(queries.bias.to(acc_dtype), by_group)
+        x = x + _by_group(queries.bias.transpose(0, 1).to(acc_dtype), by_group)
     if rule.slopes is not None:
         distance = (queries.position[:, None] - keys.position).abs()
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
-        which, heads = range(rule.batch, rule.batch + 1), math.prod(by_group)
         kept = dropout_keep(
-            params.dropout_p, params.dropout_seed, which, heads, queries.indices, keys.position
-        )
+            params.dropout_p, params.dropout_seed, range(rule.batch, rule.batch + 1),
+            math.prod(by_group), queries.indices, keys.position,
+        )  # fmt: skip
         keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
     return x, slope, keep
 
@@ -214,7 +208,7 @@ def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -
     if queries.ids is not None and keys.ids is not None:
         seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
     seen = seen.unsqueeze(0)
-    return seen if queries.bias is None else seen & (queries.bias > -torch.inf)
+    return seen if queries.bias is None else seen & (queries.bias.transpose(0, 1) > -torch.inf)
 
 
 def _means_of_block(
@@ -227,11 +221,9 @@ def _means_of_block(
     q, dout, k, v = _operands(visible, queries, keys, precision.acc_dtype)
     x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
-    top = x.amax(dim=-1, keepdim=True)
-    weights = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    lse = (top + total.log()).squeeze(-1).flatten(0, 1).t()
-    p = weights / total.masked_fill(total == 0, 1.0)
+    lse = x.logsumexp(dim=-1)
+    p = x.softmax(dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+    lse = lse.flatten(0, 1).t()
 
     def mean(weights: Tensor, of: Tensor) -> Tensor:
         return torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of).flatten(1, 2)
@@ -279,8 +271,7 @@ def _operands(
 
     ``q [n, K, G, D]``, ``dout [n, K, G, Dv]``, ``k [m, K, D]``, ``v [m, K, Dv]``.
     """
-    heads = keys.k.shape[1]
-    by_group = (heads, queries.q.shape[1] // max(heads, 1))
+    by_group = (keys.k.shape[1], queries.q.shape[1] // max(keys.k.shape[1], 1))
     shown = visible.any(dim=0)
     q_seen, k_seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core.tripwire import Kind, SampledRows, sampled
+from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
 from ring_torch.records import BackwardInputs, Inputs, folded
@@ -23,7 +23,6 @@ from ring_torch.tripwire.dense import (
     EXACT,
     ForwardResults,
     Partial,
-    Precision,
     Rule,
     SampledKeys,
     SampledQueries,
@@ -87,20 +86,21 @@ class Sample(NamedTuple):
         keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position)
-        q_ids = None if inputs.q_ids is None else inputs.q_ids[b]
+            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position).transpose(0, 1)
         index, q_position = (
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
         )
-        queries = SampledQueries(inputs.q[b], index, q_position, q_ids, bias, upstream.dout[b])
+        queries = SampledQueries(
+            inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
+            bias, upstream.dout[b],
+        )  # fmt: skip
         results = ForwardResults(
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
-        sums = key_sums(self.rule, queries, keys, results, self._precisions)
+        sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
         home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
-        exact, plain = (sum(x) for x in exchange(ring, home, call.device))
-        assert isinstance(exact, Tensor) and isinstance(plain, Tensor)
+        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
 
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
@@ -110,26 +110,28 @@ class Sample(NamedTuple):
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         rows = self.own("queries")
-        parts = [[inputs.q[b, rows]] * ring.size]
-        parts += [[dout[b, rows]] * ring.size] if dout is not None else []
-        parts += [[inputs.q_ids[b, rows]] * ring.size] if inputs.q_ids is not None else []
+        given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
+        parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
         if inputs.bias is not None:
-            mine = inputs.bias[b % len(inputs.bias)][:, rows]
+            mine = inputs.bias[b % len(inputs.bias)][:, rows].transpose(0, 1)
             theirs = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts += [[mine.index_select(-1, columns).transpose(0, 1) for columns in theirs]]
-        came = iter([torch.cat(x) for x in exchange(ring, parts, call.device)])
-        q, sampled_dout = next(came), None if dout is None else next(came)
-        q_ids = None if inputs.q_ids is None else next(came)
-        bias = None if inputs.bias is None else next(came).transpose(0, 1)
+            parts["bias"] = [mine.index_select(-1, columns) for columns in theirs]
+        came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
+        every = dict(zip(parts, came, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
-        queries = SampledQueries(q, index, index + call.plan.q_offset, q_ids, bias, sampled_dout)
-        k_ids = None if inputs.k_ids is None else inputs.k_ids[b]
-        position = torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device)
-        keys = SampledKeys(inputs.k[b], inputs.v[b], position, k_ids)
-        found = query_means(self.rule, queries, keys, self._precisions)
+        queries = SampledQueries(
+            every["q"], index, index + call.plan.q_offset, every.get("ids"), every.get("bias"),
+            every.get("dout"),
+        )  # fmt: skip
+        keys = SampledKeys(
+            inputs.k[b], inputs.v[b],
+            torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device),
+            None if inputs.k_ids is None else inputs.k_ids[b],
+        )  # fmt: skip
+        found = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
         home = [list(x.chunk(ring.size)) for part in found for x in part]
         lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
         exact = merged([Partial(*x) for x in zip(lse, means, strict=True)])
@@ -137,11 +139,6 @@ class Sample(NamedTuple):
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
         return exact, plain
-
-    @property
-    def _precisions(self) -> tuple[Precision, Precision]:
-        """The exact numbers', and a plain implementation's."""
-        return EXACT, plain_precision(self.call.dtype)
 
     def _sampled(self, kind: Kind, rank: int) -> Ints:
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
@@ -158,19 +155,11 @@ class Sample(NamedTuple):
         for name, (got, *others, terms) in results.items():
             arrays = (x.detach().double().cpu().numpy() for x in (got, *others, terms))
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
-            if worst is None:
-                continue
-            token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
-            at = [worst.head, token] if name == "lse" else [token, worst.head, worst.dim]
-            text = ", ".join(map(str, (self.batch, *at)))
-            found.append(worst.describe(name, text, self._shape(name)))
+            if worst is not None:
+                token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
+                shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
+                found.append(worst.describe(name, self.batch, token, shapes[name]))
         return found
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        q, k, v = self.inputs[:3]
-        batch, length, heads, _ = q.shape
-        shapes = {"out": (batch, length, heads, v.shape[3]), "lse": (batch, heads, length)}
-        return shapes.get(name) or tuple({"dq": q, "dk": k, "dv": v}[name].shape)
 
     def agree(self, found: list[str], what: str) -> str | None:
         """What all ranks have found, in words; ``None`` if nothing."""
@@ -246,31 +235,27 @@ def backward_faults(
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    size = abs(call.params.scale) * lengths * _largest(k) * _largest(v, 2)
-    size = size * digits[:, rows].amax(dim=0)
+    scale, v_long = abs(call.params.scale), _largest(v, 2)
+    size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    dout_size, dim = _largest(upstream.dout, 2), k.shape[3]
+    long, dim = _largest(upstream.dout, 2), k.shape[3]
     sizes = {
-        "dk": (
-            dk,
-            slice(dim),
-            abs(call.params.scale) * weights * dout_size * _largest(v, 2) * _largest(q),
-        ),
-        "dv": (dv, slice(dim, -1), weights * dout_size),
+        "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(q)),
+        "dv": (dv, slice(dim, -1), weights * long),
     }
-    results = {
+    found += sample.faults("keys", {
         name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)
         for name, (x, part, size) in sizes.items()
-    }
-    found += sample.faults("keys", results)
+    })  # fmt: skip
     found += Pass(call, inputs, forward=False, fetches=fetches).faults(seen)
     return sample.agree(found, "backward")
 
 
 def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
     """The largest norm of finite vectors of the last dimension: of numbers, or (2) lengths."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    lengths: Tensor = torch.linalg.vector_norm(x, order, dim=-1, dtype=dtype)
+    lengths: Tensor = torch.linalg.vector_norm(
+        x, order, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     return lengths.nan_to_num(nan=0.0, posinf=0.0).amax().double()

@@ -15,12 +15,9 @@ from ring_core.tripwire import peak_tflops
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.head_groups import ONE_GROUP
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
 from ring_torch.transports.api import counted_by
-
-_SEND = "c10d::send"  # all that strategies send are messages
 
 
 class Watch(TorchDispatchMode):
@@ -32,8 +29,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as torch has it
-        self.sent = 0
-        self.read = 0
+        self.sent = self.read = 0
         self._device = device
         self._marks: list[Any] = []
         self._reads = counted_by(self._add_read)
@@ -50,8 +46,7 @@ class Watch(TorchDispatchMode):
         self._mark()
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count what an operation sends, and run it."""
-        if func._schema.name == _SEND:  # noqa: SLF001 - its name
+        if func._schema.name == "c10d::send":  # noqa: SLF001 - all that is sent are messages
             self.sent += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
 
@@ -68,12 +63,11 @@ class Watch(TorchDispatchMode):
         self.read += size
 
     def _mark(self) -> None:
-        if self._device.type != "cuda":
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        mark: Any = time.perf_counter()
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append(mark)
 
 
 class Pass(NamedTuple):
@@ -89,14 +83,15 @@ class Pass(NamedTuple):
         found = []
         call = self.call
         if call.ring.size > 1:
-            expected, moved, word = _EXPECTED[call.strategy.name](self), seen.read, "reads"
+            expected, moved = _EXPECTED[call.strategy.name](self), seen.read
+            done, word = "read from peers", "reads"
             if call.transport == "p2p":
-                expected, moved, word = HEADER_BYTES + expected, seen.sent, "sends"
+                expected, moved, done, word = HEADER_BYTES + expected, seen.sent, "sent", "sends"
             if moved != expected:
-                done = {"reads": "read from peers", "sends": "sent"}[word]
                 found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
-        is_gpu = call.device.type == "cuda"
-        most = peak_tflops(torch.cuda.get_device_name(call.device) if is_gpu else "cpu")
+        most = peak_tflops(
+            torch.cuda.get_device_name(call.device) if call.device.type == "cuda" else "cpu"
+        )
         if most is not None and self.inputs.q_ids is None and self.inputs.bias is None:
             rate = self._flops() / seen.seconds / 1e12
             if rate > most:
@@ -110,7 +105,7 @@ class Pass(NamedTuple):
         x = self.inputs
         given = [y[:, :1] for y in (x.q, x.q_ids) if y is not None]
         given += [x.bias[:, :, :1]] if x.bias is not None else []
-        size = sum(y.numel() * y.element_size() for y in given)
+        size = sum(y.nbytes for y in given)
         if not self.forward:
             batch, _, heads, _ = x.q.shape
             numbers = 2 if self.call.kernel.needs_delta else 1  # lse, delta
@@ -150,18 +145,19 @@ def _ring(one: Pass) -> int:
         if stage.grad_hop is not None and not one.forward:
             sent += packing_of(keys[:2], call.acc_dtype).size
         if stage.helps:
-            others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
             sent += one.query_bytes() * _rows(program.remote_items(rank, stage.step))
-            sent += one.result_bytes() * _rows(others)
+            sent += one.result_bytes() * _rows(
+                [x for x in program.items(rank, stage.step) if x.q_rank != rank]
+            )
     return sent
 
 
 def _gather(one: Pass) -> int:
-    """Keys that others fetch from here and gradients that go back, or by reads the reverse."""
-    call, rank = one.call, one.call.ring.rank
-    groups = getattr(call.strategy, "groups", ONE_GROUP)
-    parts = groups.forward if one.forward else groups.backward
-    keys = KVPayload.of(one.inputs, parts)
+    """Keys that others fetch from here and gradients that go back, or by reads the reverse.
+
+    Groups of heads add up to all: where segment ids go with keys, heads are not cut.
+    """
+    call, rank, keys = one.call, one.call.ring.rank, KVPayload.of(one.inputs)
     fetches = [
         (peer, x.rank, x.source.stop - x.source.start)
         for peer in range(call.ring.size)
@@ -174,7 +170,7 @@ def _gather(one: Pass) -> int:
     total = keys.size(asked) if one.fetches else 0
     if not one.forward:
         total += keys.batch * given * keys.width * call.acc_dtype.itemsize
-    return parts * total
+    return total
 
 
 def _ulysses(one: Pass) -> int:
