@@ -65,9 +65,9 @@ def differentiate(
     dout: Array,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """``(dq, dk, dv, dbias)``, heads first; ``lse`` and ``out`` are those of all steps."""
-    arrays = [x.swapaxes(1, 2) for x in (q, k, v)]
-    saved = (lse, out.swapaxes(1, 2), dout.swapaxes(1, 2))
-    found = sequential_vmap(partial(call_backward, pattern))(*arrays, *saved, *_given(bias))
+    q, k, v, out, dout = (x.swapaxes(1, 2) for x in (q, k, v, out, dout))
+    run = sequential_vmap(partial(call_backward, pattern))
+    found = run(q, k, v, lse, out, dout, *_given(bias))
     dq, dk, dv = (x.swapaxes(1, 2) for x in found[:3])
     return dq, dk, dv, found[3] if len(found) > 3 else None
 

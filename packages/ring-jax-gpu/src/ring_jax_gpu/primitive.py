@@ -15,8 +15,10 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ring_core.base.arguments import not_none
 from ring_core.triton.tile_sizes import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.kernels import compute_capability
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
     Arrays,
@@ -36,8 +38,9 @@ triton_launch_p.multiple_results = True
 def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
     given, changed = match_varying((given, changed), varying_axes((given, changed)))
-    names = (*given, *changed)
-    bind = partial(triton_launch_p.bind, launch=launch, names=names, num_changed=len(changed))
+    bind = partial(
+        triton_launch_p.bind, launch=launch, names=(*given, *changed), num_changed=len(changed)
+    )
 
     # A vmapped axis is run through one by one.
     results = sequential_vmap(bind)(*given.values(), *changed.values())
@@ -59,9 +62,8 @@ triton_launch_p.def_abstract_eval(_changed_types)
 def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
-    """Call the kernel, or kernels, on the GPU that is compiled for."""
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
-    capability = compute_capability()
+    capability = not_none(compute_capability())
     if launch.hopper and capability == HOPPER and has_gluon():
         from ring_jax_gpu.hopper.run import run as run_for_hopper
 
@@ -111,9 +113,3 @@ def has_gluon() -> bool:
     import triton
 
     return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
-
-
-def compute_capability() -> int:
-    """Of the first GPU, as in ``sm_90``."""
-    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)

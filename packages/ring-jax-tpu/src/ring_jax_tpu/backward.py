@@ -275,7 +275,6 @@ def _bwd_dbias(
 
 
 def _add_block(tile: Tile, x: Operands, above: BackwardInputs, into: Sums, kind: int) -> None:
-    """Add a block's gradients; where numbers are not finite, NaN-safe."""
     if kind == NONFINITE:
         _add_nonfinite(tile, x, above, into)
     else:

@@ -256,7 +256,6 @@ class Launch:
         )
 
     def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
-        """A block of some of those columns, ``width`` wide."""
         group, shape = self.consts.group, (None, None, self.blocks.k, width)
 
         def index(at: GridPoint) -> tuple[Any, ...]:

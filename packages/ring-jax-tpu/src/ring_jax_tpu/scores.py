@@ -175,7 +175,6 @@ class Tile:
         return jnp.where(dropout_scratch[...] > 0, 1 / (1 - p), 0.0)
 
     def _visible(self) -> Any:
-        """What the block shows."""
         row = lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
@@ -210,7 +209,6 @@ class Tile:
 
 
 def _views(tokens: TokenOperands, at: slice) -> TokenOperands:
-    """References to some of the tokens."""
     return TokenOperands(*(None if ref is None else ref.at[:, at] for ref in tokens))
 
 

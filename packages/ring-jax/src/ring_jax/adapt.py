@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
 from ring_jax.attention import RingAttention
+from ring_jax.collectives import Ranks
 from ring_jax.context import ContextParallel
 from ring_jax.kernels import kernel_names
 from ring_jax.prepare import axis_size
@@ -81,9 +82,9 @@ class Bound:
         if self.context is not None:
             return self.context.positions(length)
         axis = self.options["axis_name"]
-        size, name = axis_size(axis), self.options.get("layout", "contiguous")
-        layout = Layout(name, length * size, size)
-        return local_positions(layout, jnp.int32(0) if axis is None else lax.axis_index(axis))
+        ring = Ranks(axis, axis_size(axis))
+        layout = Layout(self.options.get("layout", "contiguous"), length * ring.size, ring.size)
+        return local_positions(layout, ring.rank())
 
 
 def bind(attention: Attention) -> Bound:
@@ -110,8 +111,9 @@ def bind(attention: Attention) -> Bound:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
     if options.get("return_lse"):
         raise ValueError("return_lse must not be bound: a model takes one array from its attention")
-    kernels = context.kernels if context is not None else function.kernels
-    return Bound(attention, options, context, kernel_names(kernels))
+    return Bound(
+        attention, options, context, kernel_names((owner if context else function).kernels)
+    )
 
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
     """
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     x_batch, rest = x.shape[:-3], x.shape[-3:]
-    if all(size == 1 for size in x_batch):
+    if math.prod(x_batch) == 1:
         return x.reshape(1, *rest)
     if len(x_batch) > len(batch) or any(
         size not in (1, wanted) for size, wanted in zip(x_batch[::-1], batch[::-1], strict=False)
@@ -187,11 +189,12 @@ def ids_of(
     q_shown: Array | None, k_shown: Array | None, batch: int, q_len: int, k_len: int
 ) -> tuple[Array, Array]:
     """Segment ids of queries and keys: 0, and -1 where ``[B or 1, T]`` does not show a token."""
-    pair = []
-    for shown, length in ((q_shown, q_len), (k_shown, k_len)):
-        ids = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
-        pair.append(jnp.broadcast_to(ids, (batch, length)))
-    return pair[0], pair[1]
+
+    def ids(shown: Array | None, length: int) -> Array:
+        one = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
+        return jnp.broadcast_to(one, (batch, length))
+
+    return ids(q_shown, q_len), ids(k_shown, k_len)
 
 
 def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -> None:

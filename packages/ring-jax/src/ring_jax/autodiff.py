@@ -52,7 +52,6 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
-    """Run the strategy's forward and add the sinks."""
     strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)

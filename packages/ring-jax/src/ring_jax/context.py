@@ -149,8 +149,8 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
-        laid = jax.tree.map(partial(self._as_input, manual), inputs, specs)
-        out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
+        run = _ring(static, self.mesh, batch, heads, specs, manual)
+        out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         return (out, lse) if return_lse else out
 
     @with_options_of(RingAttention.__call__)
@@ -172,7 +172,7 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         parts = Parts(
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
-            self._parts(options.mask, batch, heads),
+            self._mask_parts(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
             self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
@@ -184,8 +184,7 @@ class ContextParallel:
         heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
         return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
 
-    def _parts(self, mask: object, batch: Axes, heads: Axes) -> int:
-        """Into how many parts a mask that is an array is split."""
+    def _mask_parts(self, mask: object, batch: Axes, heads: Axes) -> int:
         _, dense = split_mask(mask)
         shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
         axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
@@ -204,7 +203,6 @@ class ContextParallel:
         return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
 
     def _as_input(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
-        """An array of a call as its program takes it."""
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
@@ -246,9 +244,7 @@ class ContextParallel:
 
 
 def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
-    """How each array of a call is split."""
     q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
-    slopes = None
 
     def by_rows(x: Array | None) -> PartitionSpec | None:
         if x is None:
@@ -256,11 +252,11 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
         pairs = zip(x.shape[:2], (batch, heads), strict=True)
         return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
-    if x.slopes is not None:
-        slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
-    sinks, seed = PartitionSpec(heads), PartitionSpec()
-    bias, mask = by_rows(x.bias), by_rows(x.mask)
-    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
+    by_batch = x.slopes is not None and x.slopes.ndim == 2
+    every = (
+        q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
+        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask),
+    )  # fmt: skip
     return Inputs._make(
         None if array is None else spec for array, spec in zip(x, every, strict=True)
     )
@@ -309,12 +305,11 @@ def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: 
     named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     given: list[object] = [axis_name]
     for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if axes is None:
-            continue
-        several = axes if isinstance(axes, tuple) and axes else (axes,)
-        for axis in several:
-            checks.check_choice(name, axis, mesh.axis_names)
-        given += several
+        if axes is not None:
+            several = axes if isinstance(axes, tuple) and axes else (axes,)
+            for axis in several:
+                checks.check_choice(name, axis, mesh.axis_names)
+            given += several
     if len(set(given)) < len(given):
         raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
     types = {str(kind): kind for kind in mesh.axis_types}

@@ -136,7 +136,6 @@ def _options(
     bound: Bound, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
     bias: Array | None, *, is_causal: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a call's mask and bias are in ``ring_attention``."""
     q, k, v = qkv
     batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
     if not batch == k.shape[:-3] == v.shape[:-3]:
@@ -159,7 +158,6 @@ def _in_one_dtype(
     dtype: DTypeLike | None,
     promote_dtype: Callable[..., Any] | None,
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values in one dtype."""
     if promote_dtype is not None:
         q, k, v = promote_dtype(arrays, dtype=dtype)
     else:

@@ -137,7 +137,6 @@ def with_ring(
 
 
 def _check_settings(operation: Any) -> None:
-    """Refuse what an ``AttentionOp`` is set to do that has no counterpart here."""
     config, kind = operation.config, operation.attention_type.value
     ways = config.context_parallel_strategy
     refuse(
@@ -155,7 +154,6 @@ def _check_settings(operation: Any) -> None:
 
 
 def _context(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
-    """How the arrays of an ``AttentionOp`` are split and ordered."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding
     batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001

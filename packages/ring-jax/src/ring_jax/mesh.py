@@ -95,7 +95,6 @@ def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
 
 
 def _without(part: Any, axes: tuple[str, ...]) -> Any:
-    """What splits a dimension, but for some axes."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part
     names = tuple(name for name in names_of(part) if name not in axes)

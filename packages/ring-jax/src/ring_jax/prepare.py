@@ -72,19 +72,17 @@ def check_call(
     way = choose_strategy(named.name, program)
     q_ids, k_ids = _check_others(sizes, keys, options)
     config = kernel_config(options.kernel, kernel_names(kernels))
-    seed = options.dropout_seed
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
-        None if seed is None else seed_words(seed), None, dense,
+        None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
     local = _local_shape(inputs, program, way, parts, has_dropout=options.dropout_p > 0)
     choice = choose(kernels, config, request, program, local)
-    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
         program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
         described[0].dtype, sizes.head_dim, way, bias_masks=dense is not None,
-        bias_grad=options.bias is not None, forward_only=forward_only,
-        check=checked_every(),
+        bias_grad=options.bias is not None, check=checked_every(),
+        forward_only=tuple(one for one, _ in choice.forward_only if len(choice.kernels) > 1),
     )  # fmt: skip
     return static, inputs, choice
 
@@ -97,17 +95,15 @@ def _check_mask(
     if dense is not None:
         checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=parts)
         dense = dense if dense.ndim == 4 else dense[None, None]
-    mask = checks.check_mask(
+    return checks.check_mask(
         rule, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
-    )  # fmt: skip
-    return mask, dense
+    ), dense  # fmt: skip
 
 
 def _request(
     options: Options, sizes: checks.Sizes, dtype: str, parts: Parts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
-    """What a call asks of a kernel, and its scale and softcap."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
@@ -143,7 +139,6 @@ def _local_shape(
     *,
     has_dropout: bool,
 ) -> LocalShape:
-    """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
     return LocalShape(
@@ -161,14 +156,13 @@ def prepared(
 
     ``dropout_offsets`` are the global indices of the first local batch row and query head.
     """
-    seed = offsets = slopes = None
+    seed = offsets = None
     if static.dropout_p > 0:
         seed = inputs.seed
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
-    if inputs.slopes is not None:
-        slopes = jnp.atleast_2d(inputs.slopes)
     inputs = inputs._replace(
-        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None, slopes=slopes,
+        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None,
+        slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
         seed=seed, offsets=offsets,
     )  # fmt: skip
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
@@ -188,11 +182,7 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
 
 
 def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:
-    """Check the arrays beside Q, K and V; the segment ids of queries and of keys.
-
-    Raises:
-        ValueError: One is malformed.
-    """
+    """Check the arrays beside Q, K and V; the segment ids of queries and of keys."""
     sinks, bias, slopes = (
         None if x is None else described_as(name, x)
         for name, x in (
@@ -266,8 +256,8 @@ def _on_host(seed: Any) -> Any:
     )
     if not known or seed.shape != () or not np.issubdtype(seed.dtype, np.integer):
         return seed
-    own = isinstance(seed, jax.Array) and np.issubdtype(seed.dtype, np.unsignedinteger)
-    return seed if own else int(seed)
+    is_own_unsigned = isinstance(seed, jax.Array) and seed.dtype.kind == "u"
+    return seed if is_own_unsigned else int(seed)
 
 
 #: Options that a program is compiled for.
@@ -279,9 +269,7 @@ _STATIC = (
 
 def _check_static(options: Options) -> None:
     for name in _STATIC:
-        value = getattr(options, name)
-        inside = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(x, jax.Array) for x in inside):
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(getattr(options, name))):
             raise ValueError(
                 f"{name} must be known when the call is traced, and is a jax array; pass Python "
                 f"numbers (under jit: close over them or name them in static_argnames)"

@@ -75,14 +75,13 @@ def call(
     module = compiled(kernel, types, tuple(constants.items()), warps)
     changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
-    results = [spec(x.shape, x.dtype) for x in outputs.values()]
-    results += [spec(x.array.shape, x.array.dtype) for x in changed.values()]
+    made = [*outputs.values(), *(x.array for x in changed.values())]
     names = [*outputs, *changed]
     found = jax.ffi.ffi_call(
         "triton_kernel_call_ffi",
-        results,
+        [spec(x.shape, x.dtype) for x in made],
         input_layouts=[x.layout for x in inputs.values()],
-        output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
+        output_layouts=[x.layout for x in (*outputs.values(), *changed.values())],
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
     )(
         *(x.array for x in inputs.values()),
@@ -103,8 +102,7 @@ def type_name(parameter: Parameter) -> str:
     kind = _TYPES[str(dtype)]
     if isinstance(parameter, OutArray) or parameter.tiles is None:
         return f"*{kind}"
-    block = parameter.tiles.block
-    bits = 32 if kind == "fp32" else 16
+    block, bits = parameter.tiles.block, 32 if kind == "fp32" else 16
     layout = NVMMASharedLayout(128 if len(block) > 1 else 0, bits, len(block))
     return f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
 
@@ -146,8 +144,6 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
     descriptors = iter(metadata.tensordesc_meta)
     handed = []
     for x in parameters:
-        if x is None:
-            continue
         if isinstance(x, int):
             handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
         elif isinstance(x, InArray) and x.tiles is not None:
@@ -161,7 +157,7 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
             )  # fmt: skip
             handed += [gpu_triton.create_scalar_parameter(n, "i32") for n in tiles.shape]
             handed += [gpu_triton.create_scalar_parameter(n, "i64") for n in tiles.strides]
-        else:
+        elif x is not None:
             handed.append(gpu_triton.create_array_parameter(0, 16))
     launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, handed)
     return zlib.compress(launch.to_proto(metadata.name, b""))

@@ -132,8 +132,7 @@ def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arra
     """A rank's row; zeros for one that computes nothing now."""
     (width,) = {len(x) for x in stream_k.values()}
     table = np.zeros((max(stream_k) + 1, width), np.int32)
-    for rank, row in stream_k.items():
-        table[rank] = row
+    table[list(stream_k)] = list(stream_k.values())
     return InArray(jnp.asarray(table)[arrays[RANK_OPERAND]])
 
 
@@ -166,12 +165,11 @@ def _heads_behind(launch: Launch, arrays: Arrays) -> tuple[dict[str, int], dict[
     steps: dict[str, int] = {}
     for name, of in _ROWS.items():
         x = next((arrays[one] for one in of if one in arrays), None)
-        if x is None:
-            continue
-        _, many, length, row = x.shape
-        steps[f"{name.upper()}_STEP"] = many * row
-        if f"{name}_batch" in dict(launch.numbers):
-            strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
+        if x is not None:
+            _, many, length, row = x.shape
+            steps[f"{name.upper()}_STEP"] = many * row
+            if f"{name}_batch" in dict(launch.numbers):
+                strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
     return strides, steps
 
 
@@ -194,7 +192,6 @@ def _tiles(x: Any, length: int, dim: int) -> InArray:
 
 
 def _key_tiles(arrays: Arrays, length: int, dim: int) -> dict[str, Parameter]:
-    """Keys and values, which may lie side by side."""
     return {name: _tiles(_keys(arrays, name), length, dim) for name in ("k", "v")}
 
 
@@ -211,5 +208,5 @@ def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Pa
 
 
 def _processors() -> int:
-    device = jax.local_devices(backend="cuda")[0]
+    (device, *_) = jax.local_devices(backend="cuda")
     return int(getattr(device, "core_count", None) or _DEFAULT_PROCESSORS)

@@ -232,7 +232,6 @@ def flash_attention(
 
 
 def _logits_dtype(dtype: DTypeLike, query: Array) -> tuple[object, str]:
-    """What :func:`refuse` takes of the dtype of scores."""
     taken = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
     return None if jnp.dtype(dtype) in taken else dtype, (
         "scores are float32, and float64 where the inputs are; cast the inputs for another"

@@ -152,11 +152,8 @@ class RingAttn:
         metadata = self.metadata
         if metadata.runtime_dtype is not None:
             query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
-        if metadata.mesh is None:
-            ring: Any = partial(
-                attend, axis_name=metadata.sequence_axis_name, layout=metadata.layout
-            )
-        else:
+        ring: Any = partial(attend, axis_name=metadata.sequence_axis_name, layout=metadata.layout)
+        if metadata.mesh is not None:
             assert metadata.sequence_axis_name is not None  # checked when this was made
             ring = ContextParallel(
                 metadata.mesh, metadata.sequence_axis_name, metadata.batch_axis_name, metadata.head_axis_name,
@@ -174,7 +171,6 @@ class RingAttn:
 
 
 def _kernel(metadata: OperationMetadata) -> KernelConfig:
-    """The kernel's settings, from either place that may hold them."""
     own = {"block_q": metadata.blocksize_q, "block_k": metadata.blocksize_k}
     config = (metadata.operation_configs or {}).get("ring")
     if config is None:

@@ -142,14 +142,15 @@ def alike(
             )
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
 
-    def padded(x: Array, by: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
-
+    q, k, v = (
+        jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+        for x, by in zip((q, k, v), (*more, more[1]), strict=True)
+    )
     q_ids, k_ids = (
         jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
         for ids, by in zip(documents, more, strict=True)
     )
-    return padded(q, more[0]), padded(k, more[1]), padded(v, more[1]), bias, (q_ids, k_ids)
+    return q, k, v, bias, (q_ids, k_ids)
 
 
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
@@ -159,15 +160,14 @@ def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -
         ValueError: A setting is malformed or given twice.
         UnsupportedError: A setting that is not a block size, or another one for the backward.
     """
-    forward = _blocks("fwd_params", fwd_params)
-    backward = _blocks("bwd_params", bwd_params)
+    forward, backward = _blocks("fwd_params", fwd_params), _blocks("bwd_params", bwd_params)
     for name in BLOCK_NAMES:
         if fwd_params is not None and bwd_params is not None and forward[name] != backward[name]:
             raise UnsupportedError(
                 f"bwd_params: its {name} is {backward[name]} and that of fwd_params is "
                 f"{forward[name]}; one size serves both here, so pass equal ones or fwd_params alone"
             )
-    chosen = forward if fwd_params is not None else backward
+    chosen = backward if fwd_params is None else forward
     return KernelConfig("auto", **chosen, fused_backward=True if fused_backward else None)
 
 
@@ -199,7 +199,6 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
 
 
 def _blocks(name: str, params: object) -> dict[str, int | None]:
-    """Block sizes of forward or backward parameters, by our names."""
     left = {key: value for key, value in _settings(name, params).items() if value is not None}
     sizes: dict[str, int | None] = {}
     for block, known in BLOCK_NAMES.items():
@@ -215,11 +214,8 @@ def _blocks(name: str, params: object) -> dict[str, int | None]:
 
 
 def _settings(name: str, params: object) -> Mapping[str, Any]:
-    """The fields of any mapping or object."""
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return params
+    if params is None or isinstance(params, Mapping):
+        return params or {}
     if is_dataclass(params):
         return {field.name: getattr(params, field.name) for field in fields(params)}
     if isinstance(params, tuple) and hasattr(params, "_asdict"):

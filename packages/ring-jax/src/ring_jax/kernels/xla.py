@@ -299,7 +299,6 @@ class ScoreBlocks:
 def _attend(
     sight: ScoreBlocks, bounds: Bounds, number: Array, into: AttentionState
 ) -> AttentionState:
-    """Merge what one block of rows sees into the result."""
     i = sight.row_block(number)
     q = sight.take_rows(sight.rows.q, i)
     out, lse = sight.take_rows(into.out, i), sight.take_rows(into.lse, i)
@@ -330,7 +329,6 @@ def _attend(
 def _differentiate(
     sight: ScoreBlocks, upstream: BackwardInputs, bounds: Bounds, number: Array, into: Grads
 ) -> Grads:
-    """Add the gradients of what one block of rows sees."""
     i, wide = sight.row_block(number), sight.static.wide
     q, dout = sight.take_rows(sight.rows.q, i), sight.take_rows(upstream.dout, i)
     lse, delta = sight.take_rows(upstream.lse, i), sight.take_rows(upstream.delta, i)[..., None]

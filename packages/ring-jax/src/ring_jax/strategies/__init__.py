@@ -1,6 +1,6 @@
 """How tokens move so that each work item finds its operands, forward and backward.
 
-May import ``kernels``, ``collectives``, ``overlap``, ``rank_view`` and ``records``. A new strategy
+May import ``kernels``, ``collectives``, ``rank_view`` and ``records``. A new strategy
 is one file here, and a line in ``STRATEGIES``.
 """
 

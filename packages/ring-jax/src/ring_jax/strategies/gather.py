@@ -8,7 +8,7 @@ the sums of their gradients. What overlaps is said by ties, as in the ring.
 from __future__ import annotations
 
 from ring_core import RingProgram
-from ring_jax.overlap import order_after, overlap
+from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import StepTable, remote_table, step_table
 from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
@@ -72,7 +72,6 @@ def _own_part(static: Static) -> StepTable | None:
 
 
 def _refusals(program: RingProgram) -> list[str]:
-    """Why keys cannot be gathered."""
     reasons = []
     if program.plan.blocks is not None:
         reasons.append("a predicate mask is planned in tiles of each rank's own keys")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ring_jax.overlap import order_after, overlap
+from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import step_table
 from ring_jax.records import (
     Array,

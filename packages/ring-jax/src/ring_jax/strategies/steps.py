@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 
 from ring_core import RingProgram, Stage
-from ring_jax.collectives import Ranks, match_varying, varying_axes
-from ring_jax.overlap import reload_after
+from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
@@ -214,12 +213,10 @@ class StepRunner:
         return rows, side.columns(part, side.key_positions(0), own), work
 
     def _bias(self, keys: Array) -> Array | None:
-        """The columns of the bias for some keys."""
         bias = self.inputs.bias
         return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
 
     def _add_bias_grad(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
-        """Add the gradient of some columns of the bias."""
         if dbias is None or part is None:
             return dbias
         return dbias + part if self._has_all_keys else dbias.at[..., keys].add(part)

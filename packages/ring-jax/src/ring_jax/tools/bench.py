@@ -83,7 +83,6 @@ def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tupl
 
 
 def _checks(cp: ContextParallel, setting: BenchCase) -> Iterator[doctor.Check]:
-    """The ring on a short sequence."""
     inputs = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(cp.cp_size, setting.head_dim)
     ]

@@ -121,7 +121,6 @@ class _Sample(NamedTuple):
 
     @classmethod
     def of(cls, static: Static, x: Inputs, number: Array) -> _Sample:
-        """The sample of a call."""
         batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
         slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
         offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
@@ -133,7 +132,6 @@ class _Sample(NamedTuple):
 
     @property
     def ring(self) -> Ranks:
-        """The devices of the call."""
         return Ranks(self.static.axis_name, self.static.plan.cp_size)
 
     def of_all(self, kind: Kind) -> Array:
@@ -145,7 +143,6 @@ class _Sample(NamedTuple):
         return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
-        """Those of this rank."""
         return self.of_all(kind)[self.ring.rank()]
 
     def positions(self, kind: Kind) -> Array:
@@ -271,11 +268,6 @@ def _compare(
     static: Static, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
     number: Any, batch: Any, *arrays: Any,
 ) -> None:  # fmt: skip
-    """Compare on the host.
-
-    Raises:
-        WrongResultError: A result is beyond its limit.
-    """
     picked = dict(zip(_KINDS, arrays[:2], strict=True))
     found = []
     for n, (kind, name) in enumerate(names):
@@ -313,7 +305,6 @@ def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:
 
 
 def _largest(x: Array) -> Array:
-    """The largest finite number's size."""
     size = jnp.abs(x.astype(jnp.float64))
     return jnp.where(jnp.isfinite(size), size, 0).max()
 

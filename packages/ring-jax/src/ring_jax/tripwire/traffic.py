@@ -89,7 +89,7 @@ def _ring(static: Static, x: Inputs, which: Pass) -> int:
 
 
 def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> int:
-    """SampledQueries to helpers, and results back."""
+    """Queries to helpers, and results back."""
     helpers = len(step_table(static.program, stage.step).helpers)
     rows = x.q.size // x.q.shape[3]
     bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]
@@ -173,11 +173,6 @@ def _now(when: str, *before: Any) -> Any:
 
 
 def _compare(which: Pass, peak: float, rates: Any) -> None:
-    """Compare on the hosts of all ranks, which raise the same.
-
-    Raises:
-        WrongResultError: No device is so fast.
-    """
     for rank, rate in enumerate(rates):
         if rate > peak:
             raise WrongResultError(
