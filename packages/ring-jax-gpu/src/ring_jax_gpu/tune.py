@@ -170,7 +170,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     )  # fmt: skip
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-        return cast("Array", attention(q, k, v, bias=bias))
+        return attention(q, k, v, bias=bias)
 
     if row.kernel == "fwd":
         forward = jax.jit(attend)

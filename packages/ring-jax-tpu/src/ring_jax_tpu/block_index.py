@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
 from ring_jax.kernels.block_index import Flags, kinds_of

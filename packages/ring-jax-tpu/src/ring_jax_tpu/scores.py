@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp, random, tree_util
 from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
@@ -28,7 +26,7 @@ Attention = Callable[..., Any]
 BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
+@partial(tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
 @dataclass(frozen=True)
 class Segments:
     """Which tokens see each other, passed where a framework takes a ``mask``; a pytree.
@@ -111,14 +109,13 @@ def bind(attention: Attention) -> Bound:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
     if options.get("return_lse"):
         raise ValueError("return_lse must not be bound: a model takes one array from its attention")
-    return Bound(
-        attention, options, context, kernel_names((owner if context else function).kernels)
-    )
+    kernels = function.kernels if context is None else context.kernels
+    return Bound(attention, options, context, kernel_names(kernels))
 
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:
     """Dropout by a random key, typed or raw, which may be traced: its bits are the seed."""
-    return {"dropout_p": rate, "dropout_seed": jax.random.bits(key, (2,), jnp.uint32)}
+    return {"dropout_p": rate, "dropout_seed": random.bits(key, (2,), jnp.uint32)}
 
 
 def flat(x: Array, kept: int) -> Array:

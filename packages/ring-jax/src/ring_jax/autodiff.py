@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import tripwire
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
-from ring_jax.strategies import STRATEGIES
+from ring_jax.strategies.loops import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
@@ -40,8 +40,9 @@ def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 @lru_cache(maxsize=128)
 def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
     def run(x: Inputs) -> tuple[Array, Array]:
-        slopes = None if x.slopes is None else _without_gradient(x.slopes)
-        return _attend(static, x._replace(slopes=slopes))
+        return _attend(
+            static, x._replace(slopes=None if x.slopes is None else _without_gradient(x.slopes))
+        )
 
     return jax.jit(run, inline=True)  # within other programs as if it were not there
 
@@ -59,8 +60,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         at, (q,) = tripwire.start(turn, x, "forward", x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
-    if inputs.sinks is not None:
-        result = _add_sinks(result, inputs.sinks)
+    result = result if inputs.sinks is None else _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
     if turn is not None:

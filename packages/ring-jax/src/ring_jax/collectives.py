@@ -1,18 +1,108 @@
-"""Arrays inside ``shard_map``: moved along a mesh axis; over which axes they vary; what overlaps.
+"""Arrays on a mesh; nothing here knows of attention.
 
-XLA decides what runs beside what; it cannot undo barriers and data dependencies. Nothing here knows
-of attention.
+Global ones: the order of their tokens, and the axes they are split along. Inside ``shard_map``: how
+they move along an axis, over which axes they vary, and what XLA may run beside what, by barriers
+and data dependencies that it cannot undo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, core, custom_vjp, lax, numpy as jnp, reshard, tree, typeof
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AnyMesh = Mesh | AbstractMesh
+Axes = str | tuple[str, ...] | None
+Order = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@partial(custom_vjp, nondiff_argnums=(1, 2))
+def in_order(x: Array, order: Order, dim: int) -> Array:
+    """The slices of a dimension in another order, a permutation.
+
+    Its gradient is the reverse permutation: no scatter, which is slow and, where axes are explicit,
+    needs the mesh of the program around it.
+    """
+    return jnp.take(x, order, axis=dim)
+
+
+def _in_order_forward(x: Array, order: Order, dim: int) -> tuple[Array, None]:
+    return in_order(x, order, dim), None
+
+
+def _in_order_backward(order: Order, dim: int, _: None, gradient: Array) -> tuple[Array]:
+    return (in_order(gradient, np.argsort(order), dim),)
+
+
+in_order.defvjp(_in_order_forward, _in_order_backward)
+
+
+def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:
+    """Split one dimension along an axis, or leave it ``whole``; the others stay as they are."""
+    dim %= x.ndim
+    others = [_without(part, (axis,)) for part in _parts(x, mesh)]
+    others[dim] = None if whole else axis
+    return spread(x, mesh, PartitionSpec(*others))
+
+
+def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
+    """Lay an array out over the mesh."""
+    sharding = NamedSharding(mesh, spec)
+    if AxisType.Explicit in mesh.axis_types:
+        return cast("Array", reshard(x, sharding))
+    return cast("Array", lax.with_sharding_constraint(x, sharding))
+
+
+def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
+    """A layout of ``x`` that says nothing of those of ``dims`` that it splits along no axis."""
+    return PartitionSpec(*(
+        PartitionSpec.UNCONSTRAINED if dim in dims and part is None and x.shape[dim] > 1 else part
+        for dim, part in enumerate(spec)
+    ))  # fmt: skip
+
+
+def axes_along(x: Array, mesh: AnyMesh, dim: int, *others: Axes) -> Axes:
+    """The axes along which a dimension is known to be split, but for ``others``."""
+    axes: Any = _without(_parts(x, mesh)[dim], names_of(*others))
+    return None if axes is PartitionSpec.UNCONSTRAINED else cast("Axes", axes)
+
+
+def names_of(*axes: Axes) -> tuple[str, ...]:
+    """All axes by name, each ``None``, one or several."""
+    return tuple(
+        name
+        for one in axes
+        for name in (one if isinstance(one, tuple) else (one,))
+        if isinstance(name, str)
+    )
+
+
+def size_of(mesh: AnyMesh, axes: Axes) -> int:
+    """Devices along axes, together."""
+    return int(np.prod([mesh.shape[name] for name in names_of(axes)], dtype=int))
+
+
+def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
+    """What splits each dimension; of auto axes only the compiler knows while it is traced."""
+    traced = isinstance(x, core.Tracer)
+    if traced and AxisType.Explicit not in mesh.axis_types:
+        return [PartitionSpec.UNCONSTRAINED] * x.ndim
+    sharding = typeof(x).sharding if traced else getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    known = [part if set(names_of(part)) <= set(mesh.axis_names) else None for part in spec]
+    return [*known, *[None] * (x.ndim - len(known))]
+
+
+def _without(part: Any, axes: tuple[str, ...]) -> Any:
+    if part is PartitionSpec.UNCONSTRAINED:
+        return part
+    names = tuple(name for name in names_of(part) if name not in axes)
+    return names if len(names) > 1 else (names[0] if names else None)
 
 
 @dataclass(frozen=True)
@@ -22,7 +112,7 @@ class Ranks:
     axis_name: Hashable | None
     size: int
 
-    def rank(self) -> jax.Array:
+    def rank(self) -> Array:
         """This device's place, int32."""
         return jnp.int32(0) if self.axis_name is None else lax.axis_index(self.axis_name)
 
@@ -31,25 +121,25 @@ class Ranks:
         to = range(self.size) if receivers is None else receivers
         pairs = [((r - hop) % self.size, r) for r in to]
         if self.axis_name is None or not pairs:
-            return cast("T", jax.tree.map(jnp.zeros_like, x))
+            return cast("T", tree.map(jnp.zeros_like, x))
 
-        def moved(part: jax.Array) -> jax.Array:
-            return cast("jax.Array", lax.ppermute(part, self.axis_name, pairs))
+        def moved(part: Array) -> Array:
+            return cast("Array", lax.ppermute(part, self.axis_name, pairs))
 
-        return cast("T", jax.tree.map(moved, x))
+        return cast("T", tree.map(moved, x))
 
-    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+    def gather(self, x: Array, axis: int) -> Array:
         """The arrays of all ranks, one behind the other along a dimension."""
         if self.axis_name is None:
             return x
-        return cast("jax.Array", lax.all_gather(x, self.axis_name, axis=axis, tiled=True))
+        return cast("Array", lax.all_gather(x, self.axis_name, axis=axis, tiled=True))
 
-    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+    def scatter(self, x: Array, axis: int) -> Array:
         """The reverse for sums: of all ranks' arrays, this rank's piece along a dimension."""
         if self.axis_name is None:
             return x
         return cast(
-            "jax.Array", lax.psum_scatter(x, self.axis_name, scatter_dimension=axis, tiled=True)
+            "Array", lax.psum_scatter(x, self.axis_name, scatter_dimension=axis, tiled=True)
         )
 
 
@@ -60,20 +150,20 @@ def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
     this mark sums its gradient over the devices, once.
     """
 
-    def mark(x: jax.Array) -> jax.Array:
+    def mark(x: Array) -> Array:
         missing = axes - _varying(x)
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
-    return cast("T", jax.tree.map(mark, arrays))
+    return cast("T", tree.map(mark, arrays))
 
 
 def varying_axes(arrays: Any) -> frozenset[Any]:
     """The mesh axes over which any of the arrays varies."""
-    return frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
+    return frozenset().union(*(_varying(x) for x in tree.leaves(arrays)))
 
 
-def _varying(x: jax.Array) -> frozenset[Any]:
-    kind: Any = jax.typeof(x)
+def _varying(x: Array) -> frozenset[Any]:
+    kind: Any = typeof(x)
     return cast(
         "frozenset[Any]", kind.mat.varying if hasattr(kind, "mat") else kind.vma
     )  # jax < 0.12
@@ -105,14 +195,14 @@ def _order_after[M](moved: M, results: Any) -> M:
     if never is None:
         return moved
 
-    def order(x: jax.Array) -> jax.Array:
+    def order(x: Array) -> Array:
         if x.size == 0:
             return x
         at = (0,) * x.ndim
         first = lax.slice(x, at, (1,) * x.ndim)
         return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), at)
 
-    return cast("M", jax.tree.map(order, moved))
+    return cast("M", tree.map(order, moved))
 
 
 def reload_after[A](arrays: A, results: Any) -> A:
@@ -123,12 +213,12 @@ def reload_after[A](arrays: A, results: Any) -> A:
     never = _opaque_false(results)
     if never is None:
         return arrays
-    return cast("A", jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
+    return cast("A", tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
 
 
-def _opaque_false(results: Any) -> jax.Array | None:
+def _opaque_false(results: Any) -> Array | None:
     """A condition on results that never holds, though the compiler cannot know that."""
-    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
+    corners = [x[(0,) * x.ndim] for x in tree.leaves(results) if x.size > 0]
     if not corners:
         return None
     return jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()

@@ -7,9 +7,8 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import (
@@ -22,9 +21,7 @@ from ring_core import (
 from ring_core.base.arguments import with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
-from ring_jax.kernels import Selection
-from ring_jax.kernels.xla import XlaKernel
-from ring_jax.mesh import (
+from ring_jax.collectives import (
     AnyMesh,
     Axes,
     Order,
@@ -36,6 +33,8 @@ from ring_jax.mesh import (
     split,
     spread,
 )
+from ring_jax.kernels import Selection
+from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 

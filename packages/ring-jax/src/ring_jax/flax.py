@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.typing import DTypeLike
 
 from ring_core import Mask, checks
@@ -146,11 +145,11 @@ def _options(
     check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
     check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
     options = mask_options(bound, mask, batch, q_len, k_len)
-    if is_causal:
-        options["causal"] = True
-    if bias is not None:
-        options["bias"] = broadcast("bias", bias, batch)
-    return options
+    given = {
+        "causal": is_causal or None,
+        "bias": None if bias is None else broadcast("bias", bias, batch),
+    }
+    return options | {name: option for name, option in given.items() if option is not None}
 
 
 def _in_one_dtype(

@@ -116,15 +116,13 @@ def with_ring(
         _check_settings(self)
         rules = RULES[self.attention_type.value]
         check_first_aligned(query.shape[1], key.shape[1], "MaxText", **dict.fromkeys(rules, True))
-        ids: Any = decoder_segment_ids
-        if decoder_segment_ids_kv is not None:
-            ids = (decoder_segment_ids, decoder_segment_ids_kv)
+        pair: Any = (decoder_segment_ids, decoder_segment_ids_kv)
         out = _context(self, context_parallel).attention(
             query, key, value,
             causal="causal" in rules,
             window=(self.sliding_window_size - 1, 0) if "window" in rules else None,
             chunk_size=self.chunk_attn_window_size if "chunk_size" in rules else None,
-            segment_ids=ids,
+            segment_ids=decoder_segment_ids if decoder_segment_ids_kv is None else pair,
             softmax_scale=1.0,
             softcap=self.attn_logits_soft_cap or None,
             sinks=None if sinks is None else sinks[...],  # the array of an nnx.Param

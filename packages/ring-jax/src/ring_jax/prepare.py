@@ -6,9 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh
 
 from ring_core import (
@@ -27,7 +26,7 @@ from ring_core.base.strategy import strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
-from ring_jax.strategies import STRATEGIES
+from ring_jax.strategies.loops import STRATEGIES
 from ring_jax.tripwire import checked_every
 
 
@@ -64,10 +63,12 @@ def check_call(
     mask, dense = _check_mask(options, described[0].shape, keys, parts.mask)
     named = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
-    plan = make_plan(
-        mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+    program = ring_program(
+        make_plan(
+            mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+        ),
+        named.ring_strategy,
     )
-    program = ring_program(plan, named.ring_strategy)
     request, scale, cap = _request(options, sizes, described[0].dtype, parts, dense is not None)
     way = choose_strategy(named.name, program)
     q_ids, k_ids = _check_others(sizes, keys, options)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import numpy as jnp, vmap
 
 from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan, RingProgram
 from ring_jax.records import (
@@ -203,11 +202,12 @@ def local_positions(layout: Layout, rank: Array) -> Array:
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index
     for n, begin in enumerate(layout.run_starts[1:], start=1):
-        here = starts[n] + layout.stride * (index - begin)
-        positions = jnp.where(index >= begin, here, positions)
+        positions = jnp.where(
+            index >= begin, starts[n] + layout.stride * (index - begin), positions
+        )
     return positions
 
 
 def all_positions(layout: Layout) -> Array:
     """Those of all ranks, int32 ``[P, T_local]``."""
-    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+    return vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))

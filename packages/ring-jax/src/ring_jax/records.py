@@ -11,8 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
-import jax
-import jax.numpy as jnp
+from jax import Array as Array, numpy as jnp
 
 from ring_core import (
     TABLE_UNBOUNDED,
@@ -25,7 +24,6 @@ from ring_core import (
     StrategyName,
 )
 
-Array = jax.Array
 Window = tuple[int | None, int | None]
 Pass = Literal["forward", "backward"]
 

@@ -75,13 +75,13 @@ def call(
     module = compiled(kernel, types, tuple(constants.items()), warps)
     changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
-    made = [*outputs.values(), *(x.array for x in changed.values())]
+    made: list[Any] = [*outputs.values(), *(x.array for x in changed.values())]
     names = [*outputs, *changed]
     found = jax.ffi.ffi_call(
         "triton_kernel_call_ffi",
         [spec(x.shape, x.dtype) for x in made],
         input_layouts=[x.layout for x in inputs.values()],
-        output_layouts=[x.layout for x in (*outputs.values(), *changed.values())],
+        output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
     )(
         *(x.array for x in inputs.values()),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp, typeof
 from jax.typing import DTypeLike
 
 from ring_jax.adapt import precision_of, refuse
@@ -232,7 +230,7 @@ def flash_attention(
 
 
 def _logits_dtype(dtype: DTypeLike, query: Array) -> tuple[object, str]:
-    taken = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
+    taken = [jnp.dtype("float32"), *[typeof(query).dtype] * (query.dtype == jnp.float64)]
     return None if jnp.dtype(dtype) in taken else dtype, (
         "scores are float32, and float64 where the inputs are; cast the inputs for another"
     )

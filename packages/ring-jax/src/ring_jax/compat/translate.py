@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import Array as Array, core, numpy as jnp
 
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.base.arguments import is_integer
 from ring_jax.prepare import with_mask
 from ring_jax.records import Window
 
-Array = jax.Array
 SlidingWindow = int | tuple[int | None, int | None]
 
 BLOCK_NAMES = {
@@ -242,5 +240,5 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 def _are_equal(a: Array, b: Array) -> bool:
     """Whether two arrays are known to be equal while a call is traced."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    traced = any(isinstance(x, core.Tracer) for x in (a, b))
     return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import RingProgram, Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
@@ -156,8 +155,7 @@ class StepRunner:
             return None
         part = step_table(self.static.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)
-        bias = self._bias(self._helpers_keys(part))
-        queries = Queries(q, self.inputs.q_ids, bias, upstream)
+        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)), upstream)
         return self.ring.move(queries, part.shift, part.helpers)
 
     def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
@@ -188,8 +186,10 @@ class StepRunner:
 
     def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
         """Add what a helper sent home."""
-        dbias = self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias)
-        return QueryGrads(grads.dq + found.dq, dbias)
+        return QueryGrads(
+            grads.dq + found.dq,
+            self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias),
+        )
 
     def _helpers_keys(self, part: StepTable) -> Array:
         """Positions of the keys that this device's queries meet at its helper's."""
@@ -209,8 +209,11 @@ class StepRunner:
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
         side, work = self.side, self.side.helped_work(part)
         assert work is not None
-        rows = side.rows(part, part.shift, helping)
-        return rows, side.columns(part, side.key_positions(0), own), work
+        return (
+            side.rows(part, part.shift, helping),
+            side.columns(part, side.key_positions(0), own),
+            work,
+        )
 
     def _bias(self, keys: Array) -> Array | None:
         bias = self.inputs.bias

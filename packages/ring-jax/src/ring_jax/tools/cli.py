@@ -106,7 +106,3 @@ def _context() -> type[ContextParallel]:
         "type[ContextParallel]",
         getattr(module, "ContextParallel", ContextParallel),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

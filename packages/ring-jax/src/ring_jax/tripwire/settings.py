@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import check_size

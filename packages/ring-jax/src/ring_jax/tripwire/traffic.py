@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
@@ -103,10 +102,9 @@ def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> in
 def _gather(static: Static, x: Inputs, which: Pass) -> int:
     if remote_table(static.program) is None:
         return 0
-    size, wide = static.plan.cp_size, np.dtype(static.wide).itemsize
-    if which == "forward":
-        return size * (size - 1) * _bytes(x.k, x.v, x.k_ids)
-    return size * (size - 1) * (x.k.size + x.v.size) * wide
+    grads = (x.k.size + x.v.size) * np.dtype(static.wide).itemsize
+    each = _bytes(x.k, x.v, x.k_ids) if which == "forward" else grads
+    return static.plan.cp_size * (static.plan.cp_size - 1) * each
 
 
 #: Bytes that leave all ranks together in a pass, by strategy.
@@ -160,9 +158,14 @@ def _peak(inputs: Inputs) -> float | None:
 
 def _read(what: str, *before: Array) -> Array:
     """Microseconds of the host's clock, uint32, once some arrays are there."""
-    shape = jax.ShapeDtypeStruct((), jnp.uint32)
     return cast(
-        "Array", jax.pure_callback(partial(_now, what), shape, *before, vmap_method="sequential")
+        "Array",
+        jax.pure_callback(
+            partial(_now, what),
+            jax.ShapeDtypeStruct((), jnp.uint32),
+            *before,
+            vmap_method="sequential",
+        ),
     )
 
 
