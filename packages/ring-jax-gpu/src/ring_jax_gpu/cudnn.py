@@ -185,8 +185,7 @@ def _attend(
     out, lse = fmha.attend(pattern, *given)
     hidden = _hidden(tile, rows.bias)
     if hidden is not None:
-        lse = jnp.where(hidden, -jnp.inf, lse)
-        out = jnp.where(hidden[..., None], 0, out)
+        lse, out = jnp.where(hidden, -jnp.inf, lse), jnp.where(hidden[..., None], 0, out)
     found = AttentionState(out[..., : dims.v].astype(static.wide), lse.astype(static.wide))
     if lse.shape == into.lse.shape and static.fresh:
         return found

@@ -76,8 +76,7 @@ def call_forward(
     pattern: Pattern, q: Array, k: Array, v: Array, *bias: Array
 ) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, H, T])`` of arrays as callers have them."""
-    found = _binding()
-    none = jnp.zeros(0, q.dtype)
+    found, none = _binding(), jnp.zeros(0, q.dtype)
     out, lse = found.forward.bind(
         q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, found, bias), is_training=True
     )
@@ -95,8 +94,7 @@ def call_backward(
     *bias: Array,
 ) -> tuple[Array, ...]:
     """``(dq, dk, dv)``, and ``dbias`` if it is asked for."""
-    found = _binding()
-    none = jnp.zeros(0, q.dtype)
+    found, none = _binding(), jnp.zeros(0, q.dtype)
     return tuple(
         found.backward.bind(
             q, k, v, *(bias or (none,)), *[none] * 6, lse, out, dout,

@@ -142,7 +142,10 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
         except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
             say(f"{_described(new)}: {str(error).strip().splitlines()[0][:90]}")
             return math.inf
-        distance = max(_distance(x, y) for x, y in zip(found, known, strict=True))
+        distance = max(
+            float(np.linalg.norm(x - y)) / max(float(np.linalg.norm(y)), 1e-30)
+            for x, y in zip(found, known, strict=True)
+        )
         if not distance <= _LIMIT:
             say(f"{_described(new)}: wrong by {distance:.3g} of the norm")
             return math.inf
@@ -163,10 +166,10 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     has_bias = row.kernel == "bwd_dbias"
     bias = jax.random.normal(keys[4], (1, 1, tokens, tokens)) if has_bias else None
     options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
-    fused = True if row.kernel == "bwd_fused" else None
+    kernel = KernelConfig("triton", fused_backward=row.kernel == "bwd_fused" or None)
     attention = partial(
         RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),)), axis_name=None,
-        causal=True, kernel=KernelConfig("triton", fused_backward=fused), **options,
+        causal=True, kernel=kernel, **options,
     )  # fmt: skip
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
@@ -187,10 +190,6 @@ def _seconds(run: Callable[[], Any], rounds: int) -> float:
         jax.block_until_ready([run() for _ in range(4)])
         took.append((time.perf_counter() - start) / 4)
     return sorted(took)[rounds // 2]
-
-
-def _distance(found: Any, known: Any) -> float:
-    return float(np.linalg.norm(found - known) / max(float(np.linalg.norm(known)), 1e-30))
 
 
 def _described(row: Row) -> str:

@@ -42,7 +42,7 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     launch = launch.nan_safe_for(
         _nonfinite_rows(launch, upstream), has_nonfinite(k) | has_nonfinite(v)
     )
-    blocks = launch.blocks
+    blocks, dbias = launch.blocks, into.dbias
     above = BackwardInputs(
         pad(upstream.dout, 2, blocks.q_len),
         pad(upstream.lse, 2, blocks.q_len, -jnp.inf)[:, :, None],
@@ -53,11 +53,9 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
         dq, dkv = _all_grads(launch, above, dq, dkv)
     else:
         dq, dkv = _query_grads(launch, above, dq), _key_grads(launch, above, dkv)
-    dbias = into.dbias
     if dbias is not None:
-        shape = dbias.shape
         wide = pad(pad(dbias, 2, blocks.q_len), 3, blocks.k_len)
-        dbias = _bias_grads(launch, above, wide)[:, :, : shape[2], : shape[3]]
+        dbias = _bias_grads(launch, above, wide)[:, :, : dbias.shape[2], : dbias.shape[3]]
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
 
 
@@ -73,38 +71,34 @@ def _nonfinite_rows(launch: Launch, upstream: BackwardInputs) -> Array:
 
 
 def _query_grads(launch: Launch, above: BackwardInputs, dq: Array) -> Array:
-    blocks, consts = launch.blocks, launch.consts
-    grid = query_head_grid(q_major(launch.kinds), dq.shape)
+    grid, dim = query_head_grid(q_major(launch.kinds), dq.shape), launch.consts.head_dim
     return launch.run(
-        _bwd_dq, grid, above, _upstream_specs(launch, grid), dq,
-        launch.query_rows(grid, consts.head_dim),
-        scratch=(pltpu.VMEM((blocks.q, consts.head_dim), jnp.float32),),
+        _bwd_dq, grid, above, _upstream_specs(launch, grid), dq, launch.query_rows(grid, dim),
+        scratch=(pltpu.VMEM((launch.blocks.q, dim), jnp.float32),),
     )  # fmt: skip
 
 
 def _key_grads(launch: Launch, above: BackwardInputs, dkv: Array) -> Array:
-    blocks, consts = launch.blocks, launch.consts
-    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, launch.consts.group)
     return launch.run(
         _bwd_dkv, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
         scratch=(
-            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
         ),
     )  # fmt: skip
 
 
 def _all_grads(launch: Launch, above: BackwardInputs, dq: Array, dkv: Array) -> tuple[Array, Array]:
-    blocks, consts = launch.blocks, launch.consts
-    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, launch.consts.group)
     kernel = functools.wraps(_bwd_fused)(functools.partial(_bwd_fused, grid))
     return launch.run(
         kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
         scratch=(
-            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
-            DqPipeline.scratch(blocks.q, consts.head_dim),
+            pltpu.VMEM((launch.blocks.k, launch.consts.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
+            DqPipeline.scratch(launch.blocks.q, launch.consts.head_dim),
         ),
         cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
@@ -118,16 +112,18 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
     """
     batch, heads, q_len, head_dim = launch.operands.q.shape
     pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces
-    products = 3 * head_dim + 2 * launch.consts.v_dim
-    return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
+    return pl.CostEstimate(
+        flops=2 * pairs * (3 * head_dim + 2 * launch.consts.v_dim),
+        bytes_accessed=0,
+        transcendentals=pairs,
+    )
 
 
 def _bias_grads(launch: Launch, above: BackwardInputs, dbias: Array) -> Array:
-    blocks = launch.blocks
     grid = bias_grid(q_major(for_every_batch(launch.kinds)), dbias.shape, launch.operands.q.shape)
     return launch.run(
         _bwd_dbias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
-        scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
+        scratch=(pltpu.VMEM((launch.blocks.q, launch.blocks.k), jnp.float32),),
     )  # fmt: skip
 
 
@@ -172,12 +168,10 @@ def _slopes(
     dweights = dweights if keep is None else dweights * keep
     dlogits = weights * (dweights - above.delta[...])
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
-    dproducts = dlogits
-    if slope is not None:  # where nothing is seen it may be NaN
-        dproducts = dproducts * slope
-        dproducts = dproducts if visible is None else jnp.where(visible, dproducts, 0.0)
-    kept = weights if keep is None else weights * keep
-    return Slopes(kept, dlogits, dproducts, visible)
+    dproducts = dlogits if slope is None else dlogits * slope
+    if slope is not None and visible is not None:  # where nothing is seen it may be NaN
+        dproducts = jnp.where(visible, dproducts, 0.0)
+    return Slopes(weights if keep is None else weights * keep, dlogits, dproducts, visible)
 
 
 def _bwd_dq(tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref) -> None:

@@ -113,8 +113,7 @@ def _merge_part(
     old_top = top[:, q_at]
     new_top = jnp.maximum(old_top, scores.max(axis=0, keepdims=True))
     safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    shrink = jnp.exp2(old_top - safe)
-    weights = jnp.exp2(scores - safe)
+    shrink, weights = jnp.exp2(old_top - safe), jnp.exp2(scores - safe)
     top[:, q_at] = new_top
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
     total[:, q_at] = total[:, q_at] * shrink + sums
@@ -124,11 +123,10 @@ def _merge_part(
         acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
     else:
         acc[...] *= shrink
-
-        def by_value(weights: Any, v: Any) -> Any:
-            return dot("tn", v, weights)
-
-        add_seen(acc, by_value, weights, visible, v, tell_infinities=True)
+        add_seen(
+            acc, lambda weights, v: dot("tn", v, weights), weights, visible, v,
+            tell_infinities=True,
+        )  # fmt: skip
 
 
 def split(kv: Any, head_dim: int) -> tuple[Any, Any]:

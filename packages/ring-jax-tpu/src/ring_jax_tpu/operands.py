@@ -15,7 +15,15 @@ from ring_core import KernelConfig, Mask
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
-from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
+from ring_jax_tpu.block_index import (
+    BlockIndex,
+    Visit,
+    Walk,
+    block_kinds,
+    check_number,
+    unpack,
+    with_nonfinite,
+)
 from ring_jax_tpu.block_sizes import (
     LANES,
     Blocks,
@@ -150,9 +158,8 @@ class Launch:
         ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
         blocks that are not visited keep their values. ``cost`` is for XLA's schedule.
         """
-        room: tuple[Any, ...] = ()
-        if self.scalars.dropout is not None:
-            room = (pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32),)
+        for_dropout = pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32)
+        room: tuple[Any, ...] = () if self.scalars.dropout is None else (for_dropout,)
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
@@ -168,15 +175,11 @@ class Launch:
             )
             kernel(tile, operands, *refs)
 
-        operands = self.operands
-        if self._separate_kv_fetch:
-            operands = operands._replace(kv=(operands.kv, operands.kv))
-        walk, steps = grid.walk, None
-        lists = walk.kinds
-        if walk.pieces == 1:
-            lists, number = walk.whole()
-            steps = None if isinstance(number, int) else number
-        arrays = (lists, self.scalars, operands, extra, into)
+        walk, kv = grid.walk, self.operands.kv
+        operands = self.operands._replace(kv=(kv, kv) if self._separate_kv_fetch else kv)
+        index = walk.whole() if walk.pieces == 1 else BlockIndex(walk.kinds, 1)
+        steps = None if isinstance(index.steps, int) else index.steps
+        arrays = (index.words, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
         before = 1 + len(tree.leaves((scalars, operands, extra)))
 
@@ -254,19 +257,16 @@ class Launch:
         )
 
     def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
-        group, shape = self.consts.group, (None, None, self.blocks.k, width)
-
-        def index(at: GridPoint) -> tuple[Any, ...]:
-            return at.batch, lax.div(at.head, group), at.visit.k_block, column
-
-        return grid.spec(shape, index)
+        return grid.spec(
+            (None, None, self.blocks.k, width),
+            lambda at: (at.batch, lax.div(at.head, self.consts.group), at.visit.k_block, column),
+        )
 
     @property
     def _separate_kv_fetch(self) -> bool:
         """Whether K and V are fetched one by one: both have to be whole registers wide."""
-        dims = self.consts.head_dim, self.consts.v_dim
-        whole = dims[1] % LANES == 0 and dims[0] % dims[1] == 0
-        return self.generation.separate_kv_fetch and whole
+        k_dim, v_dim = self.consts.head_dim, self.consts.v_dim
+        return self.generation.separate_kv_fetch and v_dim % LANES == 0 and k_dim % v_dim == 0
 
     def _specs(self, grid: Grid) -> Operands:
         x = self.operands

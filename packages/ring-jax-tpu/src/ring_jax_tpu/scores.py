@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from jax import lax, numpy as jnp
@@ -130,26 +131,20 @@ class Tile:
         q_size = consts.block_q if whole else math.gcd(consts.block_q, consts.part[0])
         k_size = consts.block_k if whole else math.gcd(consts.block_k, consts.part[1])
         q_parts, k_parts = consts.block_q // q_size, consts.block_k // k_size
-        for i in range(q_parts):
-            for j in range(k_parts):
-                q_at = slice(i * q_size, (i + 1) * q_size)
-                k_at = slice(j * k_size, (j + 1) * k_size)
-                visit = self.visit._replace(
+        for i, j in product(range(q_parts), range(k_parts)):
+            q_at, k_at = slice(i * q_size, (i + 1) * q_size), slice(j * k_size, (j + 1) * k_size)
+            part = replace(
+                self,
+                consts=replace(consts, block_q=q_size, block_k=k_size),
+                rows=_views(self.rows, q_at),
+                columns=_views(self.columns, k_at),
+                bias=None if self.bias is None else self.bias.at[q_at, k_at],
+                visit=self.visit._replace(
                     q_block=self.visit.q_block * q_parts + i,
                     k_block=self.visit.k_block * k_parts + j,
-                )
-                yield (
-                    replace(
-                        self,
-                        consts=replace(consts, block_q=q_size, block_k=k_size),
-                        rows=_views(self.rows, q_at),
-                        columns=_views(self.columns, k_at),
-                        bias=None if self.bias is None else self.bias.at[q_at, k_at],
-                        visit=visit,
-                    ),
-                    q_at,
-                    k_at,
-                )
+                ),
+            )
+            yield part, q_at, k_at
 
     def dropout_keep(self) -> Any | None:
         """Dropout's factor for each score; ``None`` without dropout.
@@ -200,8 +195,7 @@ class Tile:
             self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))
         )
         diagonal = row - q_start + k_start
-        first = jnp.maximum(diagonal - hi, k_start)
-        stop = jnp.minimum(diagonal - lo + 1, k_stop)
+        first, stop = jnp.maximum(diagonal - hi, k_start), jnp.minimum(diagonal - lo + 1, k_stop)
         count = jnp.where((row >= q_start) & (row < q_stop), jnp.maximum(stop - first, 0), 0)
         least = jnp.int32(-(1 << 31))
         return col - (first + least) < count + least

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
 from ring_jax.attention import RingAttention
-from ring_jax.collectives import Ranks
 from ring_jax.context import ContextParallel
 from ring_jax.kernels import kernel_names
 from ring_jax.prepare import axis_size
@@ -79,10 +78,9 @@ class Bound:
         """Global position of each of the tokens of an array, int32 ``[length]``."""
         if self.context is not None:
             return self.context.positions(length)
-        axis = self.options["axis_name"]
-        ring = Ranks(axis, axis_size(axis))
-        layout = Layout(self.options.get("layout", "contiguous"), length * ring.size, ring.size)
-        return local_positions(layout, ring.rank())
+        axis, name = self.options["axis_name"], self.options.get("layout", "contiguous")
+        layout = Layout(name, self.keys(length), axis_size(axis))
+        return local_positions(layout, jnp.int32(0) if axis is None else lax.axis_index(axis))
 
 
 def bind(attention: Attention) -> Bound:

@@ -31,15 +31,10 @@ def in_order(x: Array, order: Order, dim: int) -> Array:
     return jnp.take(x, order, axis=dim)
 
 
-def _in_order_forward(x: Array, order: Order, dim: int) -> tuple[Array, None]:
-    return in_order(x, order, dim), None
-
-
-def _in_order_backward(order: Order, dim: int, _: None, gradient: Array) -> tuple[Array]:
-    return (in_order(gradient, np.argsort(order), dim),)
-
-
-in_order.defvjp(_in_order_forward, _in_order_backward)
+in_order.defvjp(
+    lambda x, order, dim: (in_order(x, order, dim), None),
+    lambda order, dim, _, gradient: (in_order(gradient, np.argsort(order), dim),),
+)
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:

@@ -33,8 +33,7 @@ from ring_jax.collectives import (
     split,
     spread,
 )
-from ring_jax.kernels import Selection
-from ring_jax.kernels.xla import XlaKernel
+from ring_jax.kernels import Selection, xla
 from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
@@ -63,7 +62,7 @@ class ContextParallel:
         out = cp.unshard(cp.attention(q, k, v, causal=True), dim=1)
     """
 
-    kernels: ClassVar[tuple[Kernel, ...]] = (XlaKernel(),)
+    kernels: ClassVar[tuple[Kernel, ...]] = (xla.XlaKernel(),)
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class ContextParallel:
         It can split what plain XLA runs, and would copy the arrays of any other kernel.
         """
         every = frozenset(self.mesh.axis_names)
-        plain = all(isinstance(kernel, XlaKernel) for kernel in static.kernels)
+        plain = all(isinstance(kernel, xla.XlaKernel) for kernel in static.kernels)
         if AxisType.Explicit in self.mesh.axis_types or not plain:
             return every
         named = {*names_of(self.axis_name, batch, heads)}

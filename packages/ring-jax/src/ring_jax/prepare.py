@@ -110,15 +110,14 @@ def _request(
     checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    request = Request(
+    return Request(
         device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
         bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
         lse_grad=options.return_lse, batch=sizes.batch // parts.batch,
         q_heads=sizes.q_heads // parts.heads, kv_heads=sizes.kv_heads // parts.heads,
-    )  # fmt: skip
-    return request, scale, cap
+    ), scale, cap  # fmt: skip
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:

@@ -71,8 +71,12 @@ def call(
     outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
     order = [name for name in parameters if name in inputs or name in outputs]
     assert order == [*inputs, *outputs], f"results come last, not {order}"
-    types = tuple((name, type_name(x)) for name, x in parameters.items())
-    module = compiled(kernel, types, tuple(constants.items()), warps)
+    module = compiled(
+        kernel,
+        tuple((name, type_name(x)) for name, x in parameters.items()),
+        tuple(constants.items()),
+        warps,
+    )
     changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
     made: list[Any] = [*outputs.values(), *(x.array for x in changed.values())]
@@ -115,7 +119,6 @@ def compiled(
     """What Triton makes of a kernel for Hopper; needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     assert [*(name for name, _ in types), *dict(constants)] == kernel.arg_names
@@ -125,7 +128,9 @@ def compiled(
     known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
     signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
     return triton.compile(
-        (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned),
+        (GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource)(
+            kernel, signature, known, aligned
+        ),
         target=GPUTarget("cuda", _HOPPER, _WARP),
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
     )

@@ -53,10 +53,8 @@ def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
     shown = (bias > -jnp.inf).any(axis=1)
     edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
     padded = jnp.pad(shown, edges)
-    q_blocks, k_blocks = (
-        x // size for x, size in zip(padded.shape[1:], (block_q, block_k), strict=True)
-    )
-    return padded.reshape(-1, q_blocks, block_q, k_blocks, block_k).any(axis=(2, 4))
+    grid = (padded.shape[1] // block_q, padded.shape[2] // block_k)
+    return padded.reshape(-1, grid[0], block_q, grid[1], block_k).any(axis=(2, 4))
 
 
 def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
@@ -69,10 +67,9 @@ def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) 
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
     near = (first_row - q_start) - (last_col - k_start)
     far = (last_row - q_start) - (first_col - k_start)
-    live = (first_row <= last_row) & (first_col <= last_col)
-    live &= (far >= lo) & (near <= hi)
+    meets = (first_row <= last_row) & (first_col <= last_col)
     inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
-    full = inside & (near >= lo) & (far <= hi)
+    live, full = meets & (far >= lo) & (near <= hi), inside & (near >= lo) & (far <= hi)
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 
@@ -80,7 +77,7 @@ def _block_min_max(numbers: Array, size: int) -> tuple[Array, Array]:
     """Smallest and largest of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
     numbers = jnp.atleast_2d(numbers)
     numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")
-    blocks = numbers.reshape(numbers.shape[0], -1, size)
+    blocks = numbers.reshape(len(numbers), -1, size)
     return blocks.min(axis=2), blocks.max(axis=2)
 
 

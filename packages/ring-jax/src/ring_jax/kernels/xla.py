@@ -306,8 +306,7 @@ def _attend(
         scores, _, visible = sight.scores(q, k, bounds, i, j)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        shrink = jnp.exp(top - safe)
-        weights = jnp.exp(scores - safe[..., None])
+        shrink, weights = jnp.exp(top - safe), jnp.exp(scores - safe[..., None])
         total = total * shrink + weights.sum(axis=-1)
         keep = sight.kept(i, j)
         weights = weights if keep is None else weights * keep
@@ -316,8 +315,7 @@ def _attend(
 
     start = (lse, seen, jnp.where(seen[..., None] > 0, out, 0.0))
     top, total, acc = sight.for_column_blocks(bounds, number, column, start)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    lse = top + jnp.log(total)
+    out, lse = acc / jnp.where(total == 0, 1.0, total)[..., None], top + jnp.log(total)
     return AttentionState(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
 
 

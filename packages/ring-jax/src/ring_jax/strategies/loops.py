@@ -33,8 +33,7 @@ def _ring_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload 
     held, into = own, loop.nothing_seen(q, x.v.shape[3])
     helping, home = loop.ship(stages[0], q), None
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
-        arriving = loop.hop(held, stage.kv_hop)
-        next_helping = loop.ship(following, q)
+        arriving, next_helping = loop.hop(held, stage.kv_hop), loop.ship(following, q)
         fresh, last = stage is stages[0], following is None and home is None and helping is None
         part = step_table(static.program, stage.step)
         into = loop.attend(part, q, held, into, fresh=fresh, last=last)
@@ -64,8 +63,7 @@ def _ring_backward(
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         part = step_table(static.program, stage.step)
         is_own = part.shift == 0
-        arriving = loop.hop(held, stage.kv_hop)
-        next_helping = loop.ship(following, q, upstream)
+        arriving, next_helping = loop.hop(held, stage.kv_hop), loop.ship(following, q, upstream)
         if is_own and last is not None:
             own = own_message(x, after=rows.dq)
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax, numpy as jnp
 
 from ring_core import RingProgram, Stage
+from ring_core.base.arguments import not_none
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
@@ -207,13 +208,9 @@ class StepRunner:
     def _theirs(
         self, part: StepTable, helping: Queries, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        side, work = self.side, self.side.helped_work(part)
-        assert work is not None
-        return (
-            side.rows(part, part.shift, helping),
-            side.columns(part, side.key_positions(0), own),
-            work,
-        )
+        side = self.side
+        columns = side.columns(part, side.key_positions(0), own)
+        return side.rows(part, part.shift, helping), columns, not_none(side.helped_work(part))
 
     def _bias(self, keys: Array) -> Array | None:
         bias = self.inputs.bias
@@ -239,12 +236,12 @@ def _kernel[State: (AttentionState, Grads)](
         return into
     left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
-    calls = [partial(getattr(kernel, name), static) for kernel in kernels]
-    if len(calls) == 1:
-        return cast("State", calls[0](rows, *args, into))
-    chosen = {
-        device: call
-        for kernel, call in zip(kernels, calls, strict=True)
+    calls = {
+        device: partial(getattr(kernel, name), static)
+        for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
     }
-    return cast("State", lax.platform_dependent(rows, *args, into, **chosen))
+    if len(kernels) == 1:
+        (call, *_) = calls.values()
+        return cast("State", call(rows, *args, into))
+    return cast("State", lax.platform_dependent(rows, *args, into, **calls))

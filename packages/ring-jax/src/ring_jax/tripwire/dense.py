@@ -139,13 +139,15 @@ def key_sums(
         some, some_lse, some_delta = block
         scores = _scores(rule, some, keys, precision)
         q, dout, _, v = _finite(scores.visible, some, keys, wide)
-        rows_lse, rows_delta = (_by_head(x.astype(wide), kv_heads) for x in (some_lse, some_delta))
+        rows_lse, rows_delta = (
+            x.astype(wide).T.reshape(kv_heads, -1, len(x), 1)  # [K, G, n, 1]
+            for x in (some_lse, some_delta)
+        )
         safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
         dp = _by_pair(dout, v) * scores.keep
         ds = p * (dp - rows_delta) * scores.slope * rule.scale
-        dk = _by_key(precision.round(ds), q)
-        dv = _by_key(precision.round(p * scores.keep), dout)
+        dk, dv = _by_key(precision.round(ds), q), _by_key(precision.round(p * scores.keep), dout)
         return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
     return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
@@ -223,15 +225,13 @@ def _means_of_block(
     lse = _by_row((top + jnp.log(total))[..., 0])
     p = weights / jnp.where(total == 0, 1.0, total)
 
-    def mean(weights: Array, values: Array) -> Array:
-        return lax.collapse(_by_query(precision.round(weights), values), 1, 3)
-
     if queries.dout is None:
-        return Partial(lse, mean(p * scores.keep, v))
+        return Partial(lse, _by_query(precision.round(p * scores.keep), v))
     dp = _by_pair(dout, v) * scores.keep
     delta = _by_row((p * dp).sum(axis=-1))[..., None]
-    parts = [delta, mean(p * dp * scores.slope, k), mean(p * scores.slope, k)]
-    return Partial(lse, jnp.concatenate(parts, axis=-1))
+    of_keys = (p * dp * scores.slope, p * scores.slope)
+    sums = (_by_query(precision.round(x), k) for x in of_keys)
+    return Partial(lse, jnp.concatenate([delta, *sums], axis=-1))
 
 
 def _finite(
@@ -269,8 +269,8 @@ def _by_key(weights: Array, x: Array) -> Array:
 
 
 def _by_query(weights: Array, y: Array) -> Array:
-    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, K, G, d]``."""
-    return _dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3)
+    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, H, d]``."""
+    return lax.collapse(_dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3)
 
 
 def _dot(
@@ -287,11 +287,6 @@ def _dot(
 def _weight(part: Array, total: Array) -> Array:
     """The share of a part's softmax mass; 0 where there is none."""
     return jnp.exp(part - jnp.where(total == -jnp.inf, 0.0, total))
-
-
-def _by_head(x: Array, kv_heads: int) -> Array:
-    """``[n, H]`` as ``[K, G, n, 1]``."""
-    return x.T.reshape(kv_heads, -1, len(x), 1)
 
 
 def _by_row(x: Array) -> Array:

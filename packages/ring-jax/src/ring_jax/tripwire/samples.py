@@ -146,8 +146,7 @@ class _Sample(NamedTuple):
     def means(self, dout: Array | None) -> tuple[Partial, Partial]:
         """Of this rank's queries over all keys and sinks: exact, and by a plain implementation."""
         x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
-        rows = self.own("queries")
-        indices = self.positions("queries")
+        rows, indices = self.own("queries"), self.positions("queries")
         queries = SampledQueries(
             ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
             None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
