@@ -24,7 +24,6 @@ from ring_jax.autodiff import attend
 from ring_jax.collectives import (
     AnyMesh,
     Axes,
-    Order,
     axes_along,
     free,
     in_order,
@@ -73,10 +72,8 @@ class ContextParallel:
         layout: LayoutSpec = "zigzag",
     ) -> None:
         _check_axes(mesh, axis_name, batch_axis, head_axis)
-        self.mesh = mesh
-        self.axis_name = axis_name
-        self.batch_axis = batch_axis
-        self.head_axis = head_axis
+        self.mesh, self.axis_name = mesh, axis_name
+        self.batch_axis, self.head_axis = batch_axis, head_axis
         self.layout_name: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
@@ -100,8 +97,7 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
-        _check_dim(x, dim)
-        return self._moved(x, self._order(x.shape[dim]), dim, whole=False)
+        return self._moved(x, dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
         """The array in natural order again, no longer split along the axis.
@@ -109,9 +105,7 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
-        _check_dim(x, dim)
-        order = self._order(x.shape[dim])
-        return self._moved(x, None if order is None else np.argsort(order), dim, whole=True)
+        return self._moved(x, dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
@@ -225,19 +219,18 @@ class ContextParallel:
                         f"devices along {axis!r}"
                     )
 
-    def _order(self, seq_len: int) -> Order | None:
-        """The tokens in layout order; ``None`` where that is the natural one."""
-        layout = self.layout(seq_len)
-        if layout.name == "contiguous":
-            return None
-        return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
-
-    def _moved(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
-        """Tokens in another order, split along the axis or not; they are moved as a whole."""
-        if order is not None or whole:
-            x = split(x, self.mesh, dim, self.axis_name, whole=True)
-        if order is not None:
-            x = in_order(x, order, dim)
+    def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
+        """Tokens in layout order and split along the axis, or in natural order and ``whole``."""
+        described_as("x", x)
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+            )
+        layout = self.layout(x.shape[dim])
+        if layout.name != "contiguous":
+            order = np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)  # moved as a whole
+            x = in_order(x, np.argsort(order) if whole else order, dim)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 
@@ -285,14 +278,6 @@ def _ring(
         ),
         inline=True,
     )
-
-
-def _check_dim(x: Array, dim: object) -> None:
-    described_as("x", x)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-        )
 
 
 def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
