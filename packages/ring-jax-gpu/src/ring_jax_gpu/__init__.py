@@ -80,8 +80,6 @@ XLA_FLAGS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }
 
-_VARIABLE = "XLA_FLAGS"
-
 
 def set_xla_flags() -> dict[str, str]:
     """Set flags of XLA that let a ring over GPUs send while it computes.
@@ -109,18 +107,18 @@ def set_xla_flags() -> dict[str, str]:
         raise ValueError(
             "set_xla_flags() came too late: JAX has started, and reads XLA_FLAGS only once. Call "
             "it before the first array, jax.devices() or jit runs, or set in the environment: "
-            f"{_VARIABLE}='{_written(XLA_FLAGS)}'"
+            f"XLA_FLAGS='{_written(XLA_FLAGS)}'"
         )
-    given = os.environ.get(_VARIABLE, "").strip()
+    given = os.environ.get("XLA_FLAGS", "").strip()
     if given and not given.startswith("-"):
         raise ValueError(
-            f"{_VARIABLE}={given!r} names a file of flags, to which none can be added here. Write "
+            f"XLA_FLAGS={given!r} names a file of flags, to which none can be added here. Write "
             f"these into it: {_written(XLA_FLAGS)}"
         )
     known = {flag.removeprefix("--").partition("=")[0] for flag in given.split()}
     added = {name: value for name, value in XLA_FLAGS.items() if name not in known}
     if added:
-        os.environ[_VARIABLE] = f"{given} {_written(added)}".lstrip()
+        os.environ["XLA_FLAGS"] = f"{given} {_written(added)}".lstrip()
     return added
 
 

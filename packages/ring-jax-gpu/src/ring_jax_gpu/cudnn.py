@@ -136,11 +136,10 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 
 def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
     gathers = len(local.k_lengths) > 1
-    others = remote_table(program) if gathers else None
     parts = [
         step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
     ]
-    parts += [others] if others is not None else []
+    parts += [not_none(remote_table(program))] if gathers else []
     if any(part.helpers for part in parts):
         yield "has no ranks that help each other (strategy 'balanced')"
         return

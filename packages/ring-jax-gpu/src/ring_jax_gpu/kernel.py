@@ -16,6 +16,7 @@ from ring_jax.records import (
     BackwardInputs,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     QueryBlock,
     Static,
@@ -31,7 +32,7 @@ from ring_jax_gpu.operands import Call
 
 
 @dataclass(frozen=True)
-class TritonKernel:
+class TritonKernel(Kernel):
     """Visits the blocks that are not empty, whatever the mask.
 
     A backward in one kernel (``fused_backward=True``; on Hopper also by default, where the mask is
@@ -54,10 +55,6 @@ class TritonKernel:
         EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
     )  # fmt: skip
-
-    def refusals(self, *_: object) -> tuple[str, ...]:
-        """None: it takes all sizes."""
-        return ()
 
     def attend_into(
         self,

@@ -41,9 +41,8 @@ _DEFAULT_KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    options = _parser().parse_args(argv)
     try:
-        return _tuned(options)
+        return _tuned(_parser().parse_args(argv))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

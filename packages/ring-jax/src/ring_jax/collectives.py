@@ -47,10 +47,9 @@ def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) 
 
 def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
     """Lay an array out over the mesh."""
-    sharding = NamedSharding(mesh, spec)
-    if AxisType.Explicit in mesh.axis_types:
-        return cast("Array", reshard(x, sharding))
-    return cast("Array", lax.with_sharding_constraint(x, sharding))
+    explicit = AxisType.Explicit in mesh.axis_types
+    lay_out: Any = reshard if explicit else lax.with_sharding_constraint
+    return cast("Array", lay_out(x, NamedSharding(mesh, spec)))
 
 
 def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
@@ -118,10 +117,7 @@ class Ranks:
         if self.axis_name is None or not pairs:
             return cast("T", tree.map(jnp.zeros_like, x))
 
-        def moved(part: Array) -> Array:
-            return cast("Array", lax.ppermute(part, self.axis_name, pairs))
-
-        return cast("T", tree.map(moved, x))
+        return cast("T", tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
         """The arrays of all ranks, one behind the other along a dimension."""

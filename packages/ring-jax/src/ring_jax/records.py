@@ -269,9 +269,10 @@ class Kernel(Protocol):
         """What it can do; it is only ever given calls that fit."""
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
-    ) -> tuple[str, ...]:
+        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002
+    ) -> tuple[str, ...]:  # fmt: skip
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
+        return ()
 
     def attend_into(
         self,

@@ -7,7 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-from jax import Array as Array, core, numpy as jnp
+from jax import Array as Array, core, numpy as jnp, typeof
+from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.base.arguments import is_integer
@@ -20,6 +21,15 @@ BLOCK_NAMES = {
     "block_q": ("q_blocksize", "block_q", "blocksize_q"),
     "block_k": ("kv_blocksize", "block_k", "blocksize_k"),
 }
+IN_SHARD_MAP = (
+    "call this inside jax.shard_map, or ring_jax.ContextParallel(mesh, axis_name).attention on "
+    "global arrays"
+)
+MASK_INFO = (
+    "pass q_segment_ids and kv_segment_ids; those of an ejkernel MaskInfo made of segments are "
+    "mask_info.get_or_compute_segment_ids()"
+)
+CONFIG = "pass its fwd_params and bwd_params"
 
 
 def window_of(sliding_window: SlidingWindow | None) -> Window | None:
@@ -193,6 +203,14 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
     return None if platform in (None, "auto", "xla") else platform, (
         f"this package has the kernel 'xla' alone, not {platform!r}; call "
         f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
+    )
+
+
+def logits_dtype_of(dtype: DTypeLike, query: Array) -> tuple[object, str]:
+    """What :func:`refuse` takes of the dtype of scores."""
+    taken = [jnp.dtype("float32"), *[typeof(query).dtype] * (query.dtype == jnp.float64)]
+    return None if jnp.dtype(dtype) in taken else dtype, (
+        "scores are float32, and float64 where the inputs are; cast the inputs for another"
     )
 
 

@@ -26,6 +26,7 @@ from ring_jax.records import (
     BackwardInputs,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     QueryBlock,
     Static,
@@ -36,17 +37,13 @@ _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 b
 
 
 @dataclass(frozen=True)
-class XlaKernel:
+class XlaKernel(Kernel):
     """See the module's text."""
 
     capabilities = replace(
         EVERYTHING, name="xla", dtypes=("float64", "float32", "bfloat16", "float16"),
         fused_backward=False,
     )  # fmt: skip
-
-    def refusals(self, *_: object) -> tuple[str, ...]:
-        """None: it takes all sizes."""
-        return ()
 
     def attend_into(
         self,
