@@ -66,10 +66,6 @@ class Tile(NamedTuple):
         """The rows of these queries, of ``[B, H, T, ...]``."""
         return x[:, :, self.q_start : self.q_stop]
 
-    def keys(self, x: Array) -> Array:
-        """The rows of these keys, of ``[B, K, S, ...]``."""
-        return x[:, :, self.k_start : self.k_stop]
-
     def bias(self, x: Array | None) -> Array | None:
         """What is added to its scores."""
         return None if x is None else self.queries(x)[..., self.k_start : self.k_stop]
@@ -224,7 +220,7 @@ def _given(
 ) -> tuple[tuple[Array, Array, Array, Array | None], fmha.Pattern]:
     """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
     dims = HeadDims.of(static, columns)
-    k, v = dims.apart(tile.keys(columns.kv))
+    k, v = dims.apart(columns.kv[:, :, tile.k_start : tile.k_stop])
     qk_dim, v_dim = _call_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:

@@ -38,7 +38,7 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     """Add the gradients of the launch's items."""
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
     # One test over both at once makes XLA for v5p keep another K/V in main memory.
-    k, v = split(launch.operands.kv, launch.consts.head_dim)
+    k, v = split(launch.operands.kv, launch.consts.static.head_dim)
     launch = launch.nan_safe_for(
         _nonfinite_rows(launch, upstream), has_nonfinite(k) | has_nonfinite(v)
     )
@@ -71,7 +71,7 @@ def _nonfinite_rows(launch: Launch, upstream: BackwardInputs) -> Array:
 
 
 def _query_grads(launch: Launch, above: BackwardInputs, dq: Array) -> Array:
-    grid, dim = query_head_grid(q_major(launch.kinds), dq.shape), launch.consts.head_dim
+    grid, dim = query_head_grid(q_major(launch.kinds), dq.shape), launch.consts.static.head_dim
     return launch.run(
         _bwd_dq, grid, above, _upstream_specs(launch, grid), dq, launch.query_rows(grid, dim),
         scratch=(pltpu.VMEM((launch.blocks.q, dim), jnp.float32),),
@@ -83,7 +83,7 @@ def _key_grads(launch: Launch, above: BackwardInputs, dkv: Array) -> Array:
     return launch.run(
         _bwd_dkv, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
         scratch=(
-            pltpu.VMEM((launch.blocks.k, launch.consts.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.static.head_dim), jnp.float32),
             pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
         ),
     )  # fmt: skip
@@ -96,9 +96,9 @@ def _all_grads(launch: Launch, above: BackwardInputs, dq: Array, dkv: Array) -> 
         kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
         scratch=(
-            pltpu.VMEM((launch.blocks.k, launch.consts.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.static.head_dim), jnp.float32),
             pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
-            DqPipeline.scratch(launch.blocks.q, launch.consts.head_dim),
+            DqPipeline.scratch(launch.blocks.q, launch.consts.static.head_dim),
         ),
         cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
@@ -157,7 +157,7 @@ def _slopes(
 
     Where all numbers are finite masked probabilities are 0, and so is what they multiply.
     """
-    k, v = split(x.kv, tile.consts.head_dim)
+    k, v = split(x.kv, tile.consts.static.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     visible = None if finite else visible
     lse = above.lse[...]
@@ -199,7 +199,7 @@ def _bwd_dkv(
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old, tile.consts.head_dim)
+        dk[...], dv[...] = split(old, tile.consts.static.head_dim)
 
     for kind in (FULL, PARTIAL, NONFINITE):
 
@@ -231,7 +231,7 @@ def _bwd_fused(
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old[1], tile.consts.head_dim)
+        dk[...], dv[...] = split(old[1], tile.consts.static.head_dim)
         pl.when((step == 0) & (member == 0))(pipeline.begin)
 
     for kind in (FULL, PARTIAL, NONFINITE):
@@ -285,7 +285,7 @@ def _add_finite(
     if into.dv is not None:
         into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
     if into.dq is not None:
-        k, _ = split(x.kv, tile.consts.head_dim)
+        k, _ = split(x.kv, tile.consts.static.head_dim)
         into.dq[...] += dot("tn", k, dproducts).T * scale
     if into.dk is not None:
         into.dk[...] += dot("nn", dproducts, q) * scale
@@ -300,5 +300,5 @@ def _add_nonfinite(tile: Tile, x: Operands, above: BackwardInputs, into: Sums) -
     if into.dk is not None:
         add_seen(into.dk, by_key, dproducts, slopes.visible, x.q[...])
     if into.dq is not None:
-        k, _ = split(x.kv, tile.consts.head_dim)
+        k, _ = split(x.kv, tile.consts.static.head_dim)
         add_seen(into.dq, by_query, dproducts, slopes.visible, k)

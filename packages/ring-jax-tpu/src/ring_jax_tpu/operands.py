@@ -265,14 +265,14 @@ class Launch:
     @property
     def _separate_kv_fetch(self) -> bool:
         """Whether K and V are fetched one by one: both have to be whole registers wide."""
-        k_dim, v_dim = self.consts.head_dim, self.consts.v_dim
+        k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
         return self.generation.separate_kv_fetch and v_dim % LANES == 0 and k_dim % v_dim == 0
 
     def _specs(self, grid: Grid) -> Operands:
         x = self.operands
         kv: Any = self.key_rows(grid)
         if self._separate_kv_fetch:
-            k_dim, v_dim = self.consts.head_dim, self.consts.v_dim
+            k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
@@ -281,7 +281,7 @@ class Launch:
             )
 
         return Operands(
-            self.query_rows(grid, self.consts.head_dim),
+            self.query_rows(grid, self.consts.static.head_dim),
             kv,
             tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
             tree.map(lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns),

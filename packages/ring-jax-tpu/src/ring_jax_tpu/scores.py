@@ -63,11 +63,6 @@ class Constants:
     part: tuple[int, int]  # queries and keys that stay in registers from product to product
     prefetches_scores: bool  # for the scores of the part after
 
-    @property
-    def head_dim(self) -> int:
-        """Of queries and keys."""
-        return self.static.head_dim
-
 
 class Scores(NamedTuple):
     """Masked scores, slope of the soft cap, what is shown (``None``: all); ``[k, q]``.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import numpy as jnp, vmap
 
-from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan, RingProgram
+from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, RingProgram
 from ring_jax.records import (
     Array,
     Inputs,
@@ -138,18 +138,13 @@ class RankView:
     inputs: Inputs
     rank: Array
 
-    @property
-    def plan(self) -> Plan:
-        """The call's plan."""
-        return self.static.plan
-
     def behind(self, shift: int) -> Array:
         """The rank this far behind; ahead where ``shift`` is negative."""
-        return (self.rank - shift) % self.plan.cp_size
+        return (self.rank - shift) % self.static.plan.cp_size
 
     def key_positions(self, shift: int) -> Array:
         """Global index of each key of the rank this far behind, int32 ``[S]``."""
-        return local_positions(self.plan.k_layout, self.behind(shift))
+        return local_positions(self.static.plan.k_layout, self.behind(shift))
 
     def own_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
@@ -163,16 +158,16 @@ class RankView:
         """Rows for queries of the rank ``q_shift`` behind, keys of the one ``kv_shift`` behind."""
         if table.shape[1] == 0:
             return None
-        kinds, size = None, self.plan.cp_size
-        if self.plan.blocks is not None:
+        kinds, size = None, self.static.plan.cp_size
+        if self.static.plan.blocks is not None:
             q_rank, kv_rank = ((np.arange(size) - shift) % size for shift in (q_shift, kv_shift))
-            kinds = jnp.asarray(self.plan.blocks.kinds[q_rank, kv_rank])[self.rank]
+            kinds = jnp.asarray(self.static.plan.blocks.kinds[q_rank, kv_rank])[self.rank]
         return ItemTable(jnp.asarray(table)[self.rank], kinds)
 
     def rows(self, part: StepTable, shift: int, queries: Queries) -> QueryBlock:
         """Queries of the rank this far behind, with what every rank knows of them."""
-        indices = local_positions(self.plan.q_layout, self.behind(shift))
-        positions = indices + self.plan.q_offset
+        indices = local_positions(self.static.plan.q_layout, self.behind(shift))
+        positions = indices + self.static.plan.q_offset
         return QueryBlock(
             queries.q, positions, indices, self._cells(part, positions), queries.ids, queries.bias,
             self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
@@ -184,8 +179,8 @@ class RankView:
 
     def _cells(self, part: StepTable, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
-        boundaries = self.plan.boundaries
-        if boundaries is None or (self.plan.blocks is None and not part.has_documents):
+        boundaries = self.static.plan.boundaries
+        if boundaries is None or (self.static.plan.blocks is None and not part.has_documents):
             return None
         return jnp.searchsorted(
             jnp.asarray(boundaries.astype(np.int32)), positions, side="right"

@@ -66,8 +66,7 @@ def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
             f"sinks that all heads share; say which: softmax_aux[:, None] is the former, "
             f"softmax_aux[None] the latter"
         )
-    if len(shape) == 1 and heads == 1:
-        shape = (1, *shape)
+    shape = (1, *shape) if len(shape) == 1 and heads == 1 else shape
     if len(shape) != 2 or shape[0] not in (1, heads):
         raise UnsupportedError(
             f"softmax_aux must be [{heads}, n], a row a query head, or [1, n], which all heads "

@@ -39,8 +39,7 @@ def _ring_forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload 
         into = loop.attend(part, q, held, into, fresh=fresh, last=last)
         if home is not None:
             into, home = merge(into, home), None
-        if helping is not None:
-            home = loop.home(part, loop.help(part, helping, own))
+        home = home if helping is None else loop.home(part, loop.help(part, helping, own))
         if following is not None:
             into, arriving, next_helping = overlap(into, arriving, next_helping)
             arriving = order_after(arriving, into)
@@ -64,8 +63,7 @@ def _ring_backward(
         part = step_table(static.program, stage.step)
         is_own = part.shift == 0
         arriving, next_helping = loop.hop(held, stage.kv_hop), loop.ship(following, q, upstream)
-        if is_own and last is not None:
-            own = own_message(x, after=rows.dq)
+        own = own_message(x, after=rows.dq) if is_own and last is not None else own
         keys, dkv = (own, at_home) if is_own else (held, loop.zeros(own.kv.shape))
         fresh = not is_own or not any(stage.helps for stage in stages)  # else there is some at home
         rows, dkv = loop.differentiate(part, q, keys, upstream, rows, dkv, fresh=fresh)

@@ -199,7 +199,7 @@ class StepRunner:
     def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
         side = self.side
         if part.gathered:
-            positions = all_positions(side.plan.k_layout).reshape(-1)
+            positions = all_positions(self.static.plan.k_layout).reshape(-1)
         else:
             positions = side.key_positions(part.shift)
         queries = Queries(q, self.inputs.q_ids, self._bias(positions))

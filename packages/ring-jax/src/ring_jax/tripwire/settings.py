@@ -91,8 +91,7 @@ class Turn(NamedTuple):
         words = lax.bitcast_convert_type(taken, width).astype(jnp.uint32).reshape(-1)
         weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
         total = lax.bitcast_convert_type((words * weights).sum(dtype=jnp.uint32), jnp.int32)
-        if static.axis_name is not None:
-            total = lax.psum(total, static.axis_name)
+        total = total if static.axis_name is None else lax.psum(total, static.axis_name)
         return cls(static.check, mixed(lax.bitcast_convert_type(total, jnp.uint32)))
 
     def run[T](self, checked: Callable[[], T], skipped: Callable[[], T]) -> T:
