@@ -26,7 +26,7 @@ from ring_core.triton.tile_sizes import (
     parts_of_tiles,
     positions_aligned8,
 )
-from ring_jax.kernels.block_index import Flags, item_bounds, kinds_of, masked_kinds
+from ring_jax.kernels.block_index import Flags, item_bounds, kinds_of, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -151,7 +151,7 @@ class Call:
                 self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
             )
             if masked_by is not None:
-                kinds = masked_kinds(kinds, masked_by, blocks.q, blocks.k)
+                kinds = jnp.where(shown_in_blocks(masked_by, blocks.q, blocks.k), kinds, EMPTY)
             if self.rows.bias is not None:  # every block needs its mask
                 kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)

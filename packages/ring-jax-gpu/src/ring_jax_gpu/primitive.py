@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -47,16 +46,12 @@ def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     return dict(zip(changed, results, strict=True))
 
 
-def _run(*arrays: Array, **params: Any) -> Any:
-    return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
-
-
-def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
-    return types[len(types) - num_changed :]
-
-
-triton_launch_p.def_impl(_run)
-triton_launch_p.def_abstract_eval(_changed_types)
+triton_launch_p.def_impl(
+    lambda *arrays, **params: jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
+)
+triton_launch_p.def_abstract_eval(
+    lambda *types, num_changed, **_: types[len(types) - num_changed :]
+)
 
 
 def _call_triton(

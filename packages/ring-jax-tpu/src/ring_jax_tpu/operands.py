@@ -11,9 +11,9 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import KernelConfig, Mask
+from ring_core import EMPTY, KernelConfig, Mask
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels.block_index import item_bounds, masked_kinds
+from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
 from ring_jax_tpu.block_index import (
     BlockIndex,
@@ -108,7 +108,7 @@ class Launch:
         )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
-            kinds = masked_kinds(kinds, rows.bias, blocks.q, blocks.k)
+            kinds = jnp.where(shown_in_blocks(rows.bias, blocks.q, blocks.k), kinds, EMPTY)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
@@ -202,8 +202,7 @@ class Launch:
                 input_output_aliases={before + n: n for n in range(len(tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
                     dimension_semantics=[
-                        pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY
-                        for n in range(len(grid.sizes))
+                        pltpu.PARALLEL if n < 2 else pltpu.ARBITRARY for n in range(len(grid.sizes))
                     ],
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
@@ -295,14 +294,13 @@ class Grid:
 
     Attributes:
         walk: The blocks it visits.
-        sizes: Of the axes; ``None`` is the one along the visits.
-        parallel: How many of the first axes may be split over a chip's cores.
+        sizes: Of the axes; ``None`` is the one along the visits. A chip's cores may share the first
+            two, over batch rows and heads.
         place: From scalars and the step along each axis to where that is.
     """
 
     walk: Walk
     sizes: tuple[int | None, ...]
-    parallel: int
     place: Callable[..., GridPoint]
 
     def spec(
@@ -318,7 +316,7 @@ def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
         return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
-    return Grid(walk, (*q[:2], None), 2, place)
+    return Grid(walk, (*q[:2], None), place)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
@@ -333,7 +331,7 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
         )
         return GridPoint(batch, kv_head * group + member, visit)
 
-    return Grid(walk, (*kv[:2], None, group), 2, place)
+    return Grid(walk, (*kv[:2], None, group), place)
 
 
 def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
@@ -349,7 +347,7 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
-    return Grid(walk, (*bias[:2], None, *shared), 2, place)
+    return Grid(walk, (*bias[:2], None, *shared), place)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:

@@ -18,7 +18,7 @@ from jax import lax, numpy as jnp
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import BOUNDS
+from ring_jax.kernels.block_index import Bounds
 from ring_jax.records import Static
 from ring_jax_tpu.block_index import Visit
 
@@ -187,7 +187,7 @@ class Tile:
         and one comparison per score remain, of numbers shifted so that those below the first wrap.
         """
         q_start, q_stop, k_start, k_stop, lo, hi = (
-            self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))
+            self.scalars.bounds[item * len(Bounds._fields) + n] for n in range(len(Bounds._fields))
         )
         diagonal = row - q_start + k_start
         first, stop = jnp.maximum(diagonal - hi, k_start), jnp.minimum(diagonal - lo + 1, k_stop)

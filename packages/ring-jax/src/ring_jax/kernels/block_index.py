@@ -6,21 +6,33 @@ which blocks they visit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
-BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
 Flags = tuple[Array, Array]  # of each block: whether some of it is shown, and whether all is
 
 
+class Bounds(NamedTuple):
+    """An item on the device, int32 scalars."""
+
+    q_start: Array
+    q_stop: Array
+    k_start: Array
+    k_stop: Array
+    lo: Array
+    hi: Array
+
+
 def item_bounds(work: ItemTable) -> Array:
-    """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
-    picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
-    return jnp.clip(picked, -_FAR, _FAR)
+    """What each item shows, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
+    columns = [work.items[:, TABLE_COLUMNS.index(name)] for name in Bounds._fields]
+    return jnp.clip(jnp.stack(columns, axis=1), -_FAR, _FAR)
 
 
 def kinds_of(
@@ -43,13 +55,11 @@ def kinds_of(
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
 
-def masked_kinds(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
-    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
-    return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
-
-
 def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
-    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block, ``[B or 1, I, J]``."""
+    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block to some head.
+
+    ``[B or 1, I, J]``: others are empty, whatever their kind.
+    """
     shown = (bias > -jnp.inf).any(axis=1)
     edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
     padded = jnp.pad(shown, edges)

@@ -19,7 +19,7 @@ from jax import lax, numpy as jnp
 from ring_core import TILE
 from ring_core.base.capabilities import EVERYTHING
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.kernels.block_index import Bounds, item_bounds, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -63,17 +63,6 @@ class XlaKernel(Kernel):
         """Add the items' gradients to ``into``, block row by block row."""
         body = partial(_differentiate, upstream)
         return ScoreBlocks.of(static, rows, columns, work).for_row_blocks(body, into)
-
-
-class Bounds(NamedTuple):
-    """An item on the device, int32 scalars."""
-
-    q_start: Array
-    q_stop: Array
-    k_start: Array
-    k_stop: Array
-    lo: Array
-    hi: Array
 
 
 class Block(NamedTuple):

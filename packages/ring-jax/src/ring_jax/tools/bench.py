@@ -23,10 +23,9 @@ Attend = Callable[[Array, Array, Array], Array]
 
 def defaults() -> BenchCase:
     """What is timed where nothing else is asked for: all local devices."""
-    ranks = jax.local_device_count()
-    if jax.default_backend() == "cpu":
-        return BenchCase(ranks, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
-    return BenchCase(ranks, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
+    on_host, others = (4096, 8, 2, 64, "float32"), (32768, 32, 8, 128, "bfloat16")
+    sizes = on_host if jax.default_backend() == "cpu" else others
+    return BenchCase(jax.local_device_count(), *sizes, None, "zigzag", "auto", "auto")
 
 
 def bench(
