@@ -18,7 +18,7 @@ from jax import lax, numpy as jnp
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS, TILE, Plan, UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
-from ring_core.triton.tile_configs import Pass, Table
+from ring_core.triton.tile_configs import Blocks, Pass, Table
 from ring_core.triton.tile_sizes import (
     choose_blocks,
     heads_per_swizzle,
@@ -123,17 +123,28 @@ class Call:
             and static.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
-    def _plan(
-        self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
-    ) -> tuple[Launch, Arrays]:
-        kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
-        is_q_major = kernel != "bwd_dkv"
+    def _choose(self, name: Pass) -> Blocks:
         per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
-        blocks = choose_blocks(
+        return choose_blocks(
             self.static.config, name, max(self.static.head_dim, self._v_dim),
             self.rows.q.dtype.itemsize, rows=self.blocks,
             per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
+
+    def _kinds(self, blocks: Blocks, masked_by: Array | None) -> Array:
+        """The kind of each block, int32 ``[1 or B, I, J]``; with a bias each needs its mask."""
+        kinds = block_kinds(
+            self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
+        )
+        if masked_by is not None:
+            kinds = jnp.where(shown_in_blocks(masked_by, blocks.q, blocks.k), kinds, EMPTY)
+        return kinds if self.rows.bias is None else jnp.where(kinds == FULL, PARTIAL, kinds)
+
+    def _plan(
+        self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
+    ) -> tuple[Launch, Arrays]:
+        kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
+        blocks, is_q_major = self._choose(name), kernel != "bwd_dkv"
         keys = self.parts_of(self.columns.kv, "k" if self.separate_kv else "kv", "v")
         given = {"q": self.rows.q, **keys, **self._options(), "items": item_bounds(self.work)}
         if upstream is not None:
@@ -147,13 +158,7 @@ class Call:
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
-            kinds = block_kinds(
-                self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
-            )
-            if masked_by is not None:
-                kinds = jnp.where(shown_in_blocks(masked_by, blocks.q, blocks.k), kinds, EMPTY)
-            if self.rows.bias is not None:  # every block needs its mask
-                kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
+            kinds = self._kinds(blocks, masked_by)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             given["block_index"], given["counts"] = block_index(kinds)
             many, outer, inner = given["block_index"].shape
