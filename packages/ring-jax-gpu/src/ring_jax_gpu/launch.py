@@ -52,8 +52,7 @@ def kernel_of(launch: Launch) -> Any:
 
 def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Arrays:
     """All but what another launch changes, and what kernels for Hopper alone take."""
-    known = kernel_of(launch).arg_names
-    others = {*changed, RANK_OPERAND}
+    known, others = kernel_of(launch).arg_names, {*changed, RANK_OPERAND}
     return {name: x for name, x in arrays.items() if name not in others or name in known}
 
 

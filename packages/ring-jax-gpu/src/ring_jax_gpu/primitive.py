@@ -75,7 +75,6 @@ mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="
 def _call_one(
     launch: Launch, by_name: Arrays, all_changed: tuple[str, ...], capability: int
 ) -> Arrays:
-    """Call one kernel of plain Triton; returns what it changed."""
     import jax_triton
 
     kernel = kernel_of(launch)

@@ -281,7 +281,6 @@ def _ring(
 
 
 def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
-    """Refuse axes that the mesh has not, has in two roles, or has of two types."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)

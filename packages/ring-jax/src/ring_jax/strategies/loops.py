@@ -158,8 +158,7 @@ def _gather_refusals(program: RingProgram) -> list[str]:
 
 def _gather_key_lengths(program: RingProgram) -> tuple[int, ...]:
     """A rank's own, and those of all ranks together if others' are seen."""
-    own = program.plan.k_layout.local_len
-    gathers = any(step.shift for step in program.steps)
+    own, gathers = program.plan.k_layout.local_len, any(step.shift for step in program.steps)
     return (own, own * program.plan.cp_size) if gathers else (own,)
 
 

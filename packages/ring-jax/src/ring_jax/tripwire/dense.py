@@ -222,8 +222,7 @@ def _means_of_block(
     top = x.max(axis=-1, keepdims=True)
     weights = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
-    lse = _by_row((top + jnp.log(total))[..., 0])
-    p = weights / jnp.where(total == 0, 1.0, total)
+    lse, p = _by_row((top + jnp.log(total))[..., 0]), weights / jnp.where(total == 0, 1.0, total)
 
     if queries.dout is None:
         return Partial(lse, _by_query(precision.round(p * scores.keep), v))
