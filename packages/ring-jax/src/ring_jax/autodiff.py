@@ -56,7 +56,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
         tripwire.check_traffic(static, x, "forward", partial(strategy.forward, static), x)
-        at, (q,) = tripwire.start(turn, x, "forward", x.q)
+        at, (q,) = tripwire.start(turn, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
     result = result if inputs.sinks is None else _add_sinks(result, inputs.sinks)
@@ -85,7 +85,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
         tripwire.check_traffic(
             static, x, "backward", partial(strategy.backward, static), x, upstream, saved.last
         )
-        at, (q, held) = tripwire.start(turn, x, "backward", x.q, upstream.dout)
+        at, (q, held) = tripwire.start(turn, x, x.q, upstream.dout)
         x, upstream = x._replace(q=q), upstream._replace(dout=held)
     grads = strategy.backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)

@@ -92,17 +92,16 @@ class StepRunner:
     inputs: Inputs
     ring: Ranks
     side: RankView
-    axes: frozenset[Any]  # of the mesh, over which the inputs vary
 
     @classmethod
     def of(cls, static: Static, x: Inputs) -> StepRunner:
         """The loop of a call."""
         ring = Ranks(static.axis_name, static.plan.cp_size)
-        return cls(static, x, ring, RankView(static, x, ring.rank()), varying_axes(x))
+        return cls(static, x, ring, RankView(static, x, ring.rank()))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
-        """A wide accumulator."""
-        return match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
+        """A wide accumulator, which varies over the axes that the inputs do."""
+        return match_varying(jnp.full(shape, fill, self.static.wide), varying_axes(self.inputs))
 
     def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
         """The identity of the merge."""

@@ -113,9 +113,7 @@ _EXPECTED: dict[str, Callable[[Static, Inputs, Pass], int]] = {
 }  # fmt: skip
 
 
-def start(
-    turn: Turn, inputs: Inputs, which: Pass, *arrays: Array
-) -> tuple[Array | None, list[Array]]:
+def start(turn: Turn, inputs: Inputs, *arrays: Array) -> tuple[Array | None, list[Array]]:
     """Read the clock, then give back the arrays that a pass computes with.
 
     Returns:
@@ -123,7 +121,7 @@ def start(
     """
     if _peak(inputs) is None:
         return None, list(arrays)
-    at = turn.run(lambda: _read(f"{which} starts", turn.number), lambda: turn.number)
+    at = turn.run(lambda: _read(turn.number), lambda: turn.number)
     at, *held = lax.optimization_barrier((at, *arrays))
     return at, held
 
@@ -143,7 +141,7 @@ def check_rate(
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
-        took = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
+        took = jnp.maximum(_read(*sums) - at, 1)  # unsigned: it may wrap
         rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
         jax.debug.callback(partial(_compare, which, peak), rates)
 
@@ -156,23 +154,20 @@ def _peak(inputs: Inputs) -> float | None:
     return None if hidden else peak_tflops(jax.devices()[0].device_kind)
 
 
-def _read(what: str, *before: Array) -> Array:
-    """Microseconds of the host's clock, uint32, once some arrays are there."""
+def _read(*before: Array) -> Array:
+    """Microseconds of the host's clock, uint32, once some arrays are there.
+
+    To the compiler no reading is another's: each has a function of its own.
+    """
     return cast(
         "Array",
         jax.pure_callback(
-            partial(_now, what),
+            lambda *_: np.uint32(time.perf_counter_ns() // 1000 % (1 << 32)),
             jax.ShapeDtypeStruct((), jnp.uint32),
             *before,
             vmap_method="sequential",
         ),
     )
-
-
-def _now(when: str, *before: Any) -> Any:
-    """To the compiler no reading is another's."""
-    del when, before
-    return np.uint32(time.perf_counter_ns() // 1000 % (1 << 32))
 
 
 def _compare(which: Pass, peak: float, rates: Any) -> None:
