@@ -269,7 +269,9 @@ _STATIC = (
 
 def _check_static(options: Options) -> None:
     for name in _STATIC:
-        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(getattr(options, name))):
+        value = getattr(options, name)
+        inside = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(x, jax.Array) for x in inside):
             raise ValueError(
                 f"{name} must be known when the call is traced, and is a jax array; pass Python "
                 f"numbers (under jit: close over them or name them in static_argnames)"
