@@ -14,10 +14,8 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ring_core.base.arguments import not_none
 from ring_core.triton.tile_sizes import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels import compute_capability
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
     Arrays,
@@ -58,7 +56,7 @@ def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
-    capability = not_none(compute_capability())
+    capability = compute_capability()
     if launch.hopper and capability == HOPPER and has_gluon():
         from ring_jax_gpu.hopper.run import run as run_for_hopper
 
@@ -107,3 +105,9 @@ def has_gluon() -> bool:
     import triton
 
     return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
+
+
+def compute_capability() -> int:
+    """Of the first GPU, as in ``sm_90``."""
+    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)

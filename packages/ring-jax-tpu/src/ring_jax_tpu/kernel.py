@@ -70,5 +70,5 @@ class PallasKernel:
         """Add the items' gradients to ``into``."""
         launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
-        use = use_fused(launch.shape, launch.blocks) if fused is None else fused
-        return backward(launch, upstream, into, fused=use)
+        is_fused = use_fused(launch.shape, launch.blocks) if fused is None else fused
+        return backward(launch, upstream, into, fused=is_fused)
