@@ -1,7 +1,13 @@
 """Of ring_jax_gpu."""
 
-from ring_jax_gpu import cudnn as cudnn, fmha as fmha, kernel as kernel, operands as operands
-from ring_jax_gpu.block_index import block_index as block_index
+from ring_jax_gpu import (
+    XLA_FLAGS as XLA_FLAGS,
+    cudnn as cudnn,
+    fmha as fmha,
+    kernel as kernel,
+    operands as operands,
+    tune as tune,
+)
 from ring_jax_gpu.fmha import Pattern as Pattern
 from ring_jax_gpu.hopper import ffi as hopper_ffi, run as hopper_run
 from ring_jax_gpu.hopper.ffi import InArray as InArray
@@ -20,7 +26,6 @@ from ring_jax_gpu.launch import (
     launches_of as launches_of,
     stages_of as stages_of,
 )
+from ring_jax_gpu.operands import block_index as block_index
 from ring_jax_gpu.primitive import triton_launch_p as triton_launch_p
-from ring_jax_gpu.tools import tune as tune
-from ring_jax_gpu.tools.cli import main as main
-from ring_jax_gpu.xla_flags import XLA_FLAGS as XLA_FLAGS
+from ring_jax_gpu.tune import main as main

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple, cast
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import Capabilities, KernelConfig, RingProgram
+from ring_core.base.arguments import not_none
 from ring_jax.collectives import Ranks
 from ring_jax.kernels import compute_capability
 from ring_jax.rank_view import remote_table, step_table
@@ -57,16 +57,14 @@ class Tile(NamedTuple):
             return cls(q_start, q_stop, k_start, k_stop, causal=False, window=None)
         if lo != 0 or hi < 0 or many > keys:
             return None
-        window = None if hi >= many - 1 else hi + 1
-        return cls(q_start, q_stop, k_start, k_start + many, causal=True, window=window)
+        return cls(
+            q_start, q_stop, k_start, k_start + many, causal=True,
+            window=None if hi >= many - 1 else hi + 1,
+        )  # fmt: skip
 
     def queries(self, x: Array) -> Array:
         """The rows of these queries, of ``[B, H, T, ...]``."""
         return x[:, :, self.q_start : self.q_stop]
-
-    def keys(self, x: Array) -> Array:
-        """The rows of these keys, of ``[B, K, S, ...]``."""
-        return x[:, :, self.k_start : self.k_stop]
 
     def bias(self, x: Array | None) -> Array | None:
         """What is added to its scores."""
@@ -133,13 +131,11 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 
 
 def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
-    """What it cannot do of a program, and of a bias."""
     gathers = len(local.k_lengths) > 1
-    others = remote_table(program) if gathers else None
     parts = [
         step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
     ]
-    parts += [others] if others is not None else []
+    parts += [not_none(remote_table(program))] if gathers else []
     if any(part.helpers for part in parts):
         yield "has no ranks that help each other (strategy 'balanced')"
         return
@@ -165,8 +161,7 @@ def _for_own_tile[State: (AttentionState, Grads)](
     static: Static, run: Callable[[Tile, State], State], into: State
 ) -> State:
     """Run what this rank has to do; ranks that have the same share a program."""
-    assert static.items is not None
-    tiles = {item.rectangle.q_rank: Tile.of(item) for item in static.items}
+    tiles = {item.rectangle.q_rank: Tile.of(item) for item in not_none(static.items)}
     of_ranks = [tiles.get(rank) for rank in range(static.plan.cp_size)]
     several = list(dict.fromkeys(of_ranks))
     runs = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
@@ -180,14 +175,12 @@ def _for_own_tile[State: (AttentionState, Grads)](
 def _attend(
     static: Static, rows: QueryBlock, columns: KeyBlock, tile: Tile, into: AttentionState
 ) -> AttentionState:
-    """Merge what a tile shows into a result."""
     dims = HeadDims.of(static, columns)
     given, pattern = _given(static, rows, columns, tile)
     out, lse = fmha.attend(pattern, *given)
     hidden = _hidden(tile, rows.bias)
     if hidden is not None:
-        lse = jnp.where(hidden, -jnp.inf, lse)
-        out = jnp.where(hidden[..., None], 0, out)
+        lse, out = jnp.where(hidden, -jnp.inf, lse), jnp.where(hidden[..., None], 0, out)
     found = AttentionState(out[..., : dims.v].astype(static.wide), lse.astype(static.wide))
     if lse.shape == into.lse.shape and static.fresh:
         return found
@@ -206,24 +199,20 @@ def _differentiate(
     tile: Tile,
     into: Grads,
 ) -> Grads:
-    """Add the gradients of what a tile shows."""
-    assert upstream.out is not None
     dims = HeadDims.of(static, columns)
     given, pattern = _given(static, rows, columns, tile)
-    lse, out, dout = map(tile.queries, (upstream.lse, upstream.out, upstream.dout))
+    lse, out, dout = map(tile.queries, (upstream.lse, not_none(upstream.out), upstream.dout))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen: probabilities are 0
     v_dim = given[2].shape[3]
     dq, dk, dv, dbias = fmha.differentiate(
         pattern, *given, lse.astype(jnp.float32), wide(out, v_dim), wide(dout, v_dim)
     )
-    parts = (dk[..., : dims.qk], dv[..., : dims.v])
-    dkv = jnp.concatenate([x.astype(static.wide) for x in parts], axis=-1)
+    dkv = jnp.concatenate([dk[..., : dims.qk], dv[..., : dims.v]], axis=-1).astype(static.wide)
     if not (static.fresh and dkv.shape == into.dkv.shape):
         dkv = _add(into.dkv, dkv, (tile.k_start, 0))
-    added = into.dbias
-    if added is not None and dbias is not None:
-        added = _add(added, dbias, (tile.q_start, tile.k_start))
-    return Grads(_add(into.dq, dq[..., : dims.qk], (tile.q_start, 0)), dkv, added)
+    if into.dbias is not None and dbias is not None:
+        into = into._replace(dbias=_add(into.dbias, dbias, (tile.q_start, tile.k_start)))
+    return Grads(_add(into.dq, dq[..., : dims.qk], (tile.q_start, 0)), dkv, into.dbias)
 
 
 def _given(
@@ -231,7 +220,7 @@ def _given(
 ) -> tuple[tuple[Array, Array, Array, Array | None], fmha.Pattern]:
     """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
     dims = HeadDims.of(static, columns)
-    k, v = dims.apart(tile.keys(columns.kv))
+    k, v = dims.apart(columns.kv[:, :, tile.k_start : tile.k_stop])
     qk_dim, v_dim = _call_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:
@@ -243,7 +232,6 @@ def _given(
 
 
 def _call_dims(dims: HeadDims) -> HeadDims:
-    """The head dims that cuDNN is called with."""
     version = fmha.cudnn_version()
     is_able = version is None or version >= _MIXED_FROM
     dims = HeadDims(*(-(-dim // _MULTIPLE) * _MULTIPLE for dim in dims))

@@ -65,9 +65,9 @@ def differentiate(
     dout: Array,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """``(dq, dk, dv, dbias)``, heads first; ``lse`` and ``out`` are those of all steps."""
-    arrays = [x.swapaxes(1, 2) for x in (q, k, v)]
-    saved = (lse, out.swapaxes(1, 2), dout.swapaxes(1, 2))
-    found = sequential_vmap(partial(call_backward, pattern))(*arrays, *saved, *_given(bias))
+    q, k, v, out, dout = (x.swapaxes(1, 2) for x in (q, k, v, out, dout))
+    run = sequential_vmap(partial(call_backward, pattern))
+    found = run(q, k, v, lse, out, dout, *_given(bias))
     dq, dk, dv = (x.swapaxes(1, 2) for x in found[:3])
     return dq, dk, dv, found[3] if len(found) > 3 else None
 
@@ -76,8 +76,7 @@ def call_forward(
     pattern: Pattern, q: Array, k: Array, v: Array, *bias: Array
 ) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, H, T])`` of arrays as callers have them."""
-    found = _binding()
-    none = jnp.zeros(0, q.dtype)
+    found, none = _binding(), jnp.zeros(0, q.dtype)
     out, lse = found.forward.bind(
         q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, found, bias), is_training=True
     )
@@ -95,8 +94,7 @@ def call_backward(
     *bias: Array,
 ) -> tuple[Array, ...]:
     """``(dq, dk, dv)``, and ``dbias`` if it is asked for."""
-    found = _binding()
-    none = jnp.zeros(0, q.dtype)
+    found, none = _binding(), jnp.zeros(0, q.dtype)
     return tuple(
         found.backward.bind(
             q, k, v, *(bias or (none,)), *[none] * 6, lse, out, dout,

@@ -60,8 +60,10 @@ def wide_grads(
     now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
     """What a backward starts from, and where it adds its part, at other head dims."""
-    grads = into._replace(dq=wide(into.dq, then.qk), dkv=_side_by_side(now, then, into.dkv))
-    return upstream._replace(dout=wide(upstream.dout, then.v)), grads
+    return (
+        upstream._replace(dout=wide(upstream.dout, then.v)),
+        into._replace(dq=wide(into.dq, then.qk), dkv=_side_by_side(now, then, into.dkv)),
+    )
 
 
 def narrow_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:

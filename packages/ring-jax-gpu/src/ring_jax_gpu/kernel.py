@@ -16,6 +16,7 @@ from ring_jax.records import (
     BackwardInputs,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     QueryBlock,
     Static,
@@ -31,7 +32,7 @@ from ring_jax_gpu.operands import Call
 
 
 @dataclass(frozen=True)
-class TritonKernel:
+class TritonKernel(Kernel):
     """Visits the blocks that are not empty, whatever the mask.
 
     A backward in one kernel (``fused_backward=True``; on Hopper also by default, where the mask is
@@ -55,10 +56,6 @@ class TritonKernel:
         max_head_dim=256,
     )  # fmt: skip
 
-    def refusals(self, *_: object) -> tuple[str, ...]:
-        """None: it takes all sizes."""
-        return ()
-
     def attend_into(
         self,
         static: Static,
@@ -70,9 +67,8 @@ class TritonKernel:
         """Attend and merge into ``into``."""
         dims = HeadDims.of(static, columns)
         if (fast := dims.fast) != dims:
-            given = wide_step(dims, fast, static, rows, columns)
             into = into._replace(out=wide(into.out, fast.v))
-            found = self.attend_into(*given, work, into)
+            found = self.attend_into(*wide_step(dims, fast, static, rows, columns), work, into)
             return found._replace(out=found.out[..., : dims.v])
         dtype, before = into.out.dtype, None
         if self.rounds and static.last and rows.q.dtype != dtype:
@@ -91,21 +87,17 @@ class TritonKernel:
             upstream, into = wide_grads(dims, fast, upstream, into)
             given = wide_step(dims, fast, static, rows, columns)
             return narrow_grads(dims, fast, self.grads_into(*given, upstream, work, into))
-        is_one = _is_one(static.program.backward)
         call = self._call(static, rows, columns, work)
-        (dq, dkv, dbias), dtype = into, into.dkv.dtype
-        fused = static.config.fused_backward
-        keys = call.parts_of(dkv.astype(rows.q.dtype) if is_one else dkv, "dk", "dv")
+        (dq, dkv, dbias), fused = into, static.config.fused_backward
+        dtype = rows.q.dtype if _is_one(static.program.backward) else dkv.dtype
+        keys = call.parts_of(dkv.astype(dtype), "dk", "dv")
         on_hopper = fused is None and not self.repeats and call.on_hopper
         if fused or on_hopper:
             dq, keys = call.bwd_fused(upstream, dq, keys, only_on_hopper=on_hopper)
         else:
-            dq = call.bwd_dq(upstream, dq)
-            keys = call.bwd_dkv(upstream, keys)
-        dkv = jnp.concatenate([x.astype(dtype) for x in keys.values()], axis=-1)
-        if dbias is not None:
-            dbias = call.bwd_dbias(upstream, dbias)
-        return Grads(dq, dkv, dbias)
+            dq, keys = call.bwd_dq(upstream, dq), call.bwd_dkv(upstream, keys)
+        dkv = jnp.concatenate([x.astype(dkv.dtype) for x in keys.values()], axis=-1)
+        return Grads(dq, dkv, None if dbias is None else call.bwd_dbias(upstream, dbias))
 
     def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
         return Call(

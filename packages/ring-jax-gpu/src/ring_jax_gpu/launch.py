@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from jax import lax
 
 from ring_core.triton.tile_configs import Blocks
 from ring_core.triton.tile_sizes import stages_that_fit
@@ -51,8 +52,7 @@ def kernel_of(launch: Launch) -> Any:
 
 def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Arrays:
     """All but what another launch changes, and what kernels for Hopper alone take."""
-    known = kernel_of(launch).arg_names
-    others = {*changed, RANK_OPERAND}
+    known, others = kernel_of(launch).arg_names, {*changed, RANK_OPERAND}
     return {name: x for name, x in arrays.items() if name not in others or name in known}
 
 
@@ -64,8 +64,10 @@ def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
     """
     consts: dict[str, Any] = dict(launch.consts)
     blocks = Blocks(consts["BLOCK_Q"], consts["BLOCK_K"], launch.warps, launch.stages)
-    name = "bwd_fused" if consts["FUSED"] else launch.kernel
-    return stages_that_fit(name, blocks, (consts["D"], consts["DV"]), itemsize, capability)
+    return stages_that_fit(
+        "bwd_fused" if consts["FUSED"] else launch.kernel, blocks, (consts["D"], consts["DV"]),
+        itemsize, capability,
+    )  # fmt: skip
 
 
 def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) -> dict[str, Any]:
@@ -77,13 +79,13 @@ def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) 
 
     copied = has_tma and launch.kernel != "bwd_dbias" and _can_use_tma(launch, arrays)
     consts = Constexprs(**dict(launch.consts), TMA=copied)
-    known: dict[str, Any] = {**arrays, **dict(launch.numbers), "consts": as_constants(consts)}
-    known["nan_safe"] = as_constants(nan_safe_constexprs(consts))
-    known |= {name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays}
-    if consts.TMA:
-        known |= _descriptors(consts, arrays)
-    unknown = set(arrays) | set(dict(launch.numbers))
-    unknown -= {*kernel.arg_names, "kv", "k", "v"}
+    known: dict[str, Any] = {
+        **arrays, **dict(launch.numbers), "consts": as_constants(consts),
+        "nan_safe": as_constants(nan_safe_constexprs(consts)),
+        **{name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays},
+        **(_descriptors(consts, arrays) if copied else {}),
+    }  # fmt: skip
+    unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, "kv", "k", "v"}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
     return {name: known.get(name) for name in kernel.arg_names}
 
@@ -107,7 +109,6 @@ def _descriptors(consts: Any, arrays: Arrays) -> dict[str, Any]:
     found = {}
     for name, (array, length, dims) in shapes.items():
         if array in arrays:
-            x = arrays[array]
-            flat = x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+            flat = lax.collapse(arrays[array], 0, 2)
             found[name] = TensorDescriptor.from_array(flat, (1, length, dims))
     return found

@@ -1,20 +1,32 @@
-"""From what the loop hands over to what a Triton kernel takes, by name."""
+"""From what the loop hands over to what a Triton kernel takes, by name.
+
+For bands and documents a kernel works out from the items which blocks of scores to visit; where
+segment ids, a predicate or a mask that is an array decide, the blocks that are not empty are
+indexed, for each block of the outer side: partial ones first, then full ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import numpy.typing as npt
+from jax import lax, numpy as jnp
 
-from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
+from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS, TILE, Plan, UnsupportedError
+from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import Blocks, Pass, Table
-from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, positions_aligned8
-from ring_jax.kernels.block_index import item_bounds, masked_kinds
+from ring_core.triton.tile_sizes import (
+    choose_blocks,
+    heads_per_swizzle,
+    padded,
+    parts_of_tiles,
+    positions_aligned8,
+)
+from ring_jax.kernels.block_index import Flags, item_bounds, kinds_of, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -24,13 +36,22 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
-from ring_jax_gpu.block_index import Tiles, block_index, block_kinds, in_documents
-from ring_jax_gpu.launch import RANK_OPERAND, Kernel, Launch
+from ring_jax_gpu.launch import RANK_OPERAND, Arrays, Kernel, Launch
 from ring_jax_gpu.primitive import run
 
-Arrays = dict[str, Array]
-
 _HOPPER_DIMS = (64, 128)
+
+
+class Tiles(NamedTuple):
+    """A predicate's.
+
+    Attributes:
+        bits: The partial ones, each once, uint8 ``[n, 128, 16]``.
+        which: Which of them lies where, int32; -1 shows all, -2 nothing.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    which: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +102,8 @@ class Call:
         """Both, in one kernel or, where that is slower, in two."""
         launch, given = self._plan("bwd_fused", upstream)
         if only_on_hopper:
-            queries, _ = self._plan("bwd_dq", upstream)
-            keys, _ = self._plan("bwd_dkv", upstream)
-            launch = replace(launch, fallback=(queries, keys))
+            others = (self._plan(name, upstream)[0] for name in ("bwd_dq", "bwd_dkv"))
+            launch = replace(launch, fallback=tuple(others))
         changed = run(launch, given, {"dq": dq, **dkv})
         return changed.pop("dq"), changed
 
@@ -97,9 +117,9 @@ class Call:
         rows, static, config = self.rows, self.static, self.static.config
         options = (rows.ids, rows.bias, rows.slopes, rows.seed, static.softcap, self.work.kinds)
         is_plain = all(x is None for x in options) and not self._has_documents
-        sizes = (config.block_q, config.block_k)
         return (
-            self.roles and is_plain and sizes == (None, None) and static.scale > 0 and self.rows.q.size > 0
+            self.roles and is_plain and (config.block_q, config.block_k) == (None, None)
+            and static.scale > 0 and rows.q.size > 0
             and static.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
@@ -111,20 +131,26 @@ class Call:
             per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
 
+    def _kinds(self, blocks: Blocks, masked_by: Array | None) -> Array:
+        """The kind of each block, int32 ``[1 or B, I, J]``; with a bias each needs its mask."""
+        kinds = block_kinds(
+            self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
+        )
+        if masked_by is not None:
+            kinds = jnp.where(shown_in_blocks(masked_by, blocks.q, blocks.k), kinds, EMPTY)
+        return kinds if self.rows.bias is None else jnp.where(kinds == FULL, PARTIAL, kinds)
+
     def _plan(
         self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
     ) -> tuple[Launch, Arrays]:
-        """The launch of a kernel, and what it reads."""
         kernel: Kernel = "bwd_dkv" if name == "bwd_fused" else name
         blocks, is_q_major = self._choose(name), kernel != "bwd_dkv"
         keys = self.parts_of(self.columns.kv, "k" if self.separate_kv else "kv", "v")
-        given = {"q": self.rows.q, **keys, **self._token_operands(), **self._options()}
+        given = {"q": self.rows.q, **keys, **self._options(), "items": item_bounds(self.work)}
         if upstream is not None:
             given |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
-        given["items"] = item_bounds(self.work)
         if self._has_documents:
-            assert self.rows.cells is not None and self.columns.cells is not None
-            sides = (self.rows.cells, self.columns.cells)
+            sides = (not_none(self.rows.cells), not_none(self.columns.cells))
             given["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
         masked_by = self.rows.bias if self.static.bias_masks else None
         is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, masked_by))
@@ -132,13 +158,7 @@ class Call:
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
-            kinds = block_kinds(
-                self.rows, self.columns, self.work, self._tiles_of_predicate, blocks.q, blocks.k
-            )
-            if masked_by is not None:
-                kinds = masked_kinds(kinds, masked_by, blocks.q, blocks.k)
-            if self.rows.bias is not None:  # every block needs its mask
-                kinds = jnp.where(kinds == FULL, PARTIAL, kinds)
+            kinds = self._kinds(blocks, masked_by)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             given["block_index"], given["counts"] = block_index(kinds)
             many, outer, inner = given["block_index"].shape
@@ -146,21 +166,26 @@ class Call:
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
             "FRESH": self.static.fresh and kernel in ("fwd", "bwd_dkv"), **self._consts,
-            **self._sizes(blocks),
+            "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "Q_IS_MULTIPLE": self.rows.q.shape[2] % blocks.q == 0,
+            "K_IS_MULTIPLE": self.columns.kv.shape[2] % blocks.k == 0,
         }  # fmt: skip
         batch, heads, q_len = self.rows.q.shape[:3]
         _, kv_heads, k_len, _ = self.columns.kv.shape
         num_k_blocks, num_q_blocks = -(-k_len // blocks.k), -(-q_len // blocks.q)
         if dbias is not None:
-            shape = dbias.shape
+            bias_batch, bias_heads = dbias.shape[:2]
             numbers |= {
-                "shared_batch": batch // shape[0], "shared_heads": heads // shape[1],
-                "bias_heads": shape[1], "dbias_batch": shape[1] * q_len * k_len,
+                "shared_batch": batch // bias_batch, "shared_heads": heads // bias_heads,
+                "bias_heads": bias_heads, "dbias_batch": bias_heads * q_len * k_len,
                 "dbias_head": q_len * k_len, "dbias_row": k_len,
             }  # fmt: skip
-            grid = (num_k_blocks, num_q_blocks, shape[0] * shape[1])
+            grid = (num_k_blocks, num_q_blocks, bias_batch * bias_heads)
         else:
-            numbers["heads_per_swizzle"] = self._heads_per_swizzle(name)
+            numbers["heads_per_swizzle"] = heads_per_swizzle(
+                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
+                row=(self.static.head_dim + self._v_dim) * self.rows.q.dtype.itemsize,
+            )  # fmt: skip
             many = num_q_blocks * batch * heads if is_q_major else num_k_blocks * batch * kv_heads
             grid = (many, 1, 1)
         hopper = name in ("fwd", "bwd_fused") and self.on_hopper
@@ -171,14 +196,6 @@ class Call:
         if launch.rectangles:
             given[RANK_OPERAND] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
         return launch, given
-
-    def _heads_per_swizzle(self, name: Pass) -> int:
-        batch, heads, q_len, head_dim = self.rows.q.shape
-        kv_heads, k_len = self.columns.kv.shape[1:3]
-        row = (head_dim + self._v_dim) * self.rows.q.dtype.itemsize
-        return heads_per_swizzle(
-            name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
-        )
 
     @property
     def _v_dim(self) -> int:
@@ -191,14 +208,12 @@ class Call:
 
     @property
     def _numbers(self) -> dict[str, int]:
-        """What the kernels compute with."""
-        rows, columns = self.rows, self.columns
-        batch, heads, q_len, _ = rows.q.shape
-        k_len = columns.kv.shape[2]
+        rows, (batch, heads, q_len, _) = self.rows, self.rows.q.shape
+        kv_heads, k_len = self.columns.kv.shape[1:3]
         of_bias = (1, 1) if rows.bias is None else rows.bias.shape[:2]
         per_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         return {
-            "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // columns.kv.shape[1],
+            "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
             "slopes_batch": heads if per_batch else 0,
             "bias_batch": of_bias[1] * q_len * k_len if of_bias[0] > 1 else 0,
             "bias_head": q_len * k_len if of_bias[1] > 1 else 0, "bias_row": k_len,
@@ -207,24 +222,21 @@ class Call:
     @property
     def _key_steps(self) -> tuple[int, int]:
         """From key to key, and from value to value."""
-        if self.separate_kv:
-            return self.static.head_dim, self._v_dim
-        return (self.columns.kv.shape[3],) * 2
+        both = self.columns.kv.shape[3]
+        return (self.static.head_dim, self._v_dim) if self.separate_kv else (both, both)
 
     def _strides(self, kernel: Kernel) -> dict[str, int]:
         """From batch row to batch row and from head to head of what a kernel touches."""
-        _, heads, q_len, dim = self.rows.q.shape
-        _, kv_heads, k_len, _ = self.columns.kv.shape
-        queries, keys = (heads, q_len), (kv_heads, k_len)
-        of_k, of_v = self._key_steps
+        _, *queries, dim = self.rows.q.shape
+        keys, (of_k, of_v) = self.columns.kv.shape[1:3], self._key_steps
         shapes = {
             "q": (*queries, dim), "k": (*keys, of_k), "v": (*keys, of_v),
             "out": (*queries, self._v_dim), "lse": (*queries, 1),
         }  # fmt: skip
         if kernel in ("bwd_dq", "bwd_dkv"):
-            shapes["dq"] = (*queries, dim)
+            shapes["dq"] = shapes["q"]
         if kernel == "bwd_dkv":
-            shapes |= {"dk": (*keys, of_k), "dv": (*keys, of_v)}
+            shapes |= {"dk": shapes["k"], "dv": shapes["v"]}
         found: dict[str, int] = {}
         for name, (many, length, row) in shapes.items():
             found |= {f"{name}_batch": many * length * row, f"{name}_head": length * row}
@@ -232,7 +244,6 @@ class Call:
 
     @cached_property
     def _consts(self) -> dict[str, Any]:
-        """What the kernels are compiled for, but for sizes."""
         static, (of_k, of_v) = self.static, self._key_steps
         return {
             "KV_PACKED": not self.separate_kv, "BIAS_BY_POSITION": False,
@@ -245,39 +256,21 @@ class Call:
             "DROPPED": dropout_threshold(static.dropout_p) if static.dropout_p > 0 else None,
         }  # fmt: skip
 
-    def _sizes(self, blocks: Blocks) -> dict[str, Any]:
-        return {
-            "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
-            "Q_IS_MULTIPLE": self.rows.q.shape[2] % blocks.q == 0,
-            "K_IS_MULTIPLE": self.columns.kv.shape[2] % blocks.k == 0,
-        }  # fmt: skip
-
-    def _token_operands(self) -> Arrays:
-        """Numbers of tokens, those that the call needs."""
-        rows, columns = self.rows, self.columns
-        operands: dict[str, Array | None] = {"q_ids": rows.ids, "k_ids": columns.ids}
-        if rows.slopes is not None:
-            operands["q_at"] = rows.positions
-        if rows.seed is not None:
-            operands["q_index"] = rows.indices
-        if rows.slopes is not None or rows.seed is not None:
-            operands["k_at"] = columns.positions
-        return {name: array for name, array in operands.items() if array is not None}
-
     def _options(self) -> Arrays:
-        """The arrays of options."""
-        rows, options = self.rows, {}
-        if rows.bias is not None:
-            options["bias"] = rows.bias
+        """The arrays of options, and the numbers of tokens that these need."""
+        rows, columns = self.rows, self.columns
+        options = {"q_ids": rows.ids, "k_ids": columns.ids, "bias": rows.bias}
         if rows.slopes is not None:
-            options["slopes"] = rows.slopes.astype(jnp.float32)
-        if rows.seed is not None and rows.offsets is not None:
+            options |= {"slopes": rows.slopes.astype(jnp.float32), "q_at": rows.positions}
+        if rows.seed is not None:
             words = lax.bitcast_convert_type(rows.seed, jnp.int32)
-            options["dropout"] = jnp.concatenate([words, rows.offsets])
-        tiles = self._tiles_of_predicate
-        if tiles is not None:
+            dropout = jnp.concatenate([words, not_none(rows.offsets)])
+            options |= {"dropout": dropout, "q_index": rows.indices}
+        if rows.slopes is not None or rows.seed is not None:
+            options["k_at"] = columns.positions
+        if (tiles := self._tiles_of_predicate) is not None:
             options |= {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
-        return options
+        return {name: array for name, array in options.items() if array is not None}
 
     @cached_property
     def _tiles_of_predicate(self) -> Tiles | None:
@@ -286,10 +279,9 @@ class Call:
         Raises:
             UnsupportedError: They take more memory than they may.
         """
-        geometry, kinds = self.static.plan.blocks, self.work.kinds
-        if kinds is None:
+        kinds, geometry = self.work.kinds, self.static.plan.blocks
+        if kinds is None or geometry is None:
             return None
-        assert geometry is not None
         if geometry.tiles is None:
             raise UnsupportedError(
                 "kernel 'triton': the partial tiles of this predicate take more than 64 MiB. "
@@ -297,8 +289,8 @@ class Call:
             )
         bits, index = geometry.tiles
         # Rows of the table that hold nothing come last: the first one says whose tiles these are.
-        ranks = [self.work.items[0, TABLE_COLUMNS.index(name)] for name in ("q_rank", "kv_rank")]
-        which = jnp.asarray(index)[ranks[0], ranks[1]]
+        ranks = (self.work.items[0, TABLE_COLUMNS.index(name)] for name in ("q_rank", "kv_rank"))
+        which = jnp.asarray(index)[tuple(ranks)]
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
         return Tiles(bits, which.astype(jnp.int32))
 
@@ -307,3 +299,64 @@ class Call:
 def _positions_aligned8(plan: Plan) -> bool:
     """Whether keys of all ranks do."""
     return all(positions_aligned8(plan.k_positions(rank)) for rank in range(plan.cp_size))
+
+
+def in_documents(outer: Array, inner: Array) -> Array:
+    """From where to where the inner tokens lie in the document of each outer one, int32 [2, T].
+
+    Cells grow along both sides.
+    """
+    sides = [jnp.searchsorted(inner, outer, side=side) for side in ("left", "right")]
+    return jnp.stack(sides).astype(jnp.int32)
+
+
+def block_kinds(
+    rows: QueryBlock,
+    columns: KeyBlock,
+    work: ItemTable,
+    tiles: Tiles | None,
+    block_q: int,
+    block_k: int,
+) -> Array:
+    """The kind of each block, int32 ``[1 or B, I, J]``."""
+    grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
+    in_tiles = None if tiles is None else _in_tiles(tiles, grid, block_q, block_k)
+    return kinds_of(rows, columns, work, in_tiles, (block_q, block_k), grid)
+
+
+def block_index(kinds: Array) -> tuple[Array, Array]:
+    """Which inner blocks each outer block visits, int32, for kinds ``[1 or B, outer, inner]``.
+
+    Returns:
+        Their numbers, ``[1 or B, outer, inner]``, and how many of them are partial and how many
+        full, ``[1 or B, outer, 2]``.
+    """
+    kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
+    blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
+    counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
+    return blocks, jnp.stack(counts, axis=2)
+
+
+def _in_tiles(tiles: Tiles, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
+    """What a predicate shows; ``[1, I, J]``.
+
+    Finer than its tiles where blocks are.
+    """
+    num_q_parts = tiles.which.shape[0] * (TILE // min(TILE, block_q))
+    some, every = (
+        jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(num_q_parts, -1)
+        for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
+    )
+    for axis, size in enumerate((block_q, block_k)):
+        some, every = (_in_blocks(x, axis, grid[axis], size) for x in (some, every))
+        some, every = some.any(axis=axis + 1), every.all(axis=axis + 1)
+    return some[None], every[None]
+
+
+def _in_blocks(parts: Array, axis: int, blocks: int, size: int) -> Array:
+    """Flags of parts as ``blocks`` groups along an axis, the parts of a group along the next."""
+    each = max(1, size // TILE)
+    length, wanted = parts.shape[axis], blocks * each
+    parts = jnp.pad(parts, [(0, max(0, wanted - length) if n == axis else 0) for n in range(2)])
+    parts = parts[:wanted] if axis == 0 else parts[:, :wanted]
+    return parts.reshape((*parts.shape[:axis], blocks, each, *parts.shape[axis + 1 :]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -36,30 +35,26 @@ triton_launch_p.multiple_results = True
 def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
     """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
     given, changed = match_varying((given, changed), varying_axes((given, changed)))
-    names = (*given, *changed)
-    bind = partial(triton_launch_p.bind, launch=launch, names=names, num_changed=len(changed))
+    bind = partial(
+        triton_launch_p.bind, launch=launch, names=(*given, *changed), num_changed=len(changed)
+    )
 
     # A vmapped axis is run through one by one.
     results = sequential_vmap(bind)(*given.values(), *changed.values())
     return dict(zip(changed, results, strict=True))
 
 
-def _run(*arrays: Array, **params: Any) -> Any:
-    return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
-
-
-def _changed_types(*types: Any, num_changed: int, **_: Any) -> Any:
-    return types[len(types) - num_changed :]
-
-
-triton_launch_p.def_impl(_run)
-triton_launch_p.def_abstract_eval(_changed_types)
+triton_launch_p.def_impl(
+    lambda *arrays, **params: jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
+)
+triton_launch_p.def_abstract_eval(
+    lambda *types, num_changed, **_: types[len(types) - num_changed :]
+)
 
 
 def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
-    """Call the kernel, or kernels, on the GPU that is compiled for."""
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
     capability = compute_capability()
     if launch.hopper and capability == HOPPER and has_gluon():
@@ -78,7 +73,6 @@ mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="
 def _call_one(
     launch: Launch, by_name: Arrays, all_changed: tuple[str, ...], capability: int
 ) -> Arrays:
-    """Call one kernel of plain Triton; returns what it changed."""
     import jax_triton
 
     kernel = kernel_of(launch)

@@ -38,11 +38,11 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     """Add the gradients of the launch's items."""
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
     # One test over both at once makes XLA for v5p keep another K/V in main memory.
-    k, v = split(launch.operands.kv, launch.consts.head_dim)
+    k, v = split(launch.operands.kv, launch.consts.static.head_dim)
     launch = launch.nan_safe_for(
         _nonfinite_rows(launch, upstream), has_nonfinite(k) | has_nonfinite(v)
     )
-    blocks = launch.blocks
+    blocks, dbias = launch.blocks, into.dbias
     above = BackwardInputs(
         pad(upstream.dout, 2, blocks.q_len),
         pad(upstream.lse, 2, blocks.q_len, -jnp.inf)[:, :, None],
@@ -53,11 +53,9 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
         dq, dkv = _all_grads(launch, above, dq, dkv)
     else:
         dq, dkv = _query_grads(launch, above, dq), _key_grads(launch, above, dkv)
-    dbias = into.dbias
     if dbias is not None:
-        shape = dbias.shape
         wide = pad(pad(dbias, 2, blocks.q_len), 3, blocks.k_len)
-        dbias = _bias_grads(launch, above, wide)[:, :, : shape[2], : shape[3]]
+        dbias = _bias_grads(launch, above, wide)[:, :, : dbias.shape[2], : dbias.shape[3]]
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
 
 
@@ -73,38 +71,34 @@ def _nonfinite_rows(launch: Launch, upstream: BackwardInputs) -> Array:
 
 
 def _query_grads(launch: Launch, above: BackwardInputs, dq: Array) -> Array:
-    blocks, consts = launch.blocks, launch.consts
-    grid = query_head_grid(q_major(launch.kinds), dq.shape)
+    grid, dim = query_head_grid(q_major(launch.kinds), dq.shape), launch.consts.static.head_dim
     return launch.run(
-        _bwd_dq, grid, above, _upstream_specs(launch, grid), dq,
-        launch.query_rows(grid, consts.head_dim),
-        scratch=(pltpu.VMEM((blocks.q, consts.head_dim), jnp.float32),),
+        _bwd_dq, grid, above, _upstream_specs(launch, grid), dq, launch.query_rows(grid, dim),
+        scratch=(pltpu.VMEM((launch.blocks.q, dim), jnp.float32),),
     )  # fmt: skip
 
 
 def _key_grads(launch: Launch, above: BackwardInputs, dkv: Array) -> Array:
-    blocks, consts = launch.blocks, launch.consts
-    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, launch.consts.group)
     return launch.run(
         _bwd_dkv, grid, above, _upstream_specs(launch, grid), dkv, launch.key_rows(grid),
         scratch=(
-            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.static.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
         ),
     )  # fmt: skip
 
 
 def _all_grads(launch: Launch, above: BackwardInputs, dq: Array, dkv: Array) -> tuple[Array, Array]:
-    blocks, consts = launch.blocks, launch.consts
-    grid = key_head_grid(k_major(launch.kinds), dkv.shape, consts.group)
+    grid = key_head_grid(k_major(launch.kinds), dkv.shape, launch.consts.group)
     kernel = functools.wraps(_bwd_fused)(functools.partial(_bwd_fused, grid))
     return launch.run(
         kernel, grid, above, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
         scratch=(
-            pltpu.VMEM((blocks.k, consts.head_dim), jnp.float32),
-            pltpu.VMEM((blocks.k, consts.v_dim), jnp.float32),
-            DqPipeline.scratch(blocks.q, consts.head_dim),
+            pltpu.VMEM((launch.blocks.k, launch.consts.static.head_dim), jnp.float32),
+            pltpu.VMEM((launch.blocks.k, launch.consts.v_dim), jnp.float32),
+            DqPipeline.scratch(launch.blocks.q, launch.consts.static.head_dim),
         ),
         cost=_cost_of_all(launch, grid.walk.pieces),
     )  # fmt: skip
@@ -118,16 +112,18 @@ def _cost_of_all(launch: Launch, pieces: int) -> pl.CostEstimate:
     """
     batch, heads, q_len, head_dim = launch.operands.q.shape
     pairs = batch * heads * q_len * launch.operands.kv.shape[2] // pieces
-    products = 3 * head_dim + 2 * launch.consts.v_dim
-    return pl.CostEstimate(flops=2 * pairs * products, bytes_accessed=0, transcendentals=pairs)
+    return pl.CostEstimate(
+        flops=2 * pairs * (3 * head_dim + 2 * launch.consts.v_dim),
+        bytes_accessed=0,
+        transcendentals=pairs,
+    )
 
 
 def _bias_grads(launch: Launch, above: BackwardInputs, dbias: Array) -> Array:
-    blocks = launch.blocks
     grid = bias_grid(q_major(for_every_batch(launch.kinds)), dbias.shape, launch.operands.q.shape)
     return launch.run(
         _bwd_dbias, grid, above, _upstream_specs(launch, grid), dbias, launch.bias_block(grid),
-        scratch=(pltpu.VMEM((blocks.q, blocks.k), jnp.float32),),
+        scratch=(pltpu.VMEM((launch.blocks.q, launch.blocks.k), jnp.float32),),
     )  # fmt: skip
 
 
@@ -161,7 +157,7 @@ def _slopes(
 
     Where all numbers are finite masked probabilities are 0, and so is what they multiply.
     """
-    k, v = split(x.kv, tile.consts.head_dim)
+    k, v = split(x.kv, tile.consts.static.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     visible = None if finite else visible
     lse = above.lse[...]
@@ -172,12 +168,10 @@ def _slopes(
     dweights = dweights if keep is None else dweights * keep
     dlogits = weights * (dweights - above.delta[...])
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
-    dproducts = dlogits
-    if slope is not None:  # where nothing is seen it may be NaN
-        dproducts = dproducts * slope
-        dproducts = dproducts if visible is None else jnp.where(visible, dproducts, 0.0)
-    kept = weights if keep is None else weights * keep
-    return Slopes(kept, dlogits, dproducts, visible)
+    dproducts = dlogits if slope is None else dlogits * slope
+    if slope is not None and visible is not None:  # where nothing is seen it may be NaN
+        dproducts = jnp.where(visible, dproducts, 0.0)
+    return Slopes(weights if keep is None else weights * keep, dlogits, dproducts, visible)
 
 
 def _bwd_dq(tile: Tile, x: Operands, above: BackwardInputs, old: Ref, new: Ref, acc: Ref) -> None:
@@ -205,7 +199,7 @@ def _bwd_dkv(
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old, tile.consts.head_dim)
+        dk[...], dv[...] = split(old, tile.consts.static.head_dim)
 
     for kind in (FULL, PARTIAL, NONFINITE):
 
@@ -237,7 +231,7 @@ def _bwd_fused(
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
-        dk[...], dv[...] = split(old[1], tile.consts.head_dim)
+        dk[...], dv[...] = split(old[1], tile.consts.static.head_dim)
         pl.when((step == 0) & (member == 0))(pipeline.begin)
 
     for kind in (FULL, PARTIAL, NONFINITE):
@@ -275,7 +269,6 @@ def _bwd_dbias(
 
 
 def _add_block(tile: Tile, x: Operands, above: BackwardInputs, into: Sums, kind: int) -> None:
-    """Add a block's gradients; where numbers are not finite, NaN-safe."""
     if kind == NONFINITE:
         _add_nonfinite(tile, x, above, into)
     else:
@@ -292,7 +285,7 @@ def _add_finite(
     if into.dv is not None:
         into.dv[...] += dot("nn", slopes.weights.astype(dout.dtype), dout)
     if into.dq is not None:
-        k, _ = split(x.kv, tile.consts.head_dim)
+        k, _ = split(x.kv, tile.consts.static.head_dim)
         into.dq[...] += dot("tn", k, dproducts).T * scale
     if into.dk is not None:
         into.dk[...] += dot("nn", dproducts, q) * scale
@@ -307,5 +300,5 @@ def _add_nonfinite(tile: Tile, x: Operands, above: BackwardInputs, into: Sums) -
     if into.dk is not None:
         add_seen(into.dk, by_key, dproducts, slopes.visible, x.q[...])
     if into.dq is not None:
-        k, _ = split(x.kv, tile.consts.head_dim)
+        k, _ = split(x.kv, tile.consts.static.head_dim)
         add_seen(into.dq, by_query, dproducts, slopes.visible, k)

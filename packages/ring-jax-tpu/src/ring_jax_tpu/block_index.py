@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
 from ring_jax.kernels.block_index import Flags, kinds_of
@@ -132,8 +131,11 @@ class Walk:
 
     def piece(self, n: Array) -> BlockIndex:
         """The list of a piece."""
-        missing = self.pieces * self.height - self.kinds.shape[1]
-        kinds = jnp.pad(self.kinds, ((0, 0), (0, missing), (0, 0)), constant_values=EMPTY)
+        kinds = jnp.pad(
+            self.kinds,
+            ((0, 0), (0, self.pieces * self.height - self.kinds.shape[1]), (0, 0)),
+            constant_values=EMPTY,
+        )
         kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
         words, steps = _indexed(kinds, self.outer_at, self.inner_at)
         return BlockIndex(words + ((n * self.height) << self.outer_at), steps)
@@ -181,11 +183,9 @@ def _indexed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
     count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
     step = jnp.arange(outer * inner, dtype=jnp.int32)[None]
     at = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
-    is_live = step < count
+    is_live, row = step < count, at // inner
     kind = jnp.where(is_live, jnp.take_along_axis(flat, at, axis=1), EMPTY)
-    row = at // inner
-    before = jnp.roll(row, 1, axis=1) != row
-    after = jnp.roll(row, -1, axis=1) != row
+    before, after = (jnp.roll(row, by, axis=1) != row for by in (1, -1))
     alone = (count == 0) & (step == 0)
     first = (is_live & (before | (step == 0))) | alone
     last = (is_live & (after | (step == count - 1))) | alone

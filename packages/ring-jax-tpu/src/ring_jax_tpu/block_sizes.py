@@ -55,29 +55,21 @@ class Generation:
 #: Fits on every generation.
 UNKNOWN = Generation("unknown")
 
+_LARGER = Generation("", vmem_mib=32.0, backward=(1024, 1024))
 _V4 = Generation(
     "v4", backward=(1024, 512), part=(128, 128), windowed_part=(128, 128),
     prefetches_scores=False, separate_kv_fetch=True,
 )  # fmt: skip
-_LARGER = Generation("", vmem_mib=32.0, backward=(1024, 1024))
-_V5E = replace(_LARGER, name="v5e")
-_V5P = replace(_LARGER, name="v5p")
-_V6E = replace(_LARGER, name="v6e", windowed_part=(512, 256))
-_TPU7X = replace(_LARGER, name="tpu7x", windowed_part=(256, 512))
+_KINDS: dict[Generation, tuple[str, ...]] = {
+    _V4: ("TPU v4",),
+    replace(_LARGER, name="v5e"): ("TPU v5 lite", "TPU v5e"),
+    replace(_LARGER, name="v5p"): ("TPU v5", "TPU v5p"),
+    replace(_LARGER, name="v6e", windowed_part=(512, 256)): ("TPU v6 lite", "TPU v6e"),
+    replace(_LARGER, name="tpu7x", windowed_part=(256, 512)): ("TPU7x",),
+}
 
 #: By what jax calls a device's kind.
-GENERATIONS = MappingProxyType(
-    {
-        "TPU v4": _V4,
-        "TPU v5 lite": _V5E,
-        "TPU v5e": _V5E,
-        "TPU v5": _V5P,
-        "TPU v5p": _V5P,
-        "TPU v6 lite": _V6E,
-        "TPU v6e": _V6E,
-        "TPU7x": _TPU7X,
-    }
-)
+GENERATIONS = MappingProxyType({kind: one for one, kinds in _KINDS.items() for kind in kinds})
 
 
 def generation_of(x: Array) -> Generation:
@@ -149,8 +141,7 @@ def default_sizes(
     blocks, as many as a block is large.
     """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2
-    row = generation.forward if direction == "forward" else generation.backward
-    q, k = _WIDE[direction] if wide else row
+    q, k = _WIDE[direction] if wide else getattr(generation, direction)
     if span < _SPAN:
         q, k = min(q, generation.windowed[0]), min(k, generation.windowed[1])
     most = _VMEM_FRACTION * generation.vmem_mib
@@ -184,13 +175,12 @@ def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:
     blocks of 1024 queries and 4096 keys (this says 31.5), 17.0 with 1024 and 2048 (17.5). In the
     backward blocks of 1024 and 1024 (16.5) are compiled for v5e within 16 MiB, and not for v4.
     """
-    dims, wide = shape.head_dim + shape.v_dim, 4
+    dims, scores, wide = shape.head_dim + shape.v_dim, q * k, 4
     fetched = k * dims * shape.itemsize + q * shape.head_dim * shape.itemsize
-    scores = q * k
     if direction == "forward":
-        fetched += 2 * q * shape.v_dim * wide
         kept = q * shape.v_dim * wide
-        live = scores * (wide + shape.itemsize) + q * shape.v_dim * wide
+        fetched += 2 * kept
+        live = scores * (wide + shape.itemsize) + kept
     else:
         fetched += q * shape.v_dim * shape.itemsize + 2 * k * dims * wide
         kept = k * dims * wide + 3 * q * shape.head_dim * wide  # the fused kernel's

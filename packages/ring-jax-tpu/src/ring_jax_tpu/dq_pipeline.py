@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -87,11 +86,7 @@ class DqPipeline(NamedTuple):
 
         A loop stays a branch, which costs nothing where it is not taken; a few waits would not.
         """
-
-        def finish(slot: Any, _: None) -> None:
-            self._finish_write(block, slot)
-
-        lax.fori_loop(0, _SLOTS, finish, None)
+        lax.fori_loop(0, _SLOTS, lambda slot, _: self._finish_write(block, slot), None)
 
     def _finish_write(self, block: Block, slot: Any) -> None:
         @pl.when(self.is_writing[slot] == 1)

@@ -23,7 +23,7 @@ def forward(launch: Launch, into: AttentionState) -> AttentionState:
     """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
     blocks, consts = launch.blocks, launch.consts
     q_len = into.lse.shape[2]
-    _, v = split(launch.operands.kv, consts.head_dim)
+    _, v = split(launch.operands.kv, consts.static.head_dim)
     launch = launch.nan_safe_for(jnp.zeros_like(into.lse[:, 0], dtype=bool), has_nonfinite(v))
     grid = query_head_grid(q_major(launch.kinds), into.lse.shape)
     padded = AttentionState(*(pad(x, 2, blocks.q_len) for x in into))
@@ -93,7 +93,7 @@ def _online_softmax_step(
 
     def scores(n: int) -> Scores:
         part, q_at, k_at = parts[n]
-        k, _ = split(some(x.kv, k_at), tile.consts.head_dim)
+        k, _ = split(some(x.kv, k_at), tile.consts.static.head_dim)
         return part.scores(x.q[q_at, :], k, masked=masked)
 
     ahead = int(tile.consts.prefetches_scores)
@@ -101,7 +101,7 @@ def _online_softmax_step(
     for n, (part, q_at, k_at) in enumerate(parts):
         if n + ahead < len(parts):
             found.append(scores(n + ahead))
-        _, v = split(some(x.kv, k_at), tile.consts.head_dim)
+        _, v = split(some(x.kv, k_at), tile.consts.static.head_dim)
         _merge_part(part, v, found[n], q_at, top, total, acc, finite=finite)
 
 
@@ -113,8 +113,7 @@ def _merge_part(
     old_top = top[:, q_at]
     new_top = jnp.maximum(old_top, scores.max(axis=0, keepdims=True))
     safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    shrink = jnp.exp2(old_top - safe)
-    weights = jnp.exp2(scores - safe)
+    shrink, weights = jnp.exp2(old_top - safe), jnp.exp2(scores - safe)
     top[:, q_at] = new_top
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
     total[:, q_at] = total[:, q_at] * shrink + sums
@@ -124,11 +123,10 @@ def _merge_part(
         acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
     else:
         acc[...] *= shrink
-
-        def by_value(weights: Any, v: Any) -> Any:
-            return dot("tn", v, weights)
-
-        add_seen(acc, by_value, weights, visible, v, tell_infinities=True)
+        add_seen(
+            acc, lambda weights, v: dot("tn", v, weights), weights, visible, v,
+            tell_infinities=True,
+        )  # fmt: skip
 
 
 def split(kv: Any, head_dim: int) -> tuple[Any, Any]:

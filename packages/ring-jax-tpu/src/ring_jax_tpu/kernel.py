@@ -70,6 +70,5 @@ class PallasKernel:
         """Add the items' gradients to ``into``."""
         launch = Launch.of("backward", static, rows, columns, work)
         fused = static.config.fused_backward
-        if fused is None:
-            fused = use_fused(launch.shape, launch.blocks)
-        return backward(launch, upstream, into, fused=fused)
+        is_fused = use_fused(launch.shape, launch.blocks) if fused is None else fused
+        return backward(launch, upstream, into, fused=is_fused)

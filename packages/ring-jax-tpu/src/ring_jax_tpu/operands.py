@@ -6,18 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp, tree, typeof
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import KernelConfig, Mask
+from ring_core import EMPTY, KernelConfig, Mask
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels.block_index import item_bounds, masked_kinds
+from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
 from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
-from ring_jax_tpu.block_index import Visit, Walk, block_kinds, check_number, unpack, with_nonfinite
+from ring_jax_tpu.block_index import (
+    BlockIndex,
+    Visit,
+    Walk,
+    block_kinds,
+    check_number,
+    unpack,
+    with_nonfinite,
+)
 from ring_jax_tpu.block_sizes import (
     LANES,
     Blocks,
@@ -102,7 +108,7 @@ class Launch:
         )
         kinds = block_kinds(rows, columns, work, blocks)
         if static.bias_masks and rows.bias is not None:
-            kinds = masked_kinds(kinds, rows.bias, blocks.q, blocks.k)
+            kinds = jnp.where(shown_in_blocks(rows.bias, blocks.q, blocks.k), kinds, EMPTY)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
@@ -152,9 +158,8 @@ class Launch:
         ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
         blocks that are not visited keep their values. ``cost`` is for XLA's schedule.
         """
-        room: tuple[Any, ...] = ()
-        if self.scalars.dropout is not None:
-            room = (pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32),)
+        for_dropout = pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32)
+        room: tuple[Any, ...] = () if self.scalars.dropout is None else (for_dropout,)
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
@@ -170,17 +175,13 @@ class Launch:
             )
             kernel(tile, operands, *refs)
 
-        operands = self.operands
-        if self._separate_kv_fetch:
-            operands = operands._replace(kv=(operands.kv, operands.kv))
-        walk, steps = grid.walk, None
-        lists = walk.kinds
-        if walk.pieces == 1:
-            lists, number = walk.whole()
-            steps = None if isinstance(number, int) else number
-        arrays = (lists, self.scalars, operands, extra, into)
+        walk, kv = grid.walk, self.operands.kv
+        operands = self.operands._replace(kv=(kv, kv) if self._separate_kv_fetch else kv)
+        index = walk.whole() if walk.pieces == 1 else BlockIndex(walk.kinds, 1)
+        steps = None if isinstance(index.steps, int) else index.steps
+        arrays = (index.words, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
-        before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
+        before = 1 + len(tree.leaves((scalars, operands, extra)))
 
         def launch(
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
@@ -190,7 +191,7 @@ class Launch:
             number = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
-                out_shape=(jax.tree.map(_result_type, into, into_specs),),
+                out_shape=(tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
                     grid=tuple(number if size is None else size for size in grid.sizes),
@@ -198,11 +199,10 @@ class Launch:
                     out_specs=(into_specs,),
                     scratch_shapes=(*scratch, *room),
                 ),
-                input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
+                input_output_aliases={before + n: n for n in range(len(tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
                     dimension_semantics=[
-                        pltpu.PARALLEL if n < grid.parallel else pltpu.ARBITRARY
-                        for n in range(len(grid.sizes))
+                        pltpu.PARALLEL if n < 2 else pltpu.ARBITRARY for n in range(len(grid.sizes))
                     ],
                     vmem_limit_bytes=int(self.generation.vmem_mib * 2**20),
                 ),
@@ -256,26 +256,22 @@ class Launch:
         )
 
     def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
-        """A block of some of those columns, ``width`` wide."""
-        group, shape = self.consts.group, (None, None, self.blocks.k, width)
-
-        def index(at: GridPoint) -> tuple[Any, ...]:
-            return at.batch, lax.div(at.head, group), at.visit.k_block, column
-
-        return grid.spec(shape, index)
+        return grid.spec(
+            (None, None, self.blocks.k, width),
+            lambda at: (at.batch, lax.div(at.head, self.consts.group), at.visit.k_block, column),
+        )
 
     @property
     def _separate_kv_fetch(self) -> bool:
         """Whether K and V are fetched one by one: both have to be whole registers wide."""
-        dims = self.consts.head_dim, self.consts.v_dim
-        whole = dims[1] % LANES == 0 and dims[0] % dims[1] == 0
-        return self.generation.separate_kv_fetch and whole
+        k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
+        return self.generation.separate_kv_fetch and v_dim % LANES == 0 and k_dim % v_dim == 0
 
     def _specs(self, grid: Grid) -> Operands:
         x = self.operands
         kv: Any = self.key_rows(grid)
         if self._separate_kv_fetch:
-            k_dim, v_dim = self.consts.head_dim, self.consts.v_dim
+            k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
@@ -284,12 +280,10 @@ class Launch:
             )
 
         return Operands(
-            self.query_rows(grid, self.consts.head_dim),
+            self.query_rows(grid, self.consts.static.head_dim),
             kv,
-            jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
-            jax.tree.map(
-                lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns
-            ),
+            tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
+            tree.map(lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns),
             None if x.bias is None else self.bias_block(grid),
         )
 
@@ -300,14 +294,13 @@ class Grid:
 
     Attributes:
         walk: The blocks it visits.
-        sizes: Of the axes; ``None`` is the one along the visits.
-        parallel: How many of the first axes may be split over a chip's cores.
+        sizes: Of the axes; ``None`` is the one along the visits. A chip's cores may share the first
+            two, over batch rows and heads.
         place: From scalars and the step along each axis to where that is.
     """
 
     walk: Walk
     sizes: tuple[int | None, ...]
-    parallel: int
     place: Callable[..., GridPoint]
 
     def spec(
@@ -323,7 +316,7 @@ def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
         return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
-    return Grid(walk, (*q[:2], None), 2, place)
+    return Grid(walk, (*q[:2], None), place)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
@@ -338,7 +331,7 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
         )
         return GridPoint(batch, kv_head * group + member, visit)
 
-    return Grid(walk, (*kv[:2], None, group), 2, place)
+    return Grid(walk, (*kv[:2], None, group), place)
 
 
 def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
@@ -354,12 +347,12 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
-    return Grid(walk, (*bias[:2], None, *shared), 2, place)
+    return Grid(walk, (*bias[:2], None, *shared), place)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
     """What a kernel copies from itself has to lie in main memory, where XLA may not move it."""
-    return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
+    return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else typeof(x)
 
 
 def _dropout_words(rows: QueryBlock) -> Array | None:

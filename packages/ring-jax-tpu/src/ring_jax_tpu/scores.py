@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import BOUNDS
+from ring_jax.kernels.block_index import Bounds
 from ring_jax.records import Static
 from ring_jax_tpu.block_index import Visit
 
@@ -62,11 +62,6 @@ class Constants:
     slopes_stride: int  # from a batch row's slopes to the next one's; 0 if they share them
     part: tuple[int, int]  # queries and keys that stay in registers from product to product
     prefetches_scores: bool  # for the scores of the part after
-
-    @property
-    def head_dim(self) -> int:
-        """Of queries and keys."""
-        return self.static.head_dim
 
 
 class Scores(NamedTuple):
@@ -131,26 +126,20 @@ class Tile:
         q_size = consts.block_q if whole else math.gcd(consts.block_q, consts.part[0])
         k_size = consts.block_k if whole else math.gcd(consts.block_k, consts.part[1])
         q_parts, k_parts = consts.block_q // q_size, consts.block_k // k_size
-        for i in range(q_parts):
-            for j in range(k_parts):
-                q_at = slice(i * q_size, (i + 1) * q_size)
-                k_at = slice(j * k_size, (j + 1) * k_size)
-                visit = self.visit._replace(
+        for i, j in product(range(q_parts), range(k_parts)):
+            q_at, k_at = slice(i * q_size, (i + 1) * q_size), slice(j * k_size, (j + 1) * k_size)
+            part = replace(
+                self,
+                consts=replace(consts, block_q=q_size, block_k=k_size),
+                rows=_views(self.rows, q_at),
+                columns=_views(self.columns, k_at),
+                bias=None if self.bias is None else self.bias.at[q_at, k_at],
+                visit=self.visit._replace(
                     q_block=self.visit.q_block * q_parts + i,
                     k_block=self.visit.k_block * k_parts + j,
-                )
-                yield (
-                    replace(
-                        self,
-                        consts=replace(consts, block_q=q_size, block_k=k_size),
-                        rows=_views(self.rows, q_at),
-                        columns=_views(self.columns, k_at),
-                        bias=None if self.bias is None else self.bias.at[q_at, k_at],
-                        visit=visit,
-                    ),
-                    q_at,
-                    k_at,
-                )
+                ),
+            )
+            yield part, q_at, k_at
 
     def dropout_keep(self) -> Any | None:
         """Dropout's factor for each score; ``None`` without dropout.
@@ -175,7 +164,6 @@ class Tile:
         return jnp.where(dropout_scratch[...] > 0, 1 / (1 - p), 0.0)
 
     def _visible(self) -> Any:
-        """What the block shows."""
         row = lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
@@ -199,18 +187,16 @@ class Tile:
         and one comparison per score remain, of numbers shifted so that those below the first wrap.
         """
         q_start, q_stop, k_start, k_stop, lo, hi = (
-            self.scalars.bounds[item * len(BOUNDS) + n] for n in range(len(BOUNDS))
+            self.scalars.bounds[item * len(Bounds._fields) + n] for n in range(len(Bounds._fields))
         )
         diagonal = row - q_start + k_start
-        first = jnp.maximum(diagonal - hi, k_start)
-        stop = jnp.minimum(diagonal - lo + 1, k_stop)
+        first, stop = jnp.maximum(diagonal - hi, k_start), jnp.minimum(diagonal - lo + 1, k_stop)
         count = jnp.where((row >= q_start) & (row < q_stop), jnp.maximum(stop - first, 0), 0)
         least = jnp.int32(-(1 << 31))
         return col - (first + least) < count + least
 
 
 def _views(tokens: TokenOperands, at: slice) -> TokenOperands:
-    """References to some of the tokens."""
     return TokenOperands(*(None if ref is None else ref.at[:, at] for ref in tokens))
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp, random, tree_util
 from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
@@ -27,7 +25,7 @@ Attention = Callable[..., Any]
 BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
+@partial(tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
 @dataclass(frozen=True)
 class Segments:
     """Which tokens see each other, passed where a framework takes a ``mask``; a pytree.
@@ -80,9 +78,8 @@ class Bound:
         """Global position of each of the tokens of an array, int32 ``[length]``."""
         if self.context is not None:
             return self.context.positions(length)
-        axis = self.options["axis_name"]
-        size, name = axis_size(axis), self.options.get("layout", "contiguous")
-        layout = Layout(name, length * size, size)
+        axis, name = self.options["axis_name"], self.options.get("layout", "contiguous")
+        layout = Layout(name, self.keys(length), axis_size(axis))
         return local_positions(layout, jnp.int32(0) if axis is None else lax.axis_index(axis))
 
 
@@ -110,13 +107,13 @@ def bind(attention: Attention) -> Bound:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
     if options.get("return_lse"):
         raise ValueError("return_lse must not be bound: a model takes one array from its attention")
-    kernels = context.kernels if context is not None else function.kernels
+    kernels = function.kernels if context is None else context.kernels
     return Bound(attention, options, context, kernel_names(kernels))
 
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:
     """Dropout by a random key, typed or raw, which may be traced: its bits are the seed."""
-    return {"dropout_p": rate, "dropout_seed": jax.random.bits(key, (2,), jnp.uint32)}
+    return {"dropout_p": rate, "dropout_seed": random.bits(key, (2,), jnp.uint32)}
 
 
 def flat(x: Array, kept: int) -> Array:
@@ -132,7 +129,7 @@ def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
     """
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     x_batch, rest = x.shape[:-3], x.shape[-3:]
-    if all(size == 1 for size in x_batch):
+    if math.prod(x_batch) == 1:
         return x.reshape(1, *rest)
     if len(x_batch) > len(batch) or any(
         size not in (1, wanted) for size, wanted in zip(x_batch[::-1], batch[::-1], strict=False)
@@ -187,11 +184,12 @@ def ids_of(
     q_shown: Array | None, k_shown: Array | None, batch: int, q_len: int, k_len: int
 ) -> tuple[Array, Array]:
     """Segment ids of queries and keys: 0, and -1 where ``[B or 1, T]`` does not show a token."""
-    pair = []
-    for shown, length in ((q_shown, q_len), (k_shown, k_len)):
-        ids = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
-        pair.append(jnp.broadcast_to(ids, (batch, length)))
-    return pair[0], pair[1]
+
+    def ids(shown: Array | None, length: int) -> Array:
+        one = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
+        return jnp.broadcast_to(one, (batch, length))
+
+    return ids(q_shown, q_len), ids(k_shown, k_len)
 
 
 def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -> None:

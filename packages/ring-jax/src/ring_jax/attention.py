@@ -142,8 +142,7 @@ class RingAttention:
                 kernel, strategy, transport,
             ),
         )  # fmt: skip
-        inputs = prepared(static, inputs)
-        run = partial(attend, static)
+        inputs, run = prepared(static, inputs), partial(attend, static)
         mesh = mesh_of(inputs) if axis_name is None else None
         if mesh is not None:  # kernels make arrays of their own, which lie on no mesh
             run = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -163,14 +162,13 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     found = None
     for x in jax.tree.leaves(arrays):
         sharding = jax.typeof(x).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            continue
-        found = sharding.mesh
-        split = [axis for axis in sharding.spec if axis is not None]
-        if split:
-            raise ValueError(
-                f"axis_name=None runs on one device, and an array of shape {x.shape} is split over "
-                f"mesh axes {split}; name the axis inside jax.shard_map, use ContextParallel, or "
-                f"gather it with jax.reshard(x, jax.P())"
-            )
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            found = sharding.mesh
+            split = [axis for axis in sharding.spec if axis is not None]
+            if split:
+                raise ValueError(
+                    f"axis_name=None runs on one device, and an array of shape {x.shape} is split "
+                    f"over mesh axes {split}; name the axis inside jax.shard_map, use "
+                    f"ContextParallel, or gather it with jax.reshard(x, jax.P())"
+                )
     return found

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+from jax import custom_vjp, jit, nn, numpy as jnp, tree
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import tripwire
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
-from ring_jax.strategies import STRATEGIES
+from ring_jax.strategies.loops import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
@@ -40,34 +39,33 @@ def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 @lru_cache(maxsize=128)
 def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
     def run(x: Inputs) -> tuple[Array, Array]:
-        slopes = None if x.slopes is None else _without_gradient(x.slopes)
-        return _attend(static, x._replace(slopes=slopes))
+        return _attend(
+            static, x._replace(slopes=None if x.slopes is None else _without_gradient(x.slopes))
+        )
 
-    return jax.jit(run, inline=True)  # within other programs as if it were not there
+    return jit(run, inline=True)  # within other programs as if it were not there
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
     return _forward(static, inputs)[0]
 
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
-    """Run the strategy's forward and add the sinks."""
     strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
         tripwire.check_traffic(static, x, "forward", partial(strategy.forward, static), x)
-        at, (q,) = tripwire.start(turn, x, "forward", x.q)
+        at, (q,) = tripwire.start(turn, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
-    if inputs.sinks is not None:
-        result = _add_sinks(result, inputs.sinks)
+    result = result if inputs.sinks is None else _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
     if turn is not None:
         tripwire.check_forward(turn, static, inputs, out, lse)
         tripwire.check_rate(turn, static, inputs, "forward", at, out, lse)
-    last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
+    last = tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
     return (out, lse), Saved(inputs, out, lse, last)
 
 
@@ -87,7 +85,7 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
         tripwire.check_traffic(
             static, x, "backward", partial(strategy.backward, static), x, upstream, saved.last
         )
-        at, (q, held) = tripwire.start(turn, x, "backward", x.q, upstream.dout)
+        at, (q, held) = tripwire.start(turn, x, x.q, upstream.dout)
         x, upstream = x._replace(q=q), upstream._replace(dout=held)
     grads = strategy.backward(static, x, upstream, saved.last)
     dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
@@ -106,7 +104,7 @@ _attend.defvjp(_forward, _backward)
 def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
     """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
     out, lse = result
-    folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
+    folded = nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
     with_sinks = jnp.logaddexp(lse, folded[None, :, None])
     weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
     return AttentionState(out * weight[..., None], with_sinks)
@@ -122,7 +120,7 @@ def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
     return jnp.stack(grads, axis=1).reshape(sinks.shape).astype(sinks.dtype)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _without_gradient(slopes: Array) -> Array:
     """ALiBi slopes; asking for their gradient is an error, not a zero."""
     return slopes

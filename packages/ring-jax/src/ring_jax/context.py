@@ -7,9 +7,8 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import (
@@ -22,12 +21,9 @@ from ring_core import (
 from ring_core.base.arguments import with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
-from ring_jax.kernels import Selection
-from ring_jax.kernels.xla import XlaKernel
-from ring_jax.mesh import (
+from ring_jax.collectives import (
     AnyMesh,
     Axes,
-    Order,
     axes_along,
     free,
     in_order,
@@ -36,6 +32,7 @@ from ring_jax.mesh import (
     split,
     spread,
 )
+from ring_jax.kernels import Selection, xla
 from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
 
@@ -64,7 +61,7 @@ class ContextParallel:
         out = cp.unshard(cp.attention(q, k, v, causal=True), dim=1)
     """
 
-    kernels: ClassVar[tuple[Kernel, ...]] = (XlaKernel(),)
+    kernels: ClassVar[tuple[Kernel, ...]] = (xla.XlaKernel(),)
 
     def __init__(
         self,
@@ -75,10 +72,8 @@ class ContextParallel:
         layout: LayoutSpec = "zigzag",
     ) -> None:
         _check_axes(mesh, axis_name, batch_axis, head_axis)
-        self.mesh = mesh
-        self.axis_name = axis_name
-        self.batch_axis = batch_axis
-        self.head_axis = head_axis
+        self.mesh, self.axis_name = mesh, axis_name
+        self.batch_axis, self.head_axis = batch_axis, head_axis
         self.layout_name: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
@@ -102,8 +97,7 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
-        _check_dim(x, dim)
-        return self._moved(x, self._order(x.shape[dim]), dim, whole=False)
+        return self._moved(x, dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
         """The array in natural order again, no longer split along the axis.
@@ -111,9 +105,7 @@ class ContextParallel:
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
         """
-        _check_dim(x, dim)
-        order = self._order(x.shape[dim])
-        return self._moved(x, None if order is None else np.argsort(order), dim, whole=True)
+        return self._moved(x, dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
         """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
@@ -149,8 +141,8 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
-        laid = jax.tree.map(partial(self._as_input, manual), inputs, specs)
-        out, lse = _ring(static, self.mesh, batch, heads, specs, manual)(laid)
+        run = _ring(static, self.mesh, batch, heads, specs, manual)
+        out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         return (out, lse) if return_lse else out
 
     @with_options_of(RingAttention.__call__)
@@ -172,7 +164,7 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         parts = Parts(
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
-            self._parts(options.mask, batch, heads),
+            self._mask_parts(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
             self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
@@ -184,8 +176,7 @@ class ContextParallel:
         heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
         return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
 
-    def _parts(self, mask: object, batch: Axes, heads: Axes) -> int:
-        """Into how many parts a mask that is an array is split."""
+    def _mask_parts(self, mask: object, batch: Axes, heads: Axes) -> int:
         _, dense = split_mask(mask)
         shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
         axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
@@ -197,14 +188,13 @@ class ContextParallel:
         It can split what plain XLA runs, and would copy the arrays of any other kernel.
         """
         every = frozenset(self.mesh.axis_names)
-        plain = all(isinstance(kernel, XlaKernel) for kernel in static.kernels)
+        plain = all(isinstance(kernel, xla.XlaKernel) for kernel in static.kernels)
         if AxisType.Explicit in self.mesh.axis_types or not plain:
             return every
         named = {*names_of(self.axis_name, batch, heads)}
         return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
 
     def _as_input(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
-        """An array of a call as its program takes it."""
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
@@ -229,26 +219,23 @@ class ContextParallel:
                         f"devices along {axis!r}"
                     )
 
-    def _order(self, seq_len: int) -> Order | None:
-        """The tokens in layout order; ``None`` where that is the natural one."""
-        layout = self.layout(seq_len)
-        if layout.name == "contiguous":
-            return None
-        return np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
-
-    def _moved(self, x: Array, order: Order | None, dim: int, *, whole: bool) -> Array:
-        """Tokens in another order, split along the axis or not; they are moved as a whole."""
-        if order is not None or whole:
-            x = split(x, self.mesh, dim, self.axis_name, whole=True)
-        if order is not None:
-            x = in_order(x, order, dim)
+    def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
+        """Tokens in layout order and split along the axis, or in natural order and ``whole``."""
+        described_as("x", x)
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+            )
+        layout = self.layout(x.shape[dim])
+        if layout.name != "contiguous":
+            order = np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)  # moved as a whole
+            x = in_order(x, np.argsort(order) if whole else order, dim)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 
 def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
-    """How each array of a call is split."""
     q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
-    slopes = None
 
     def by_rows(x: Array | None) -> PartitionSpec | None:
         if x is None:
@@ -256,11 +243,11 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
         pairs = zip(x.shape[:2], (batch, heads), strict=True)
         return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
-    if x.slopes is not None:
-        slopes = PartitionSpec(*[batch] * (x.slopes.ndim == 2), heads)
-    sinks, seed = PartitionSpec(heads), PartitionSpec()
-    bias, mask = by_rows(x.bias), by_rows(x.mask)
-    every = (q, q, q, rows, rows, sinks, bias, slopes, seed, None, mask)
+    by_batch = x.slopes is not None and x.slopes.ndim == 2
+    every = (
+        q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
+        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask),
+    )  # fmt: skip
     return Inputs._make(
         None if array is None else spec for array, spec in zip(x, every, strict=True)
     )
@@ -293,28 +280,18 @@ def _ring(
     )
 
 
-def _check_dim(x: Array, dim: object) -> None:
-    described_as("x", x)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-        )
-
-
 def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
-    """Refuse axes that the mesh has not, has in two roles, or has of two types."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)
     named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     given: list[object] = [axis_name]
     for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if axes is None:
-            continue
-        several = axes if isinstance(axes, tuple) and axes else (axes,)
-        for axis in several:
-            checks.check_choice(name, axis, mesh.axis_names)
-        given += several
+        if axes is not None:
+            several = axes if isinstance(axes, tuple) and axes else (axes,)
+            for axis in several:
+                checks.check_choice(name, axis, mesh.axis_names)
+            given += several
     if len(set(given)) < len(given):
         raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
     types = {str(kind): kind for kind in mesh.axis_types}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from jax import Array, numpy as jnp
 
 from ring_core.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
-Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Words = tuple[Array, Array, Array, Array]
 
 
 def dropout_keep(
-    p: float, seed: jax.Array, batch: jax.Array, heads: jax.Array, queries: jax.Array,
-    keys: jax.Array,
-) -> jax.Array:  # fmt: skip
+    p: float, seed: Array, batch: Array, heads: Array, queries: Array,
+    keys: Array,
+) -> Array:  # fmt: skip
     """Which elements survive: :func:`ring_core.philox.dropout_keep` for indices that broadcast."""
     every = (batch, heads, queries, keys)
     rank = max(x.ndim for x in every)
@@ -25,7 +24,7 @@ def dropout_keep(
     return jnp.where(lane % 2 == 0, even, odd) >= jnp.uint32(dropout_threshold(p))
 
 
-def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
+def philox(counter: Words, key: tuple[Array, Array]) -> Words:
     """Philox-4x32-10 of uint32 counters that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -37,7 +36,7 @@ def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
     return c0, c1, c2, c3
 
 
-def _multiply(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+def _multiply(x: Array, factor: int) -> tuple[Array, Array]:
     """The 64-bit product as ``(high, low)`` words, from products of 16-bit halves."""
     half, mask = 16, jnp.uint32(0xFFFF)
     f_low, f_high = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> half)

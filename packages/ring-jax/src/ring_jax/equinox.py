@@ -124,9 +124,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             )
         )  # fmt: skip
         if process_heads is not None:
-            shapes = [x.shape for x in (q, k, v)]
+            before = (q.shape, k.shape, v.shape)
             q, k, v = process_heads(q, k, v)
-            if [x.shape for x in (q, k, v)] != shapes:
+            if (q.shape, k.shape, v.shape) != before:
                 raise ValueError("process_heads must not change the shape of the heads")
         bound, sizes = bind(self.attention), (q.shape[0], k.shape[0])
         check_cache(bound.options, *sizes, hidden=is_array(mask))

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.typing import DTypeLike
 
 from ring_core import Mask, checks
@@ -136,7 +135,6 @@ def _options(
     bound: Bound, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
     bias: Array | None, *, is_causal: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a call's mask and bias are in ``ring_attention``."""
     q, k, v = qkv
     batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
     if not batch == k.shape[:-3] == v.shape[:-3]:
@@ -147,11 +145,11 @@ def _options(
     check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
     check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
     options = mask_options(bound, mask, batch, q_len, k_len)
-    if is_causal:
-        options["causal"] = True
-    if bias is not None:
-        options["bias"] = broadcast("bias", bias, batch)
-    return options
+    given = {
+        "causal": is_causal or None,
+        "bias": None if bias is None else broadcast("bias", bias, batch),
+    }
+    return options | {name: option for name, option in given.items() if option is not None}
 
 
 def _in_one_dtype(
@@ -159,7 +157,6 @@ def _in_one_dtype(
     dtype: DTypeLike | None,
     promote_dtype: Callable[..., Any] | None,
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values in one dtype."""
     if promote_dtype is not None:
         q, k, v = promote_dtype(arrays, dtype=dtype)
     else:

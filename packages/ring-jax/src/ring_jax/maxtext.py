@@ -116,15 +116,13 @@ def with_ring(
         _check_settings(self)
         rules = RULES[self.attention_type.value]
         check_first_aligned(query.shape[1], key.shape[1], "MaxText", **dict.fromkeys(rules, True))
-        ids: Any = decoder_segment_ids
-        if decoder_segment_ids_kv is not None:
-            ids = (decoder_segment_ids, decoder_segment_ids_kv)
+        pair: Any = (decoder_segment_ids, decoder_segment_ids_kv)
         out = _context(self, context_parallel).attention(
             query, key, value,
             causal="causal" in rules,
             window=(self.sliding_window_size - 1, 0) if "window" in rules else None,
             chunk_size=self.chunk_attn_window_size if "chunk_size" in rules else None,
-            segment_ids=ids,
+            segment_ids=decoder_segment_ids if decoder_segment_ids_kv is None else pair,
             softmax_scale=1.0,
             softcap=self.attn_logits_soft_cap or None,
             sinks=None if sinks is None else sinks[...],  # the array of an nnx.Param
@@ -137,7 +135,6 @@ def with_ring(
 
 
 def _check_settings(operation: Any) -> None:
-    """Refuse what an ``AttentionOp`` is set to do that has no counterpart here."""
     config, kind = operation.config, operation.attention_type.value
     ways = config.context_parallel_strategy
     refuse(
@@ -155,7 +152,6 @@ def _check_settings(operation: Any) -> None:
 
 
 def _context(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
-    """How the arrays of an ``AttentionOp`` are split and ordered."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding
     batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.typing import ArrayLike
 
 from ring_core import KernelConfig, Mask, UnsupportedError, checks
@@ -107,8 +106,9 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
         }  # fmt: skip
         options = {name: option for name, option in given.items() if option is not None}
         q, k, v = (flat(x, 3) for x in (q, k, v))
-        lengths = (query_seq_lengths, key_value_seq_lengths)
-        options |= _visible(bound, mask, lengths, batch, (q.shape[1], k.shape[1]))
+        options |= _visible(
+            bound, mask, (query_seq_lengths, key_value_seq_lengths), batch, (q.shape[1], k.shape[1])
+        )
         result: Any = bound(q, k, v, options)
         out: Array = result[0] if return_residual else result
         out = out.reshape(*batch, *out.shape[1:])

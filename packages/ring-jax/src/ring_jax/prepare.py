@@ -6,9 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh
 
 from ring_core import (
@@ -27,7 +26,7 @@ from ring_core.base.strategy import strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
-from ring_jax.strategies import STRATEGIES
+from ring_jax.strategies.loops import STRATEGIES
 from ring_jax.tripwire import checked_every
 
 
@@ -64,27 +63,27 @@ def check_call(
     mask, dense = _check_mask(options, described[0].shape, keys, parts.mask)
     named = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
-    plan = make_plan(
-        mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+    program = ring_program(
+        make_plan(
+            mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+        ),
+        named.ring_strategy,
     )
-    program = ring_program(plan, named.ring_strategy)
     request, scale, cap = _request(options, sizes, described[0].dtype, parts, dense is not None)
     way = choose_strategy(named.name, program)
     q_ids, k_ids = _check_others(sizes, keys, options)
     config = kernel_config(options.kernel, kernel_names(kernels))
-    seed = options.dropout_seed
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
-        None if seed is None else seed_words(seed), None, dense,
+        None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
     local = _local_shape(inputs, program, way, parts, has_dropout=options.dropout_p > 0)
     choice = choose(kernels, config, request, program, local)
-    forward_only = tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1)
     static = Static(
         program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
         described[0].dtype, sizes.head_dim, way, bias_masks=dense is not None,
-        bias_grad=options.bias is not None, forward_only=forward_only,
-        check=checked_every(),
+        bias_grad=options.bias is not None, check=checked_every(),
+        forward_only=tuple(one for one, _ in choice.forward_only if len(choice.kernels) > 1),
     )  # fmt: skip
     return static, inputs, choice
 
@@ -97,31 +96,28 @@ def _check_mask(
     if dense is not None:
         checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=parts)
         dense = dense if dense.ndim == 4 else dense[None, None]
-    mask = checks.check_mask(
+    return checks.check_mask(
         rule, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
-    )  # fmt: skip
-    return mask, dense
+    ), dense  # fmt: skip
 
 
 def _request(
     options: Options, sizes: checks.Sizes, dtype: str, parts: Parts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
-    """What a call asks of a kernel, and its scale and softcap."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    request = Request(
+    return Request(
         device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
         bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
         lse_grad=options.return_lse, batch=sizes.batch // parts.batch,
         q_heads=sizes.q_heads // parts.heads, kv_heads=sizes.kv_heads // parts.heads,
-    )  # fmt: skip
-    return request, scale, cap
+    ), scale, cap  # fmt: skip
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
@@ -143,7 +139,6 @@ def _local_shape(
     *,
     has_dropout: bool,
 ) -> LocalShape:
-    """What a device is given of a call."""
     masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
     apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
     return LocalShape(
@@ -161,14 +156,13 @@ def prepared(
 
     ``dropout_offsets`` are the global indices of the first local batch row and query head.
     """
-    seed = offsets = slopes = None
+    seed = offsets = None
     if static.dropout_p > 0:
         seed = inputs.seed
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
-    if inputs.slopes is not None:
-        slopes = jnp.atleast_2d(inputs.slopes)
     inputs = inputs._replace(
-        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None, slopes=slopes,
+        bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None,
+        slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
         seed=seed, offsets=offsets,
     )  # fmt: skip
     rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
@@ -188,11 +182,7 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
 
 
 def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:
-    """Check the arrays beside Q, K and V; the segment ids of queries and of keys.
-
-    Raises:
-        ValueError: One is malformed.
-    """
+    """Check the arrays beside Q, K and V; the segment ids of queries and of keys."""
     sinks, bias, slopes = (
         None if x is None else described_as(name, x)
         for name, x in (
@@ -266,8 +256,8 @@ def _on_host(seed: Any) -> Any:
     )
     if not known or seed.shape != () or not np.issubdtype(seed.dtype, np.integer):
         return seed
-    own = isinstance(seed, jax.Array) and np.issubdtype(seed.dtype, np.unsignedinteger)
-    return seed if own else int(seed)
+    is_own_unsigned = isinstance(seed, jax.Array) and seed.dtype.kind == "u"
+    return seed if is_own_unsigned else int(seed)
 
 
 #: Options that a program is compiled for.

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import numpy as jnp, vmap
 
-from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, Plan, RingProgram
+from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, RingProgram
 from ring_jax.records import (
     Array,
     Inputs,
@@ -59,13 +58,16 @@ def step_table(program: RingProgram, step: int) -> StepTable:
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     live = column["q_stop"] > column["q_start"]
     is_own = column["q_rank"] == np.arange(plan.cp_size)[:, None]
-    helped = live & ~is_own
-    helpers = tuple(np.flatnonzero(helped.any(axis=1)).tolist())
-    has_documents = bool((live & (column["doc_stop"] > column["doc_start"])).any())
-    own = _picked(table, live & is_own)
-    items = _items(own) if plan.blocks is None else None
-    shift, helped = program.steps[step].shift, _picked(table, helped)
-    return StepTable(shift, False, own, helped, helpers, has_documents, items)
+    own, helped = _picked(table, live & is_own), live & ~is_own
+    return StepTable(
+        program.steps[step].shift,
+        gathered=False,
+        own=own,
+        helped=_picked(table, helped),
+        helpers=tuple(np.flatnonzero(helped.any(axis=1)).tolist()),
+        has_documents=bool((live & (column["doc_stop"] > column["doc_start"])).any()),
+        items=_items(own) if plan.blocks is None else None,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -78,10 +80,8 @@ def remote_table(program: RingProgram) -> StepTable | None:
     at = {name: n for n, name in enumerate(TABLE_COLUMNS)}
     live = table[..., at["q_stop"]] > table[..., at["q_start"]]
     before = np.where(live, table[..., at["kv_rank"]] * program.plan.k_layout.local_len, 0)
-    for name in ("k_start", "k_stop"):
-        table[..., at[name]] += before
-    has_documents = any(part.has_documents for part in parts)
-    own = _joined(_picked(table, live))
+    table[..., [at["k_start"], at["k_stop"]]] += before[..., None]
+    own, has_documents = _joined(_picked(table, live)), any(part.has_documents for part in parts)
     return StepTable(0, True, own, own[:, :0], (), has_documents, _items(own))
 
 
@@ -101,8 +101,8 @@ def _joined(table: Table) -> Table:
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     is_plain, stop = _is_plain(table), column["k_stop"]
     is_taken = np.zeros_like(is_plain)  # a row that the one before it takes in
-    is_taken[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1]
-    is_taken[:, 1:] &= column["k_start"][:, 1:] == stop[:, :-1]
+    touches = column["k_start"][:, 1:] == stop[:, :-1]
+    is_taken[:, 1:] = is_plain[:, 1:] & is_plain[:, :-1] & touches
     for name in ("q_start", "q_stop"):
         is_taken[:, 1:] &= column[name][:, 1:] == column[name][:, :-1]
     first = np.maximum.accumulate(np.where(is_taken, 0, np.arange(table.shape[1])), axis=1)
@@ -114,17 +114,16 @@ def _is_plain(table: Table) -> npt.NDArray[np.bool_]:
     """Which rows show all of their rectangle."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     full = (column["lo"] == -TABLE_UNBOUNDED) & (column["hi"] == TABLE_UNBOUNDED)
-    is_live = column["q_stop"] > column["q_start"]
+    one_document = column["doc_stop"] <= column["doc_start"]
     return cast(
-        "npt.NDArray[np.bool_]", is_live & full & (column["doc_stop"] <= column["doc_start"])
+        "npt.NDArray[np.bool_]", full & one_document & (column["q_stop"] > column["q_start"])
     )
 
 
 def _items(table: Table) -> tuple[Item, ...] | None:
     """The rows, if each rank has at most one and none has several documents."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
-    live = column["q_stop"] > column["q_start"]
-    several = column["doc_stop"] > column["doc_start"]
+    live, several = column["q_stop"] > column["q_start"], column["doc_stop"] > column["doc_start"]
     if table.shape[1] > 1 or several[live].any():
         return None
     wanted = [TABLE_COLUMNS.index(name) for name in (*Rectangle._fields, "lo", "hi")]
@@ -139,48 +138,39 @@ class RankView:
     inputs: Inputs
     rank: Array
 
-    @property
-    def plan(self) -> Plan:
-        """The call's plan."""
-        return self.static.plan
-
     def behind(self, shift: int) -> Array:
         """The rank this far behind; ahead where ``shift`` is negative."""
-        return (self.rank - shift) % self.plan.cp_size
+        return (self.rank - shift) % self.static.plan.cp_size
 
     def key_positions(self, shift: int) -> Array:
         """Global index of each key of the rank this far behind, int32 ``[S]``."""
-        return local_positions(self.plan.k_layout, self.behind(shift))
+        return local_positions(self.static.plan.k_layout, self.behind(shift))
 
     def own_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for its own queries; ``None`` if no rank does anything."""
-        ranks = np.arange(self.plan.cp_size)
-        return self._work(part.own, ranks, ranks - part.shift)
+        return self._work(part.own, 0, part.shift)
 
     def helped_work(self, part: StepTable) -> ItemTable | None:
         """What this rank does for the queries of the rank it helps."""
-        ranks = np.arange(self.plan.cp_size)
-        return self._work(part.helped, ranks - part.shift, ranks)
+        return self._work(part.helped, part.shift, 0)
 
-    def _work(
-        self, table: Table, q_rank: npt.NDArray[np.int64], kv_rank: npt.NDArray[np.int64]
-    ) -> ItemTable | None:
+    def _work(self, table: Table, q_shift: int, kv_shift: int) -> ItemTable | None:
+        """Rows for queries of the rank ``q_shift`` behind, keys of the one ``kv_shift`` behind."""
         if table.shape[1] == 0:
             return None
-        kinds = None
-        if self.plan.blocks is not None:
-            size = self.plan.cp_size
-            kinds = jnp.asarray(self.plan.blocks.kinds[q_rank % size, kv_rank % size])[self.rank]
+        kinds, size = None, self.static.plan.cp_size
+        if self.static.plan.blocks is not None:
+            q_rank, kv_rank = ((np.arange(size) - shift) % size for shift in (q_shift, kv_shift))
+            kinds = jnp.asarray(self.static.plan.blocks.kinds[q_rank, kv_rank])[self.rank]
         return ItemTable(jnp.asarray(table)[self.rank], kinds)
 
     def rows(self, part: StepTable, shift: int, queries: Queries) -> QueryBlock:
         """Queries of the rank this far behind, with what every rank knows of them."""
-        indices = local_positions(self.plan.q_layout, self.behind(shift))
-        positions = indices + self.plan.q_offset
-        q, ids, bias, _ = queries
+        indices = local_positions(self.static.plan.q_layout, self.behind(shift))
+        positions = indices + self.static.plan.q_offset
         return QueryBlock(
-            q, positions, indices, self._cells(part, positions), ids, bias, self.inputs.slopes,
-            self.inputs.seed, self.inputs.offsets,
+            queries.q, positions, indices, self._cells(part, positions), queries.ids, queries.bias,
+            self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
         )  # fmt: skip
 
     def columns(self, part: StepTable, positions: Array, keys: KVPayload) -> KeyBlock:
@@ -189,8 +179,8 @@ class RankView:
 
     def _cells(self, part: StepTable, positions: Array) -> Array | None:
         """Which document or chunk each position lies in, if some item spans several."""
-        boundaries = self.plan.boundaries
-        if boundaries is None or (self.plan.blocks is None and not part.has_documents):
+        boundaries = self.static.plan.boundaries
+        if boundaries is None or (self.static.plan.blocks is None and not part.has_documents):
             return None
         return jnp.searchsorted(
             jnp.asarray(boundaries.astype(np.int32)), positions, side="right"
@@ -203,11 +193,12 @@ def local_positions(layout: Layout, rank: Array) -> Array:
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index
     for n, begin in enumerate(layout.run_starts[1:], start=1):
-        here = starts[n] + layout.stride * (index - begin)
-        positions = jnp.where(index >= begin, here, positions)
+        positions = jnp.where(
+            index >= begin, starts[n] + layout.stride * (index - begin), positions
+        )
     return positions
 
 
 def all_positions(layout: Layout) -> Array:
     """Those of all ranks, int32 ``[P, T_local]``."""
-    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+    return vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))

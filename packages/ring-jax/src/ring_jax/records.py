@@ -11,8 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
-import jax
-import jax.numpy as jnp
+from jax import Array as Array, numpy as jnp
 
 from ring_core import (
     TABLE_UNBOUNDED,
@@ -25,7 +24,6 @@ from ring_core import (
     StrategyName,
 )
 
-Array = jax.Array
 Window = tuple[int | None, int | None]
 Pass = Literal["forward", "backward"]
 
@@ -271,9 +269,10 @@ class Kernel(Protocol):
         """What it can do; it is only ever given calls that fit."""
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
-    ) -> tuple[str, ...]:
+        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002
+    ) -> tuple[str, ...]:  # fmt: skip
         """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
+        return ()
 
     def attend_into(
         self,

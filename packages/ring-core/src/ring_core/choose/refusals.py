@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 
 from ring_core.base.capabilities import OPTION_WORDS, Capabilities, Request
@@ -81,6 +81,40 @@ def require(
         else "no kernel here can do this call"
     )
     raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {words}")
+
+
+def split_by_reasons[Kernel](
+    kernels: Iterable[tuple[Kernel, Capabilities]],
+    why_not: Callable[[Kernel], tuple[str, ...]],
+    timed: Collection[str],
+    device: str | None,
+) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
+    """The kernels that can do a call, in their order, and why others cannot.
+
+    Where there is one for a device already, those that were never timed are not asked: they would
+    not be taken. One that is for every device is the last.
+
+    Args:
+        kernels: With what they can do.
+        why_not: Every reason why one cannot do the call.
+        timed: Names of those that were.
+        device: Where the call runs; ``None`` where each of the kernels' own counts.
+    """
+    able: list[Kernel] = []
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
+    served: set[str] = set()
+    for kernel, can in kernels:
+        devices = can.devices if device is None else (device,)
+        if devices and served.issuperset(devices) and can.name not in timed:
+            continue
+        if reasons := why_not(kernel):
+            refused.append((can, reasons))
+            continue
+        able.append(kernel)
+        served.update(devices)
+        if not devices:
+            break
+    return able, tuple(refused)
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:

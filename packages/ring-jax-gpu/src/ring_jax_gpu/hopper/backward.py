@@ -32,13 +32,10 @@ from ring_jax_gpu.hopper.stream_k import StreamKBackward
 KEYS = gl.constexpr(128)  # keys per block, of two groups of warps
 _INF = gl.constexpr(float("inf"))
 # Where ``stream_k`` has what.
-FIRST = gl.constexpr(StreamKBackward._fields.index("first"))
-BUSY = gl.constexpr(StreamKBackward._fields.index("busy"))
-SPLIT = gl.constexpr(StreamKBackward._fields.index("split"))
-OWN = gl.constexpr(StreamKBackward._fields.index("own"))
-HELPERS = gl.constexpr(StreamKBackward._fields.index("helpers"))
-Q_FIRST = gl.constexpr(StreamKBackward._fields.index("q_first"))
-Q_MANY = gl.constexpr(StreamKBackward._fields.index("q_many"))
+FIRST, BUSY, SPLIT, OWN, HELPERS, Q_FIRST, Q_MANY = (
+    gl.constexpr(StreamKBackward._fields.index(name))
+    for name in ("first", "busy", "split", "own", "helpers", "q_first", "q_many")
+)
 
 
 @gluon.jit

@@ -71,16 +71,19 @@ def call(
     outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
     order = [name for name in parameters if name in inputs or name in outputs]
     assert order == [*inputs, *outputs], f"results come last, not {order}"
-    types = tuple((name, type_name(x)) for name, x in parameters.items())
-    module = compiled(kernel, types, tuple(constants.items()), warps)
+    module = compiled(
+        kernel,
+        tuple((name, type_name(x)) for name, x in parameters.items()),
+        tuple(constants.items()),
+        warps,
+    )
     changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
-    results = [spec(x.shape, x.dtype) for x in outputs.values()]
-    results += [spec(x.array.shape, x.array.dtype) for x in changed.values()]
+    made: list[Any] = [*outputs.values(), *(x.array for x in changed.values())]
     names = [*outputs, *changed]
     found = jax.ffi.ffi_call(
         "triton_kernel_call_ffi",
-        results,
+        [spec(x.shape, x.dtype) for x in made],
         input_layouts=[x.layout for x in inputs.values()],
         output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
@@ -103,8 +106,7 @@ def type_name(parameter: Parameter) -> str:
     kind = _TYPES[str(dtype)]
     if isinstance(parameter, OutArray) or parameter.tiles is None:
         return f"*{kind}"
-    block = parameter.tiles.block
-    bits = 32 if kind == "fp32" else 16
+    block, bits = parameter.tiles.block, 32 if kind == "fp32" else 16
     layout = NVMMASharedLayout(128 if len(block) > 1 else 0, bits, len(block))
     return f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
 
@@ -117,7 +119,6 @@ def compiled(
     """What Triton makes of a kernel for Hopper; needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     assert [*(name for name, _ in types), *dict(constants)] == kernel.arg_names
@@ -127,7 +128,9 @@ def compiled(
     known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
     signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
     return triton.compile(
-        (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, known, aligned),
+        (GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource)(
+            kernel, signature, known, aligned
+        ),
         target=GPUTarget("cuda", _HOPPER, _WARP),
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
     )
@@ -146,8 +149,6 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
     descriptors = iter(metadata.tensordesc_meta)
     handed = []
     for x in parameters:
-        if x is None:
-            continue
         if isinstance(x, int):
             handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
         elif isinstance(x, InArray) and x.tiles is not None:
@@ -161,7 +162,7 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
             )  # fmt: skip
             handed += [gpu_triton.create_scalar_parameter(n, "i32") for n in tiles.shape]
             handed += [gpu_triton.create_scalar_parameter(n, "i64") for n in tiles.strides]
-        else:
+        elif x is not None:
             handed.append(gpu_triton.create_array_parameter(0, 16))
     launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, handed)
     return zlib.compress(launch.to_proto(metadata.name, b""))

@@ -45,11 +45,9 @@ HELD = gl.constexpr(2)  # tiles of queries that a program has at once
 NO_MORE = gl.constexpr(-1)  # no tile
 _INF = gl.constexpr(float("inf"))
 # Where ``stream_k`` has what.
-FIRST = gl.constexpr(StreamK._fields.index("first"))
-BUSY = gl.constexpr(StreamK._fields.index("busy"))
-SPLIT = gl.constexpr(StreamK._fields.index("split"))
-OWN = gl.constexpr(StreamK._fields.index("own"))
-EACH = gl.constexpr(StreamK._fields.index("each"))
+FIRST, BUSY, SPLIT, OWN, EACH = (
+    gl.constexpr(StreamK._fields.index(name)) for name in ("first", "busy", "split", "own", "each")
+)
 
 
 @gluon.jit

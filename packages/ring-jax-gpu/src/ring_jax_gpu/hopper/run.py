@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import local_devices, numpy as jnp
 
 from ring_core.triton.tile_sizes import FLAGS_TOGETHER
 from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
@@ -43,8 +42,7 @@ def run(launch: Launch, arrays: Arrays) -> Arrays:
 
 
 def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
-    from ring_jax_gpu.hopper.common import HopperConstexprs
-    from ring_jax_gpu.hopper.forward import fwd_hopper
+    from ring_jax_gpu.hopper import common, forward
 
     q, consts, programs = arrays["q"], dict(launch.consts), _processors()
     batch, heads, q_len, dim = q.shape
@@ -53,7 +51,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     stream_k = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
     split = max((x.split for x in stream_k.values()), default=0)
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
-    hopper_consts = HopperConstexprs(
+    hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
         FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
     )  # fmt: skip
@@ -70,26 +68,31 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         "sums": OutArray((parts, 2, 2, _HALF), "float32") if split else None, **_sizes(arrays),
         "heads_per_swizzle": dict(launch.numbers)["heads_per_swizzle"],
     }  # fmt: skip
-    found = call(fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs)
+    found = call(
+        forward.fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs
+    )
     arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
-    numbers = {"only_per_head": flags_per_head, "only_many": many}
-    return _rest(launch, arrays, numbers, -(-many // FLAGS_TOGETHER), _HALF)
+    return _rest(
+        launch,
+        arrays,
+        {"only_per_head": flags_per_head, "only_many": many},
+        -(-many // FLAGS_TOGETHER),
+        _HALF,
+    )
 
 
 def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
-    from ring_jax_gpu.hopper.backward import bwd_hopper
-    from ring_jax_gpu.hopper.common import HopperConstexprs
+    from ring_jax_gpu.hopper import backward, common
 
     q, lse, consts = arrays["q"], arrays["lse"], dict(launch.consts)
     sizes, dim = _sizes(arrays), q.shape[3]
-    many = sizes["batch"] * sizes["heads"] // sizes["group"]
-    blocks = -(-sizes["k_len"] // KEYS)
+    many, blocks = sizes["batch"] * sizes["heads"] // sizes["group"], -(-sizes["k_len"] // KEYS)
     stream_k = {
         x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles
     }
     split = max((x.split for x in stream_k.values()), default=0)
     helpers = max((x.helpers for x in stream_k.values()), default=0)
-    hopper_consts = HopperConstexprs(
+    hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
         STAGES=_STAGES, FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
         STREAM_K=split > 0,
@@ -114,7 +117,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         "heads_per_swizzle": _key_heads_per_swizzle(many, blocks),
     }  # fmt: skip
     found = call(
-        bwd_hopper, parameters, {"consts": hopper_consts}, warps=8,
+        backward.bwd_hopper, parameters, {"consts": hopper_consts}, warps=8,
         programs=many * blocks + helpers,
     )  # fmt: skip
     arrays = arrays | {"only": found.pop("flags")}
@@ -132,8 +135,7 @@ def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arra
     """A rank's row; zeros for one that computes nothing now."""
     (width,) = {len(x) for x in stream_k.values()}
     table = np.zeros((max(stream_k) + 1, width), np.int32)
-    for rank, row in stream_k.items():
-        table[rank] = row
+    table[list(stream_k)] = list(stream_k.values())
     return InArray(jnp.asarray(table)[arrays[RANK_OPERAND]])
 
 
@@ -166,12 +168,11 @@ def _heads_behind(launch: Launch, arrays: Arrays) -> tuple[dict[str, int], dict[
     steps: dict[str, int] = {}
     for name, of in _ROWS.items():
         x = next((arrays[one] for one in of if one in arrays), None)
-        if x is None:
-            continue
-        _, many, length, row = x.shape
-        steps[f"{name.upper()}_STEP"] = many * row
-        if f"{name}_batch" in dict(launch.numbers):
-            strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
+        if x is not None:
+            _, many, length, row = x.shape
+            steps[f"{name.upper()}_STEP"] = many * row
+            if f"{name}_batch" in dict(launch.numbers):
+                strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
     return strides, steps
 
 
@@ -194,7 +195,6 @@ def _tiles(x: Any, length: int, dim: int) -> InArray:
 
 
 def _key_tiles(arrays: Arrays, length: int, dim: int) -> dict[str, Parameter]:
-    """Keys and values, which may lie side by side."""
     return {name: _tiles(_keys(arrays, name), length, dim) for name in ("k", "v")}
 
 
@@ -211,5 +211,5 @@ def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Pa
 
 
 def _processors() -> int:
-    device = jax.local_devices(backend="cuda")[0]
+    (device, *_) = local_devices(backend="cuda")
     return int(getattr(device, "core_count", None) or _DEFAULT_PROCESSORS)

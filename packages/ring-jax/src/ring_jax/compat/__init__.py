@@ -16,12 +16,10 @@ exist is a ``TypeError``. What changes for whoever comes from there:
 * Dropout drops the same elements on every device count and kernel, other ones than there.
 """
 
-from ring_jax.compat.functions import (
-    flash_attention as flash_attention,
-    ring_attention as ring_attention,
-)
-from ring_jax.compat.operation import (
+from ring_jax.compat.calls import (
     AttentionOutput as AttentionOutput,
     OperationMetadata as OperationMetadata,
     RingAttn as RingAttn,
+    flash_attention as flash_attention,
+    ring_attention as ring_attention,
 )

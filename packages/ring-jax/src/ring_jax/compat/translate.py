@@ -6,22 +6,30 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import Array as Array, core, numpy as jnp, typeof
+from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.base.arguments import is_integer
 from ring_jax.prepare import with_mask
 from ring_jax.records import Window
 
-Array = jax.Array
 SlidingWindow = int | tuple[int | None, int | None]
 
 BLOCK_NAMES = {
     "block_q": ("q_blocksize", "block_q", "blocksize_q"),
     "block_k": ("kv_blocksize", "block_k", "blocksize_k"),
 }
+IN_SHARD_MAP = (
+    "call this inside jax.shard_map, or ring_jax.ContextParallel(mesh, axis_name).attention on "
+    "global arrays"
+)
+MASK_INFO = (
+    "pass q_segment_ids and kv_segment_ids; those of an ejkernel MaskInfo made of segments are "
+    "mask_info.get_or_compute_segment_ids()"
+)
+CONFIG = "pass its fwd_params and bwd_params"
 
 
 def window_of(sliding_window: SlidingWindow | None) -> Window | None:
@@ -58,8 +66,7 @@ def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
             f"sinks that all heads share; say which: softmax_aux[:, None] is the former, "
             f"softmax_aux[None] the latter"
         )
-    if len(shape) == 1 and heads == 1:
-        shape = (1, *shape)
+    shape = (1, *shape) if len(shape) == 1 and heads == 1 else shape
     if len(shape) != 2 or shape[0] not in (1, heads):
         raise UnsupportedError(
             f"softmax_aux must be [{heads}, n], a row a query head, or [1, n], which all heads "
@@ -142,14 +149,15 @@ def alike(
             )
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
 
-    def padded(x: Array, by: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
-
+    q, k, v = (
+        jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+        for x, by in zip((q, k, v), (*more, more[1]), strict=True)
+    )
     q_ids, k_ids = (
         jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
         for ids, by in zip(documents, more, strict=True)
     )
-    return padded(q, more[0]), padded(k, more[1]), padded(v, more[1]), bias, (q_ids, k_ids)
+    return q, k, v, bias, (q_ids, k_ids)
 
 
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
@@ -159,15 +167,14 @@ def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -
         ValueError: A setting is malformed or given twice.
         UnsupportedError: A setting that is not a block size, or another one for the backward.
     """
-    forward = _blocks("fwd_params", fwd_params)
-    backward = _blocks("bwd_params", bwd_params)
+    forward, backward = _blocks("fwd_params", fwd_params), _blocks("bwd_params", bwd_params)
     for name in BLOCK_NAMES:
         if fwd_params is not None and bwd_params is not None and forward[name] != backward[name]:
             raise UnsupportedError(
                 f"bwd_params: its {name} is {backward[name]} and that of fwd_params is "
                 f"{forward[name]}; one size serves both here, so pass equal ones or fwd_params alone"
             )
-    chosen = forward if fwd_params is not None else backward
+    chosen = backward if fwd_params is None else forward
     return KernelConfig("auto", **chosen, fused_backward=True if fused_backward else None)
 
 
@@ -198,8 +205,15 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
     )
 
 
+def logits_dtype_of(dtype: DTypeLike, query: Array) -> tuple[object, str]:
+    """What :func:`refuse` takes of the dtype of scores."""
+    taken = [jnp.dtype("float32"), *[typeof(query).dtype] * (query.dtype == jnp.float64)]
+    return None if jnp.dtype(dtype) in taken else dtype, (
+        "scores are float32, and float64 where the inputs are; cast the inputs for another"
+    )
+
+
 def _blocks(name: str, params: object) -> dict[str, int | None]:
-    """Block sizes of forward or backward parameters, by our names."""
     left = {key: value for key, value in _settings(name, params).items() if value is not None}
     sizes: dict[str, int | None] = {}
     for block, known in BLOCK_NAMES.items():
@@ -215,11 +229,8 @@ def _blocks(name: str, params: object) -> dict[str, int | None]:
 
 
 def _settings(name: str, params: object) -> Mapping[str, Any]:
-    """The fields of any mapping or object."""
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return params
+    if params is None or isinstance(params, Mapping):
+        return params or {}
     if is_dataclass(params):
         return {field.name: getattr(params, field.name) for field in fields(params)}
     if isinstance(params, tuple) and hasattr(params, "_asdict"):
@@ -246,5 +257,5 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 def _are_equal(a: Array, b: Array) -> bool:
     """Whether two arrays are known to be equal while a call is traced."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    traced = any(isinstance(x, core.Tracer) for x in (a, b))
     return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))

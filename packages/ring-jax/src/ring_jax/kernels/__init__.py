@@ -17,6 +17,7 @@ from ring_core import (
     require,
 )
 from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
+from ring_core.choose.refusals import split_by_reasons
 from ring_jax.records import Kernel, LocalShape
 
 _HOPPER = 90
@@ -89,11 +90,18 @@ def choose(
         if why_not:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
         times = expected(timed(kernels), request, program, [config.name], grad=True)
-        forward_only = _forward_only((kernel,), local, config, program)
-        return Selection((kernel,), (), forward_only, times)
+        return Selection((kernel,), (), _forward_only((kernel,), local, config, program), times)
     cases = timed(kernels)
-    able, refused = _sorted_out(kernels, config, request, program, local, cases)
-    if not any(not kernel.capabilities.devices for kernel in able):
+    able, refused = split_by_reasons(
+        ((kernel, kernel.capabilities) for kernel in kernels),
+        lambda kernel: (
+            refusals(kernel.capabilities, _on_its_device(request, kernel), program)
+            or kernel.refusals("forward", local, config, program)
+        ),
+        {name for case in cases for name, _ in case.kernels},
+        device=None,
+    )
+    if all(kernel.capabilities.devices for kernel in able):
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
     for_gpus = [kernel for kernel in able if "cuda" in kernel.capabilities.devices]
@@ -103,36 +111,9 @@ def choose(
     slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
     chosen = tuple(kernel for kernel in able if kernel not in slower)
     why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
-    forward_only = _forward_only(chosen, local, config, program)
-    return Selection(chosen, (*why_slower, *refused), forward_only, times)
-
-
-def _sorted_out(
-    kernels: Sequence[Kernel], config: KernelConfig, request: Request, program: RingProgram, local: LocalShape,
-    cases: Sequence[Case],
-) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:  # fmt: skip
-    """The kernels that can do a call, the last for all platforms, and why others cannot.
-
-    Where there is one for a platform already, those that were never timed are left out.
-    """
-    measured = {name for case in cases for name, _ in case.kernels}
-    able: list[Kernel] = []
-    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
-    served: set[str] = set()
-    for kernel in kernels:
-        can = kernel.capabilities
-        if can.devices and served.issuperset(can.devices) and can.name not in measured:
-            continue
-        reasons = refusals(can, _on_its_device(request, kernel), program)
-        reasons = reasons or kernel.refusals("forward", local, config, program)
-        if reasons:
-            refused.append((can, reasons))
-            continue
-        able.append(kernel)
-        served.update(can.devices)
-        if not can.devices:
-            break
-    return able, tuple(refused)
+    return Selection(
+        chosen, (*why_slower, *refused), _forward_only(chosen, local, config, program), times
+    )
 
 
 def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
@@ -158,7 +139,6 @@ def compute_capability() -> int | None:
 def _forward_only(
     kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, program: RingProgram
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
-    """The kernels that cannot do the backward, and why not."""
     each = ((one, one.refusals("backward", local, config, program)) for one in kernels)
     return tuple((kernel, reasons) for kernel, reasons in each if reasons)
 

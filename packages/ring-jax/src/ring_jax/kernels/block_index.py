@@ -6,21 +6,33 @@ which blocks they visit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
-BOUNDS = ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
 Flags = tuple[Array, Array]  # of each block: whether some of it is shown, and whether all is
 
 
+class Bounds(NamedTuple):
+    """An item on the device, int32 scalars."""
+
+    q_start: Array
+    q_stop: Array
+    k_start: Array
+    k_stop: Array
+    lo: Array
+    hi: Array
+
+
 def item_bounds(work: ItemTable) -> Array:
-    """What each item shows, int32 ``[R, 6]`` in the order of ``BOUNDS``."""
-    picked = jnp.stack([work.items[:, TABLE_COLUMNS.index(name)] for name in BOUNDS], axis=1)
-    return jnp.clip(picked, -_FAR, _FAR)
+    """What each item shows, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
+    columns = [work.items[:, TABLE_COLUMNS.index(name)] for name in Bounds._fields]
+    return jnp.clip(jnp.stack(columns, axis=1), -_FAR, _FAR)
 
 
 def kinds_of(
@@ -43,20 +55,16 @@ def kinds_of(
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
 
-def masked_kinds(kinds: Array, bias: Array, block_q: int, block_k: int) -> Array:
-    """Kinds where what a bias ``[B or 1, H or 1, T, S]`` hides from all heads is empty."""
-    return jnp.where(shown_in_blocks(bias, block_q, block_k), kinds, EMPTY)
-
-
 def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
-    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block, ``[B or 1, I, J]``."""
+    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block to some head.
+
+    ``[B or 1, I, J]``: others are empty, whatever their kind.
+    """
     shown = (bias > -jnp.inf).any(axis=1)
     edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
     padded = jnp.pad(shown, edges)
-    q_blocks, k_blocks = (
-        x // size for x, size in zip(padded.shape[1:], (block_q, block_k), strict=True)
-    )
-    return padded.reshape(-1, q_blocks, block_q, k_blocks, block_k).any(axis=(2, 4))
+    grid = (padded.shape[1] // block_q, padded.shape[2] // block_k)
+    return padded.reshape(-1, grid[0], block_q, grid[1], block_k).any(axis=(2, 4))
 
 
 def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
@@ -69,10 +77,9 @@ def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) 
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
     near = (first_row - q_start) - (last_col - k_start)
     far = (last_row - q_start) - (first_col - k_start)
-    live = (first_row <= last_row) & (first_col <= last_col)
-    live &= (far >= lo) & (near <= hi)
+    meets = (first_row <= last_row) & (first_col <= last_col)
     inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
-    full = inside & (near >= lo) & (far <= hi)
+    live, full = meets & (far >= lo) & (near <= hi), inside & (near >= lo) & (far <= hi)
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 
@@ -80,7 +87,7 @@ def _block_min_max(numbers: Array, size: int) -> tuple[Array, Array]:
     """Smallest and largest of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
     numbers = jnp.atleast_2d(numbers)
     numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")
-    blocks = numbers.reshape(numbers.shape[0], -1, size)
+    blocks = numbers.reshape(len(numbers), -1, size)
     return blocks.min(axis=2), blocks.max(axis=2)
 
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import TILE
 from ring_core.base.capabilities import EVERYTHING
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.kernels.block_index import Bounds, item_bounds, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     QueryBlock,
     Static,
@@ -37,17 +37,13 @@ _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 b
 
 
 @dataclass(frozen=True)
-class XlaKernel:
+class XlaKernel(Kernel):
     """See the module's text."""
 
     capabilities = replace(
         EVERYTHING, name="xla", dtypes=("float64", "float32", "bfloat16", "float16"),
         fused_backward=False,
     )  # fmt: skip
-
-    def refusals(self, *_: object) -> tuple[str, ...]:
-        """None: it takes all sizes."""
-        return ()
 
     def attend_into(
         self,
@@ -58,27 +54,15 @@ class XlaKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Attend and merge into ``into``, block row by block row."""
-        sight = ScoreBlocks.of(static, rows, columns, work)
-        return sight.for_row_blocks(partial(_attend, sight), into)
+        return ScoreBlocks.of(static, rows, columns, work).for_row_blocks(_attend, into)
 
     def grads_into(
         self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Add the items' gradients to ``into``, block row by block row."""
-        sight = ScoreBlocks.of(static, rows, columns, work)
-        return sight.for_row_blocks(partial(_differentiate, sight, upstream), into)
-
-
-class Bounds(NamedTuple):
-    """An item on the device, int32 scalars."""
-
-    q_start: Array
-    q_stop: Array
-    k_start: Array
-    k_stop: Array
-    lo: Array
-    hi: Array
+        body = partial(_differentiate, upstream)
+        return ScoreBlocks.of(static, rows, columns, work).for_row_blocks(body, into)
 
 
 class Block(NamedTuple):
@@ -118,8 +102,9 @@ class ScoreBlocks:
         sight = cls(static, rows, columns, work)
         if not static.bias_masks or rows.bias is None:
             return sight
-        shown = shown_in_blocks(rows.bias, sight.block_q, sight.block_k)
-        return replace(sight, shown=shown.any(axis=0))
+        return replace(
+            sight, shown=shown_in_blocks(rows.bias, sight.block_q, sight.block_k).any(axis=0)
+        )
 
     @property
     def block_q(self) -> int:
@@ -132,19 +117,17 @@ class ScoreBlocks:
         return self._size(self.static.config.block_k, self.columns.kv.shape[2])
 
     def _size(self, wanted: int | None, length: int) -> int:
-        size = wanted or BLOCK
-        if self.work.kinds is not None:  # blocks are whole tiles
-            size = -(-size // TILE) * TILE
-        return min(size, length)
+        unit = 1 if self.work.kinds is None else TILE  # blocks of a predicate are whole tiles
+        return min(-(-(wanted or BLOCK) // unit) * unit, length)
 
-    def for_row_blocks[T](self, body: Callable[[Bounds, Array, T], T], state: T) -> T:
-        """Run ``body(bounds, i, state)`` for each item and each block ``i`` that holds its rows."""
+    def for_row_blocks[T](self, body: Callable[[ScoreBlocks, Bounds, Array, T], T], state: T) -> T:
+        """Run ``body(self, bounds, i, state)`` for each item and each block ``i`` of its rows."""
         every = item_bounds(self.work)
 
         def item(n: Array, state: T) -> T:
             bounds = Bounds(*every[n])
             start, stop = bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
-            return _loop(start, stop, partial(body, bounds), state)
+            return _loop(start, stop, partial(body, self, bounds), state)
 
         return _loop(0, len(every), item, state)
 
@@ -163,7 +146,9 @@ class ScoreBlocks:
             if self.shown is not None:
                 empty.append(~self.shown[i, j])
             run = partial(body, j)
-            return _unless(jnp.stack(empty).any(), run, state) if empty else run(state)
+            if not empty:
+                return run(state)
+            return cast("T", lax.cond(jnp.stack(empty).any(), lambda state: state, run, state))
 
         return _loop(*self._column_blocks(bounds, i), unless_empty, state)
 
@@ -180,11 +165,11 @@ class ScoreBlocks:
         self, first: Array, last: Array, start: Array, stop: Array
     ) -> tuple[Array, Array]:
         """Columns that lie in the documents of rows ``first`` to ``last``."""
-        if self.rows.cells is None or self.columns.cells is None:
+        rows, cells = self.rows.cells, self.columns.cells
+        if rows is None or cells is None:
             return start, stop
-        cells = self.columns.cells
-        low = jnp.searchsorted(cells, self.rows.cells[first], side="left").astype(jnp.int32)
-        high = jnp.searchsorted(cells, self.rows.cells[last], side="right").astype(jnp.int32)
+        low = jnp.searchsorted(cells, rows[first], side="left").astype(jnp.int32)
+        high = jnp.searchsorted(cells, rows[last], side="right").astype(jnp.int32)
         return jnp.maximum(start, low), jnp.minimum(stop, high)
 
     def row_block(self, i: Array) -> Block:
@@ -198,13 +183,11 @@ class ScoreBlocks:
     def take_rows(self, x: Array, i: Block) -> Array:
         """``[B, H, T, ...]`` at a block of rows, as ``[B, K, G, n, ...]``."""
         part = lax.dynamic_slice_in_dim(x, i.start, self.block_q, axis=2)
-        kv_heads = self.columns.kv.shape[1]
-        return part.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *part.shape[2:])
+        return part.reshape(x.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])
 
     def put_rows(self, x: Array, part: Array, i: Block) -> Array:
         """The reverse of :meth:`take_rows`."""
-        flat = part.reshape(x.shape[0], x.shape[1], *part.shape[3:])
-        return lax.dynamic_update_slice_in_dim(x, flat, i.start, axis=2)
+        return lax.dynamic_update_slice_in_dim(x, lax.collapse(part, 1, 3), i.start, axis=2)
 
     def take_columns(self, j: Block) -> tuple[Array, Array]:
         """Keys ``[B, K, m, D]`` and values ``[B, K, m, Dv]`` of a block."""
@@ -242,19 +225,16 @@ class ScoreBlocks:
             return None
         assert rows.seed is not None and rows.offsets is not None
         batch, heads = rows.q.shape[:2]
-        kv_heads = self.columns.kv.shape[1]
         b = jnp.arange(batch) + rows.offsets[0]
-        h = (jnp.arange(heads) + rows.offsets[1]).reshape(kv_heads, heads // kv_heads, 1, 1)
+        h = (jnp.arange(heads) + rows.offsets[1]).reshape(self.columns.kv.shape[1], -1, 1, 1)
         q_at, k_at = self._positions(rows.indices, self.columns.positions, i, j)
         keep = dropout_keep(p, rows.seed, b[:, None, None, None, None], h, q_at, k_at)
         return keep.astype(self.static.wide) / (1 - p)
 
     def bias_grad(self, dbias: Array, dscores: Array, i: Block, j: Block) -> Array:
         """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""
-        batch, kv_heads, group, n, m = dscores.shape
-        grad = dscores.reshape(batch, kv_heads * group, n, m)
-        axes = tuple(axis for axis in (0, 1) if dbias.shape[axis] == 1)
-        grad = grad.sum(axis=axes, keepdims=True)
+        shared = tuple(axis for axis in (0, 1) if dbias.shape[axis] == 1)
+        grad = lax.collapse(dscores, 1, 3).sum(axis=shared, keepdims=True)
         at = (_ZERO, _ZERO, i.start, j.start)
         old = lax.dynamic_slice(dbias, at, grad.shape)
         return lax.dynamic_update_slice(dbias, old + grad, at)
@@ -291,15 +271,13 @@ class ScoreBlocks:
         part = lax.dynamic_slice(
             bias, (_ZERO, _ZERO, i.start, j.start), (*bias.shape[:2], self.block_q, self.block_k)
         )
-        if bias.shape[1] == 1:
-            return part[:, :, None]
-        return part.reshape(part.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])
+        kv_heads = 1 if bias.shape[1] == 1 else self.columns.kv.shape[1]
+        return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
 
 
 def _attend(
     sight: ScoreBlocks, bounds: Bounds, number: Array, into: AttentionState
 ) -> AttentionState:
-    """Merge what one block of rows sees into the result."""
     i = sight.row_block(number)
     q = sight.take_rows(sight.rows.q, i)
     out, lse = sight.take_rows(into.out, i), sight.take_rows(into.lse, i)
@@ -312,8 +290,7 @@ def _attend(
         scores, _, visible = sight.scores(q, k, bounds, i, j)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        shrink = jnp.exp(top - safe)
-        weights = jnp.exp(scores - safe[..., None])
+        shrink, weights = jnp.exp(top - safe), jnp.exp(scores - safe[..., None])
         total = total * shrink + weights.sum(axis=-1)
         keep = sight.kept(i, j)
         weights = weights if keep is None else weights * keep
@@ -322,15 +299,13 @@ def _attend(
 
     start = (lse, seen, jnp.where(seen[..., None] > 0, out, 0.0))
     top, total, acc = sight.for_column_blocks(bounds, number, column, start)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    lse = top + jnp.log(total)
+    out, lse = acc / jnp.where(total == 0, 1.0, total)[..., None], top + jnp.log(total)
     return AttentionState(sight.put_rows(into.out, out, i), sight.put_rows(into.lse, lse, i))
 
 
 def _differentiate(
-    sight: ScoreBlocks, upstream: BackwardInputs, bounds: Bounds, number: Array, into: Grads
+    upstream: BackwardInputs, sight: ScoreBlocks, bounds: Bounds, number: Array, into: Grads
 ) -> Grads:
-    """Add the gradients of what one block of rows sees."""
     i, wide = sight.row_block(number), sight.static.wide
     q, dout = sight.take_rows(sight.rows.q, i), sight.take_rows(upstream.dout, i)
     lse, delta = sight.take_rows(upstream.lse, i), sight.take_rows(upstream.delta, i)[..., None]
@@ -346,9 +321,7 @@ def _differentiate(
         dprobs = _dot("bkgnd,bkmd->bkgnm", dout, v, wide)
         dprobs = dprobs if keep is None else dprobs * keep
         dscores = jnp.where(visible, probs * (dprobs - delta), 0.0)
-        dbias = grads.dbias
-        if dbias is not None:
-            dbias = sight.bias_grad(dbias, dscores, i, j)
+        dbias = None if grads.dbias is None else sight.bias_grad(grads.dbias, dscores, i, j)
         dscores = dscores * sight.static.scale
         if slope is not None:  # where nothing is seen it may be NaN
             dscores = jnp.where(visible, dscores * slope, 0.0)
@@ -368,10 +341,6 @@ def _differentiate(
 
 def _loop[T](start: Array | int, stop: Array | int, body: Callable[[Array, T], T], state: T) -> T:
     return cast("T", lax.fori_loop(start, stop, body, state))
-
-
-def _unless[T](skip: Array, body: Callable[[T], T], state: T) -> T:
-    return cast("T", lax.cond(skip, lambda state: state, body, state))
 
 
 def _block(number: Array, size: int, length: int) -> Block:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import RingProgram, Stage
-from ring_jax.collectives import Ranks, match_varying, varying_axes
-from ring_jax.overlap import reload_after
+from ring_core.base.arguments import not_none
+from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
@@ -93,17 +92,16 @@ class StepRunner:
     inputs: Inputs
     ring: Ranks
     side: RankView
-    axes: frozenset[Any]  # of the mesh, over which the inputs vary
 
     @classmethod
     def of(cls, static: Static, x: Inputs) -> StepRunner:
         """The loop of a call."""
         ring = Ranks(static.axis_name, static.plan.cp_size)
-        return cls(static, x, ring, RankView(static, x, ring.rank()), varying_axes(x))
+        return cls(static, x, ring, RankView(static, x, ring.rank()))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
-        """A wide accumulator."""
-        return match_varying(jnp.full(shape, fill, self.static.wide), self.axes)
+        """A wide accumulator, which varies over the axes that the inputs do."""
+        return match_varying(jnp.full(shape, fill, self.static.wide), varying_axes(self.inputs))
 
     def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
         """The identity of the merge."""
@@ -157,8 +155,7 @@ class StepRunner:
             return None
         part = step_table(self.static.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)
-        bias = self._bias(self._helpers_keys(part))
-        queries = Queries(q, self.inputs.q_ids, bias, upstream)
+        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)), upstream)
         return self.ring.move(queries, part.shift, part.helpers)
 
     def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
@@ -189,8 +186,10 @@ class StepRunner:
 
     def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
         """Add what a helper sent home."""
-        dbias = self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias)
-        return QueryGrads(grads.dq + found.dq, dbias)
+        return QueryGrads(
+            grads.dq + found.dq,
+            self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias),
+        )
 
     def _helpers_keys(self, part: StepTable) -> Array:
         """Positions of the keys that this device's queries meet at its helper's."""
@@ -199,7 +198,7 @@ class StepRunner:
     def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
         side = self.side
         if part.gathered:
-            positions = all_positions(side.plan.k_layout).reshape(-1)
+            positions = all_positions(self.static.plan.k_layout).reshape(-1)
         else:
             positions = side.key_positions(part.shift)
         queries = Queries(q, self.inputs.q_ids, self._bias(positions))
@@ -208,18 +207,15 @@ class StepRunner:
     def _theirs(
         self, part: StepTable, helping: Queries, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        side, work = self.side, self.side.helped_work(part)
-        assert work is not None
-        rows = side.rows(part, part.shift, helping)
-        return rows, side.columns(part, side.key_positions(0), own), work
+        side = self.side
+        columns = side.columns(part, side.key_positions(0), own)
+        return side.rows(part, part.shift, helping), columns, not_none(side.helped_work(part))
 
     def _bias(self, keys: Array) -> Array | None:
-        """The columns of the bias for some keys."""
         bias = self.inputs.bias
         return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
 
     def _add_bias_grad(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
-        """Add the gradient of some columns of the bias."""
         if dbias is None or part is None:
             return dbias
         return dbias + part if self._has_all_keys else dbias.at[..., keys].add(part)
@@ -239,12 +235,12 @@ def _kernel[State: (AttentionState, Grads)](
         return into
     left_out = () if name == "attend_into" else static.forward_only
     kernels = [kernel for kernel in static.kernels if kernel not in left_out]
-    calls = [partial(getattr(kernel, name), static) for kernel in kernels]
-    if len(calls) == 1:
-        return cast("State", calls[0](rows, *args, into))
-    chosen = {
-        device: call
-        for kernel, call in zip(kernels, calls, strict=True)
+    calls = {
+        device: partial(getattr(kernel, name), static)
+        for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
     }
-    return cast("State", lax.platform_dependent(rows, *args, into, **chosen))
+    if len(kernels) == 1:
+        (call, *_) = calls.values()
+        return cast("State", call(rows, *args, into))
+    return cast("State", lax.platform_dependent(rows, *args, into, **calls))

@@ -75,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """What the ``bench`` command prints and returns."""
     try:
         setting = bench.setting_of(args, _bench_jax.defaults())
         checks, found = _bench_jax.bench(_context(), setting, args.seconds)
@@ -107,7 +106,3 @@ def _context() -> type[ContextParallel]:
         "type[ContextParallel]",
         getattr(module, "ContextParallel", ContextParallel),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

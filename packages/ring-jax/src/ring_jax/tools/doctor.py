@@ -1,13 +1,7 @@
-"""``python -m ring_jax``: what can run here, and whether it is right.
-
-``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
-all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
-times a ring against one device that does all of it.
-"""
+"""``python -m ring_jax doctor``: what can run here, and whether it is right."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import traceback
@@ -21,9 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
 from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
-from ring_core.tools import doctor
-from ring_core.tools.bench import watched
-from ring_core.tools.doctor import Check
+from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention, ring_attention
 from ring_jax.records import Kernel
 from ring_jax.tools.bench import compared, out_and_grads
@@ -69,15 +61,14 @@ def diagnose() -> Diagnosis:
     found, missing = kernels()
     reports = [_report(package, kernel.capabilities) for package, kernel in found]
     able = [kernel for (_, kernel), one in zip(found, reports, strict=True) if one.available]
-    libraries = versions()
-    checks = (check for kernel in able for check in self_test(kernel))
+    libraries, checks = versions(), (check for kernel in able for check in self_test(kernel))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
         backend=jax.default_backend(),
         devices=tuple(f"{device} ({device.device_kind})" for device in devices),
         kernels=(*reports, *missing),
-        checks=tuple(watched(checks, len(doctor.RESULTS) * len(able), "check")),
+        checks=tuple(bench.watched(checks, len(doctor.RESULTS) * len(able), "check")),
     )
 
 
@@ -115,7 +106,7 @@ def _module_of(package: str) -> ModuleType | str:
         return f"cannot be imported: {error}"
 
 
-def self_test(kernel: Kernel) -> Iterator[Check]:
+def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
     """A causal ring with grouped heads over all local devices, forward and backward.
 
     It is compared with JAX's own dense attention on the same devices, which also covers platforms
@@ -156,16 +147,17 @@ def _platform() -> str:
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
-    version = jax.local_devices()[0].client.platform_version
-    return "rocm" if "rocm" in version.lower() else "cuda"
+    return "rocm" if "rocm" in jax.local_devices()[0].client.platform_version.lower() else "cuda"
 
 
 def shown(found: Diagnosis) -> str:
     """A diagnosis for people."""
-    lines = doctor.shown_versions(found.versions, found.clashes)
-    lines += ["", f"backend       {found.backend}, {len(found.devices)} local devices"]
-    lines += [f"              {device}" for device in found.devices]
-    lines += ["", "kernels"]
+    lines = [
+        *doctor.shown_versions(found.versions, found.clashes),
+        "", f"backend       {found.backend}, {len(found.devices)} local devices",
+        *(f"              {device}" for device in found.devices),
+        "", "kernels",
+    ]  # fmt: skip
     for kernel in found.kernels:
         state = "available" if kernel.available else f"no: {kernel.why}"
         lines.append(f"  {kernel.name:10}{kernel.package:14}{state}")

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, nn, numpy as jnp, tree
 
 from ring_core import Mask
 from ring_jax.collectives import match_varying, varying_axes
@@ -87,14 +85,14 @@ class Partial(NamedTuple):
 
     def with_sinks(self, sinks: Array) -> Partial:
         """Softmax mass taken by sinks ``[H]`` or ``[H, s]``, logits that yield no value."""
-        folded = jax.nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
+        folded = nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
         lse = jnp.logaddexp(self.lse, folded)
         return Partial(lse, self.means * _weight(self.lse, lse)[..., None])
 
 
 def merged(parts: Partial) -> Partial:
     """Means over the keys of all parts, which lie along a first dimension."""
-    lse = jax.nn.logsumexp(parts.lse, axis=0)
+    lse = nn.logsumexp(parts.lse, axis=0)
     return Partial(lse, (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0))
 
 
@@ -107,14 +105,13 @@ def query_means(
     is ``delta``), of ``keep * dp * slope * k`` and of ``slope * k``; then ``dq = scale * (second -
     (delta - dlse) * third)``, with ``dp = dout @ v`` and the soft cap's ``slope``.
     """
-    bias, rest = queries.bias, queries._replace(bias=None)
 
     def of_block(block: tuple[SampledKeys, Array | None]) -> Partial:
         some, columns = block
-        given = rest if columns is None else rest._replace(bias=jnp.moveaxis(columns, 0, -1))
-        return _means_of_block(rule, given, some, precision)
+        bias = None if columns is None else jnp.moveaxis(columns, 0, -1)
+        return _means_of_block(rule, queries._replace(bias=bias), some, precision)
 
-    columns = None if bias is None else jnp.moveaxis(bias, -1, 0)
+    columns = None if queries.bias is None else jnp.moveaxis(queries.bias, -1, 0)
     return merged(_in_blocks(of_block, (keys, columns)))
 
 
@@ -142,13 +139,15 @@ def key_sums(
         some, some_lse, some_delta = block
         scores = _scores(rule, some, keys, precision)
         q, dout, _, v = _finite(scores.visible, some, keys, wide)
-        rows_lse, rows_delta = (_by_head(x.astype(wide), kv_heads) for x in (some_lse, some_delta))
+        rows_lse, rows_delta = (
+            x.astype(wide).T.reshape(kv_heads, -1, len(x), 1)  # [K, G, n, 1]
+            for x in (some_lse, some_delta)
+        )
         safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
         dp = _by_pair(dout, v) * scores.keep
         ds = p * (dp - rows_delta) * scores.slope * rule.scale
-        dk = _by_key(precision.round(ds), q)
-        dv = _by_key(precision.round(p * scores.keep), dout)
+        dk, dv = _by_key(precision.round(ds), q), _by_key(precision.round(p * scores.keep), dout)
         return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
     return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
@@ -166,8 +165,7 @@ class _Scores(NamedTuple):
 def _scores(
     rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
 ) -> _Scores:
-    wide, kv_heads = precision.wide, keys.k.shape[1]
-    heads = queries.q.shape[1]
+    wide, heads, kv_heads = precision.wide, queries.q.shape[1], keys.k.shape[1]
     visible = _visible(rule.mask, queries, keys)[None, None]
     bias = None
     if queries.bias is not None:
@@ -184,8 +182,7 @@ def _scores(
     if rule.softcap is not None:
         squashed = jnp.tanh(x / rule.softcap)
         x, slope = squashed * rule.softcap, 1 - squashed * squashed
-    if bias is not None:
-        x = x + bias
+    x = x if bias is None else x + bias
     if rule.slopes is not None:
         distance = jnp.abs(queries.position[:, None] - keys.position).astype(wide)
         x = x - rule.slopes.astype(wide).reshape(kv_heads, -1, 1, 1) * distance
@@ -225,27 +222,22 @@ def _means_of_block(
     top = x.max(axis=-1, keepdims=True)
     weights = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
-    lse = _by_row((top + jnp.log(total))[..., 0])
-    p = weights / jnp.where(total == 0, 1.0, total)
-
-    def mean(weights: Array, values: Array) -> Array:
-        found = _by_query(precision.round(weights), values)
-        return found.reshape(len(found), -1, found.shape[-1])
+    lse, p = _by_row((top + jnp.log(total))[..., 0]), weights / jnp.where(total == 0, 1.0, total)
 
     if queries.dout is None:
-        return Partial(lse, mean(p * scores.keep, v))
+        return Partial(lse, _by_query(precision.round(p * scores.keep), v))
     dp = _by_pair(dout, v) * scores.keep
     delta = _by_row((p * dp).sum(axis=-1))[..., None]
-    parts = [delta, mean(p * dp * scores.slope, k), mean(p * scores.slope, k)]
-    return Partial(lse, jnp.concatenate(parts, axis=-1))
+    of_keys = (p * dp * scores.slope, p * scores.slope)
+    sums = (_by_query(precision.round(x), k) for x in of_keys)
+    return Partial(lse, jnp.concatenate([delta, *sums], axis=-1))
 
 
 def _finite(
     visible: Array, queries: SampledQueries, keys: SampledKeys, wide: Any
 ) -> tuple[Array, Array, Array, Array]:
     """``q``, ``dout`` ``[n, K, G, D]`` and ``k``, ``v``, zero where nothing is seen."""
-    n, heads, _ = queries.q.shape
-    kv_heads = keys.k.shape[1]
+    (n, heads, _), kv_heads = queries.q.shape, keys.k.shape[1]
     dout = jnp.zeros((n, heads, keys.v.shape[2]), wide) if queries.dout is None else queries.dout
     some = visible.any(axis=(0, 1))
     sees, seen = some.any(axis=1)[:, None, None], some.any(axis=0)[:, None, None]
@@ -259,9 +251,9 @@ def _finite(
 
 def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     """A function of blocks of arrays along their first dimension, all results stacked."""
-    length = len(jax.tree.leaves(arrays)[0])
+    length = len(tree.leaves(arrays)[0])
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
-    blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
+    blocks = tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
     return match_varying(lax.map(function, blocks), varying_axes(arrays))
 
 
@@ -276,8 +268,8 @@ def _by_key(weights: Array, x: Array) -> Array:
 
 
 def _by_query(weights: Array, y: Array) -> Array:
-    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, K, G, d]``."""
-    return _dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3)
+    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, H, d]``."""
+    return lax.collapse(_dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3)
 
 
 def _dot(
@@ -294,11 +286,6 @@ def _dot(
 def _weight(part: Array, total: Array) -> Array:
     """The share of a part's softmax mass; 0 where there is none."""
     return jnp.exp(part - jnp.where(total == -jnp.inf, 0.0, total))
-
-
-def _by_head(x: Array, kv_heads: int) -> Array:
-    """``[n, H]`` as ``[K, G, n, 1]``."""
-    return x.T.reshape(kv_heads, -1, len(x), 1)
 
 
 def _by_row(x: Array) -> Array:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
+from jax import debug, enable_x64, lax, numpy as jnp, numpy_rank_promotion
 
 from ring_core import WrongResultError
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
@@ -45,18 +43,13 @@ def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: A
 
     def run() -> None:
         sample = _Sample.of(static, inputs, turn.number)
-        rows = sample.own("queries")
+        b, rows = sample.batch, sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
         results: Results = {
-            "out": (out[sample.batch, rows], exact.means, plain.means.astype(out.dtype), size),
-            "lse": (
-                lse[sample.batch][:, rows].T[..., None],
-                exact.lse[..., None],
-                plain.lse[..., None],
-                jnp.ones(SAMPLES),
-            ),
-        }
+            "out": (out[b, rows], exact.means, plain.means.astype(out.dtype), size),
+            "lse": (*(x[..., None] for x in (lse[b][:, rows].T, exact.lse, plain.lse)), jnp.ones(SAMPLES)),
+        }  # fmt: skip
         sample.compare("forward", {"queries": results})
 
     turn.run(partial(_in_float64, run), lambda: None)
@@ -81,10 +74,9 @@ def check_backward(
         sample = _Sample.of(static, inputs, turn.number)
         b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
         (dout, _), (dq, dk, dv) = upstream, grads
-        wide = jnp.float64
-        lengths = jnp.linalg.norm(dout[b, rows].astype(wide), axis=-1).max(axis=-1)
+        lengths = jnp.linalg.norm(dout[b, rows].astype(jnp.float64), axis=-1).max(axis=-1)
         # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
-        lse = results[1][b].astype(wide)
+        lse = results[1][b].astype(jnp.float64)
         digits = 1 + jnp.abs(jnp.where(jnp.isfinite(lse), lse, 0))
         scale, v_long = abs(static.scale), _longest(inputs.v)
         size = scale * lengths * _largest(inputs.k) * v_long * digits[:, rows].max(axis=0)
@@ -106,7 +98,7 @@ def check_backward(
 
 
 def _in_float64(run: Callable[[], None]) -> None:
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+    with enable_x64(True), numpy_rank_promotion("allow"):
         run()
 
 
@@ -121,7 +113,6 @@ class _Sample(NamedTuple):
 
     @classmethod
     def of(cls, static: Static, x: Inputs, number: Array) -> _Sample:
-        """The sample of a call."""
         batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
         slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
         offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
@@ -133,7 +124,6 @@ class _Sample(NamedTuple):
 
     @property
     def ring(self) -> Ranks:
-        """The devices of the call."""
         return Ranks(self.static.axis_name, self.static.plan.cp_size)
 
     def of_all(self, kind: Kind) -> Array:
@@ -145,7 +135,6 @@ class _Sample(NamedTuple):
         return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
-        """Those of this rank."""
         return self.of_all(kind)[self.ring.rank()]
 
     def positions(self, kind: Kind) -> Array:
@@ -157,8 +146,7 @@ class _Sample(NamedTuple):
     def means(self, dout: Array | None) -> tuple[Partial, Partial]:
         """Of this rank's queries over all keys and sinks: exact, and by a plain implementation."""
         x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
-        rows = self.own("queries")
-        indices = self.positions("queries")
+        rows, indices = self.own("queries"), self.positions("queries")
         queries = SampledQueries(
             ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
             None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
@@ -185,13 +173,15 @@ class _Sample(NamedTuple):
         shift = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
         # Who keeps ``out`` only, takes delta from what was rounded.
         rounded = (dout * out).sum(axis=-1, keepdims=True)
-        found = []
-        for part, known in zip(self.means(upstream[0]), (None, rounded), strict=True):
-            means = part.means.astype(jnp.float64)
-            delta, second, third = jnp.split(means, [1, 1 + self.static.head_dim], axis=-1)
-            delta = (delta if known is None else known) - shift
-            found.append(self.static.scale * (second - delta * third))
-        return found[0], found[1].astype(self.inputs.q.dtype)
+        exact, plain = (
+            jnp.split(part.means.astype(jnp.float64), [1, 1 + self.static.head_dim], axis=-1)
+            for part in self.means(upstream[0])
+        )
+        found, near = (
+            self.static.scale * (second - (delta - shift) * third)
+            for delta, second, third in (exact, (rounded, *plain[1:]))
+        )
+        return found, near.astype(self.inputs.q.dtype)
 
     def key_sums(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
@@ -203,8 +193,7 @@ class _Sample(NamedTuple):
             ring.gather(x.k[b, columns], 0), ring.gather(x.v[b, columns], 0), position,
             None if x.k_ids is None else ring.gather(x.k_ids[b, columns], 0),
         )  # fmt: skip
-        indices = local_positions(plan.q_layout, ring.rank())
-        bias = None
+        indices, bias = local_positions(plan.q_layout, ring.rank()), None
         if x.bias is not None:
             bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
         queries = SampledQueries(
@@ -226,10 +215,10 @@ class _Sample(NamedTuple):
         if x.bias is None:
             return None
         mine = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
-        columns = all_positions(self.static.plan.k_layout)
-        parts = jnp.moveaxis(jnp.take(mine, columns, axis=2), 2, 0)  # [P, 4, H or 1, m]
-        came = self._all_to_all(parts)
-        return came.reshape(-1, *came.shape[2:])
+        parts = jnp.moveaxis(
+            jnp.take(mine, all_positions(self.static.plan.k_layout), axis=2), 2, 0
+        )  # [P, 4, H or 1, m]
+        return lax.collapse(self._all_to_all(parts), 0, 2)
 
     def _home(self, x: Array) -> Array:
         """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""
@@ -243,14 +232,14 @@ class _Sample(NamedTuple):
 
     def compare(self, which: str, results: dict[Kind, Results]) -> None:
         """Show the hosts of all ranks what was found; they compare and raise."""
-        arrays: list[Array] = []
-        names: list[tuple[Kind, str]] = []
-        for kind, found in results.items():
-            for name, parts in found.items():
-                names.append((kind, name))
-                arrays += [self.ring.gather(self._for_host(x)[None], 0) for x in parts]
+        names = [(kind, name) for kind, found in results.items() for name in found]
+        arrays = [
+            self.ring.gather(self._for_host(x)[None], 0)
+            for kind, name in names
+            for x in results[kind][name]
+        ]
         shapes = result_shapes(*(x.shape for x in self.inputs[:3]))
-        jax.debug.callback(
+        debug.callback(
             partial(_compare, self.static, which, shapes, names),
             self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip
@@ -269,17 +258,13 @@ def _compare(
     static: Static, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
     number: Any, batch: Any, *arrays: Any,
 ) -> None:  # fmt: skip
-    """Compare on the host.
-
-    Raises:
-        WrongResultError: A result is beyond its limit.
-    """
     picked = dict(zip(_KINDS, arrays[:2], strict=True))
     found = []
     for n, (kind, name) in enumerate(names):
         parts = [_joined(static.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
-            if (worst := SampledRows(*rows).worst(static.dtype)) is not None:
+            worst = SampledRows(*rows).worst(static.dtype)
+            if worst is not None:
                 token = int(picked[kind][rank][worst.row])
                 text = worst.describe(name, int(batch), token, shapes[name])
                 found.append(f"rank {rank}: {text}")
@@ -307,7 +292,6 @@ def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:
 
 
 def _largest(x: Array) -> Array:
-    """The largest finite number's size."""
     size = jnp.abs(x.astype(jnp.float64))
     return jnp.where(jnp.isfinite(size), size, 0).max()
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import check_size
@@ -92,8 +91,7 @@ class Turn(NamedTuple):
         words = lax.bitcast_convert_type(taken, width).astype(jnp.uint32).reshape(-1)
         weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
         total = lax.bitcast_convert_type((words * weights).sum(dtype=jnp.uint32), jnp.int32)
-        if static.axis_name is not None:
-            total = lax.psum(total, static.axis_name)
+        total = total if static.axis_name is None else lax.psum(total, static.axis_name)
         return cls(static.check, mixed(lax.bitcast_convert_type(total, jnp.uint32)))
 
     def run[T](self, checked: Callable[[], T], skipped: Callable[[], T]) -> T:

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, numpy as jnp
 
 from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
@@ -89,7 +88,7 @@ def _ring(static: Static, x: Inputs, which: Pass) -> int:
 
 
 def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> int:
-    """SampledQueries to helpers, and results back."""
+    """Queries to helpers, and results back."""
     helpers = len(step_table(static.program, stage.step).helpers)
     rows = x.q.size // x.q.shape[3]
     bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]
@@ -103,10 +102,9 @@ def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> in
 def _gather(static: Static, x: Inputs, which: Pass) -> int:
     if remote_table(static.program) is None:
         return 0
-    size, wide = static.plan.cp_size, np.dtype(static.wide).itemsize
-    if which == "forward":
-        return size * (size - 1) * _bytes(x.k, x.v, x.k_ids)
-    return size * (size - 1) * (x.k.size + x.v.size) * wide
+    grads = (x.k.size + x.v.size) * np.dtype(static.wide).itemsize
+    each = _bytes(x.k, x.v, x.k_ids) if which == "forward" else grads
+    return static.plan.cp_size * (static.plan.cp_size - 1) * each
 
 
 #: Bytes that leave all ranks together in a pass, by strategy.
@@ -115,9 +113,7 @@ _EXPECTED: dict[str, Callable[[Static, Inputs, Pass], int]] = {
 }  # fmt: skip
 
 
-def start(
-    turn: Turn, inputs: Inputs, which: Pass, *arrays: Array
-) -> tuple[Array | None, list[Array]]:
+def start(turn: Turn, inputs: Inputs, *arrays: Array) -> tuple[Array | None, list[Array]]:
     """Read the clock, then give back the arrays that a pass computes with.
 
     Returns:
@@ -125,7 +121,7 @@ def start(
     """
     if _peak(inputs) is None:
         return None, list(arrays)
-    at = turn.run(lambda: _read(f"{which} starts", turn.number), lambda: turn.number)
+    at = turn.run(lambda: _read(turn.number), lambda: turn.number)
     at, *held = lax.optimization_barrier((at, *arrays))
     return at, held
 
@@ -145,7 +141,7 @@ def check_rate(
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
-        took = jnp.maximum(_read(f"{which} ends", *sums) - at, 1)  # unsigned: it may wrap
+        took = jnp.maximum(_read(*sums) - at, 1)  # unsigned: it may wrap
         rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
         jax.debug.callback(partial(_compare, which, peak), rates)
 
@@ -158,26 +154,23 @@ def _peak(inputs: Inputs) -> float | None:
     return None if hidden else peak_tflops(jax.devices()[0].device_kind)
 
 
-def _read(what: str, *before: Array) -> Array:
-    """Microseconds of the host's clock, uint32, once some arrays are there."""
-    shape = jax.ShapeDtypeStruct((), jnp.uint32)
+def _read(*before: Array) -> Array:
+    """Microseconds of the host's clock, uint32, once some arrays are there.
+
+    To the compiler no reading is another's: each has a function of its own.
+    """
     return cast(
-        "Array", jax.pure_callback(partial(_now, what), shape, *before, vmap_method="sequential")
+        "Array",
+        jax.pure_callback(
+            lambda *_: np.uint32(time.perf_counter_ns() // 1000 % (1 << 32)),
+            jax.ShapeDtypeStruct((), jnp.uint32),
+            *before,
+            vmap_method="sequential",
+        ),
     )
 
 
-def _now(when: str, *before: Any) -> Any:
-    """To the compiler no reading is another's."""
-    del when, before
-    return np.uint32(time.perf_counter_ns() // 1000 % (1 << 32))
-
-
 def _compare(which: Pass, peak: float, rates: Any) -> None:
-    """Compare on the hosts of all ranks, which raise the same.
-
-    Raises:
-        WrongResultError: No device is so fast.
-    """
     for rank, rate in enumerate(rates):
         if rate > peak:
             raise WrongResultError(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from ring_core import (
-    Capabilities,
     KernelConfig,
     Request,
     RingProgram,
@@ -18,6 +16,7 @@ from ring_core import (
     support_matrix,
 )
 from ring_core.choose.rates import Case, default, expected
+from ring_core.choose.refusals import split_by_reasons
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
@@ -56,7 +55,16 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
         kernel = _named(config, request, program)
         times = expected(cases, request, program, [config.name], grad=request.grad)
         return Selection(kernel, (), times, has_predicate)
-    able, refused = _split_by_reasons(config, request, program, cases)
+    able, refused = split_by_reasons(
+        ((kernel, kernel.capabilities) for kernel in in_order(request.device)),
+        lambda kernel: (
+            refusals(kernel.capabilities, request, program)
+            or _unavailable_reasons(kernel, request)
+            or kernel.config_refusals(config, request, program)
+        ),
+        {name for case in cases for name, _ in case.kernels},
+        request.device,
+    )
     if not able:
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
@@ -66,30 +74,6 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
     others = [kernel.capabilities for kernel in able if kernel is not chosen]
     rejected = (*((can, (times.time(can.name),)) for can in others), *refused)
     return Selection(chosen, rejected, times, has_predicate)
-
-
-def _split_by_reasons(
-    config: KernelConfig, request: Request, program: RingProgram, cases: Sequence[Case]
-) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
-    """The kernels that can do a call, in the fixed order, and why others cannot.
-
-    Behind the first that can, those that were never timed are not asked: they would not be taken.
-    """
-    known = {name for case in cases for name, _ in case.kernels}
-    able: list[Kernel] = []
-    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
-    for kernel in in_order(request.device):
-        if able and kernel.capabilities.name not in known:
-            continue
-        reasons = refusals(kernel.capabilities, request, program) or _unavailable_reasons(
-            kernel, request
-        )
-        reasons = reasons or kernel.config_refusals(config, request, program)
-        if reasons:
-            refused.append((kernel.capabilities, reasons))
-        else:
-            able.append(kernel)
-    return able, tuple(refused)
 
 
 def timed(device: str) -> tuple[Case, ...]:

@@ -1,13 +1,22 @@
-"""Which blocks are fastest on the GPU at hand: rows of the table are tried out, one by one."""
+"""``python -m ring_jax_gpu``: tune the kernels in plain Triton for the GPU at hand.
+
+``tune FILE`` times blocks of other sizes, warps and stages for the chosen rows of the table, each
+checked against the table's own results first, and writes the table with the fastest ones to FILE,
+where all else that was tuned before stays, and so does a row that is not beaten twice.
+Set ``RING_TRITON_BLOCKS=FILE`` to use it. The kernels for Hopper have no such sizes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -15,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core import KernelConfig
-from ring_core.triton.tile_configs import Row, Table
+from ring_core.tools.bench import progress
+from ring_core.triton.tile_configs import PASSES, Row, Table, default, read, written
 from ring_jax.attention import RingAttention
 from ring_jax.records import Array
 from ring_jax_gpu.kernel import TritonKernel
@@ -26,6 +36,68 @@ Say = Callable[[str], None]
 SIZES, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 HEADS, KV_HEADS = 16, 4
 _LIMIT = 0.02  # of the norm of a result
+_DEFAULT_KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    try:
+        return _tuned(_parser().parse_args(argv))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _tuned(options: argparse.Namespace) -> int:
+    where, path = device(), Path(options.file)
+    table = read(str(path)) if path.exists() else default()  # what was tuned before stays
+    chosen = [
+        row
+        for row in table
+        if row.kernel in options.kernels and row.itemsize in options.itemsize
+        and row.head_dim in options.head_dims and row.per_score_inputs == options.per_score_inputs
+    ]  # fmt: skip
+    if not chosen:
+        raise ValueError("the table has no such rows; see --help for what can be chosen")
+    path.write_text(written(table))  # that it can be is seen now, not after minutes
+    with progress(len(chosen), "row") as bar:
+        for row in chosen:
+            print(f"{name_of(row)}, on {where}", flush=True)
+            say = print if options.verbose else lambda _: None
+            seconds = timer(table, row, options.tokens, options.rounds, say)
+            best, ratio = tuned(row, seconds)
+            print(f"  {row.blocks} -> {best.blocks}: {ratio:.2f} times as fast", flush=True)
+            table = tuple(best if x == row else x for x in table)
+            path.write_text(written(table))  # a run cut short leaves what it found
+            bar.update()
+    print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="python -m ring_jax_gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = found.add_subparsers(dest="command", required=True)
+    add = commands.add_parser(
+        "tune", help="find the fastest blocks", description=__doc__
+    ).add_argument
+    add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
+    add("--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS)
+    add("--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,))
+    add("--head-dims", nargs="+", type=int, default=(64, 128), help="of rows")
+    add("--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates")
+    add("--tokens", type=_positive, default=4096)
+    add("--rounds", type=_positive, default=5)
+    add("--verbose", action="store_true", help="a line for each that was tried")
+    return found
 
 
 def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
@@ -69,7 +141,10 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
         except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
             say(f"{_described(new)}: {str(error).strip().splitlines()[0][:90]}")
             return math.inf
-        distance = max(_distance(x, y) for x, y in zip(found, known, strict=True))
+        distance = max(
+            float(np.linalg.norm(x - y)) / max(float(np.linalg.norm(y)), 1e-30)
+            for x, y in zip(found, known, strict=True)
+        )
         if not distance <= _LIMIT:
             say(f"{_described(new)}: wrong by {distance:.3g} of the norm")
             return math.inf
@@ -81,33 +156,23 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
 
 def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]]:
-    """A compiled call of the kernel that a row is for: the forward, or a backward."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, heads, row.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (
         jax.random.normal(key, shape).astype("bfloat16" if row.itemsize == 2 else "float32")
         for key, shape in zip(keys[:4], shapes, strict=True)
     )
-    shape = (1, 1, tokens, tokens)
-    bias = jax.random.normal(keys[4], shape) if row.kernel == "bwd_dbias" else None
+    has_bias = row.kernel == "bwd_dbias"
+    bias = jax.random.normal(keys[4], (1, 1, tokens, tokens)) if has_bias else None
     options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
-    fused = True if row.kernel == "bwd_fused" else None
-    attention = RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),))
+    kernel = KernelConfig("triton", fused_backward=row.kernel == "bwd_fused" or None)
+    attention = partial(
+        RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),)), axis_name=None,
+        causal=True, kernel=kernel, **options,
+    )  # fmt: skip
 
     def attend(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-        return cast(
-            "Array",
-            attention(
-                q,
-                k,
-                v,
-                axis_name=None,
-                causal=True,
-                bias=bias,
-                kernel=KernelConfig("triton", fused_backward=fused),
-                **options,
-            ),
-        )
+        return attention(q, k, v, bias=bias)
 
     if row.kernel == "fwd":
         forward = jax.jit(attend)
@@ -124,10 +189,6 @@ def _seconds(run: Callable[[], Any], rounds: int) -> float:
         jax.block_until_ready([run() for _ in range(4)])
         took.append((time.perf_counter() - start) / 4)
     return sorted(took)[rounds // 2]
-
-
-def _distance(found: Any, known: Any) -> float:
-    return float(np.linalg.norm(found - known) / max(float(np.linalg.norm(known)), 1e-30))
 
 
 def _described(row: Row) -> str:

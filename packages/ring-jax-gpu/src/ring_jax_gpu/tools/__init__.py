@@ -1,4 +1,0 @@
-"""The command line and the autotuner of tile sizes.
-
-May import all of the package.
-"""
