@@ -5,6 +5,7 @@ slice of K/V under which band. A strategy orders it in time (:class:`RingProgram
 :class:`GatherProgram`), and backends execute that.
 """
 
+from ring_core.base.arguments import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
 from ring_core.base.capabilities import (
     Capabilities as Capabilities,
     KernelConfig as KernelConfig,
@@ -21,7 +22,6 @@ from ring_core.base.strategy import (
     StrategyConfig as StrategyConfig,
     StrategyName as StrategyName,
 )
-from ring_core.base.tiles import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
 from ring_core.choose.balance import balance_chunks as balance_chunks
 from ring_core.choose.refusals import (
     refusals as refusals,
@@ -49,11 +49,12 @@ from ring_core.programs.gather import (
     gather_refusals as gather_refusals,
     longest_gather as longest_gather,
 )
-from ring_core.programs.ring import RingProgram as RingProgram, ring_program as ring_program
-from ring_core.programs.steps import HELP_PIECES as HELP_PIECES, Stage as Stage, Step as Step
-from ring_core.programs.table import (
+from ring_core.programs.ring import (
     TABLE_COLUMNS as TABLE_COLUMNS,
     TABLE_UNBOUNDED as TABLE_UNBOUNDED,
+    RingProgram as RingProgram,
+    ring_program as ring_program,
 )
+from ring_core.programs.steps import HELP_PIECES as HELP_PIECES, Stage as Stage, Step as Step
 
 __version__ = "0.1.0"

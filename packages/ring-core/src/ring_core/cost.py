@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_kind, check_rate, check_size, check_text
+from ring_core.base.arguments import Floats, check_kind, check_rate, check_size, check_text
 from ring_core.base.strategy import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
@@ -204,13 +203,14 @@ def estimate(
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        sizes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, longest * rate, sizes, hardware))
-    compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
+        passes.append(
+            _run(program.backward, longest * rate, _backward_bytes(plan, model), hardware)
+        )
+    compute_s, time_s, bytes_sent, messages = map(sum, zip(*passes, strict=True))
     return Cost(
         flops=flops,
-        bytes_sent=sum(p.bytes_sent for p in passes),
-        messages=sum(p.messages for p in passes),
+        bytes_sent=bytes_sent,
+        messages=messages,
         active_steps=program.num_steps,
         imbalance=program.imbalance,
         memory_bytes=_memory(program, model, backward),
@@ -278,26 +278,25 @@ class _Bytes(NamedTuple):
     results: int
 
 
-class _Pass(NamedTuple):
-    compute_s: float
-    time_s: float
-    bytes_sent: int
-    messages: int
-
-
 def _forward_bytes(plan: Plan, model: Model) -> _Bytes:
     rows, kv = _rows(plan, model)
-    q = rows * model.head_dim * model.bytes_per_element
-    out_and_lse = rows * (model.value_dim + 1) * _FLOAT32
-    return _Bytes(kv * model.bytes_per_element, 0, q, out_and_lse)
+    return _Bytes(
+        kv=kv * model.bytes_per_element,
+        grad=0,
+        ship=rows * model.head_dim * model.bytes_per_element,
+        results=rows * (model.value_dim + 1) * _FLOAT32,
+    )
 
 
 def _backward_bytes(plan: Plan, model: Model) -> _Bytes:
     rows, kv = _rows(plan, model)
-    q_and_dout = rows * (model.head_dim + model.value_dim) * model.bytes_per_element
-    lse_and_delta = rows * 2 * _FLOAT32
-    dq = rows * model.head_dim * _FLOAT32
-    return _Bytes(kv * model.bytes_per_element, kv * _FLOAT32, q_and_dout + lse_and_delta, dq)
+    q_and_dout = (model.head_dim + model.value_dim) * model.bytes_per_element
+    return _Bytes(
+        kv=kv * model.bytes_per_element,
+        grad=kv * _FLOAT32,
+        ship=rows * (q_and_dout + 2 * _FLOAT32),  # lse and delta, too
+        results=rows * model.head_dim * _FLOAT32,
+    )
 
 
 def _rows(plan: Plan, model: Model) -> tuple[int, int]:
@@ -309,13 +308,14 @@ def _rows(plan: Plan, model: Model) -> tuple[int, int]:
 
 def _run(
     stages: Sequence[Stage],
-    step_s: npt.NDArray[np.floating[Any]],
+    step_s: Floats,
     sizes: _Bytes,
     hardware: Hardware,
-) -> _Pass:
-    """One pass; ``step_s [num_steps]`` is what the slowest rank computes in each step.
+) -> tuple[float, float, int, int]:
+    """``(compute_s, time_s, bytes_sent, messages)`` of a pass.
 
-    Slot ``n + 1`` is stage ``n``; slots before the first and after the last compute nothing.
+    ``step_s [num_steps]`` is what the slowest rank computes in each step. Slot ``n + 1`` is stage
+    ``n``; slots before the first and after the last compute nothing.
     """
     kv = np.array([s.kv_hop is not None for s in stages])
     grad = np.array([s.grad_hop is not None for s in stages])
@@ -332,8 +332,8 @@ def _run(
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
-    time_s = np.maximum(compute, moved).sum()
-    return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
+    time_s = float(np.maximum(compute, moved).sum())
+    return float(compute.sum()), time_s, round(sent.sum()), round(messages.sum())
 
 
 def _memory(program: RingProgram, model: Model, backward: bool) -> int:

@@ -14,7 +14,6 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 RingStrategy = Literal["ring", "balanced"]  # those that go round in steps
 RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 
-_NAMES_OF: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())  # that mean something for it
 _LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
 
 
@@ -25,10 +24,12 @@ def takes_layout(strategy: str, layout: object) -> bool:
 
 def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStrategy]]:
     """The layouts, and strategies of a ring, that go together."""
-    for layout in layouts:
-        for strategy in RING_STRATEGIES:
-            if takes_layout(strategy, layout):
-                yield layout, strategy
+    return (
+        (layout, strategy)
+        for layout in layouts
+        for strategy in RING_STRATEGIES
+        if takes_layout(strategy, layout)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,9 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         check_choice("strategy name", self.name, ("auto", *STRATEGIES))
-        known = ("name", *_NAMES_OF.get(self.name, ()))
-        for field in fields(self):
+        for field in fields(self)[1:]:  # no strategy has one of them yet
             given = getattr(self, field.name)
-            is_default = type(given) is type(field.default) and given == field.default
-            if field.name not in known and not is_default:
+            if type(given) is not type(field.default) or given != field.default:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
 
     @property

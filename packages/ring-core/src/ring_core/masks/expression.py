@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ring_core.base.arguments import Ints
 from ring_core.masks.mask import Mask
 
 #: ``"q"``, ``"k"``, a number, or an operator's name and its arguments.
@@ -67,7 +67,7 @@ def expression_of(
     return rule.expression if np.all(same) else None
 
 
-def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
+def _some(span: tuple[int, int]) -> Ints:
     """Positions of a span: its ends, and others at random."""
     found = np.random.default_rng(0).integers(*span, _SAMPLED)
     found[:2], found[-2:] = span[0], span[1] - 1

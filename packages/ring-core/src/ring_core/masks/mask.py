@@ -12,18 +12,17 @@ says so::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import SIZE_LIMIT, as_positions, is_integer
+from ring_core.base.arguments import SIZE_LIMIT, Bools, Ints, as_positions, is_integer
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Window = tuple[int | None, int | None]
 
 
@@ -61,9 +60,12 @@ class Mask:
             )
         store = object.__setattr__  # the dataclass is frozen
         store(self, "causal", bool(self.causal))
-        store(self, "window", _checked_window(self.window))
-        store(self, "chunk_size", _checked_chunk_size(self.chunk_size))
-        store(self, "cu_seqlens", _checked_cu_seqlens(self.cu_seqlens))
+        for name, checked in (
+            ("window", _checked_window), ("chunk_size", _checked_chunk_size),
+            ("cu_seqlens", _checked_cu_seqlens),
+        ):  # fmt: skip
+            given = getattr(self, name)
+            store(self, name, None if given is None else checked(given))
         parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
         try:
             store(self, "_hash", hash(parts))
@@ -84,9 +86,8 @@ class Mask:
     @cached_property
     def document_offsets(self) -> Ints | None:
         """``cu_seqlens`` as an array without empty documents."""
-        if self.cu_seqlens is None:
-            return None
-        return np.unique(np.asarray(self.cu_seqlens, dtype=np.int64))
+        given = self.cu_seqlens
+        return None if given is None else np.unique(np.asarray(given, dtype=np.int64))
 
     def boundaries(self, start: int, stop: int) -> Ints | None:
         """Ascending positions that cut ``[start, stop)`` into cells no query sees beyond.
@@ -96,8 +97,8 @@ class Mask:
         """
         cuts = []
         if self.chunk_size is not None:
-            first = start // self.chunk_size * self.chunk_size
-            cuts.append(np.arange(first, stop + self.chunk_size, self.chunk_size, dtype=np.int64))
+            size = self.chunk_size
+            cuts.append(np.arange(start // size * size, stop + size, size, dtype=np.int64))
         if self.document_offsets is not None:
             cuts.append(self.document_offsets)
         return np.unique(np.concatenate(cuts)) if cuts else None
@@ -118,10 +119,7 @@ class Mask:
             parts.append(q_pos // self.chunk_size == k_pos // self.chunk_size)
         if self.predicate is not None:
             parts.append(self.predicate(q_pos, k_pos))
-        visible: Any = True
-        for part in parts:
-            visible = part if visible is True else visible & part
-        return visible
+        return reduce(operator.and_, parts) if parts else True
 
     def dense(self, q_pos: npt.ArrayLike, k_pos: npt.ArrayLike) -> Bools:
         """Boolean ``[len(q_pos), len(k_pos)]``: which query sees which key."""
@@ -129,8 +127,7 @@ class Mask:
         visible = np.ones((q.size, k.size), dtype=bool)
         visible &= np.asarray(self.rule(q[:, None], k[None, :]), dtype=bool)
         if self.document_offsets is not None:
-            offsets = self.document_offsets
-            q_doc, k_doc = (np.searchsorted(offsets, x, side="right") for x in (q, k))
+            q_doc, k_doc = (np.searchsorted(self.document_offsets, x, side="right") for x in (q, k))
             visible &= q_doc[:, None] == k_doc[None, :]
         return visible
 
@@ -140,8 +137,8 @@ class Mask:
         words += [f"window={self.window}"] if self.window is not None else []
         words += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
         words += [f"{len(self.cu_seqlens) - 1} documents"] if self.cu_seqlens is not None else []
-        if self.predicate is not None:
-            words.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
+        name = getattr(self.predicate, "__name__", "function")
+        words += [f"predicate={name}"] if self.predicate is not None else []
         return ", ".join(words) or "full"
 
 
@@ -164,9 +161,7 @@ def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
         )
 
 
-def _checked_window(window: Any) -> Window | None:
-    if window is None:
-        return None
+def _checked_window(window: Any) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
             f"window must be a pair (left, right), each a number of keys besides the query's own or "
@@ -183,9 +178,7 @@ def _checked_window(window: Any) -> Window | None:
     return left, right
 
 
-def _checked_chunk_size(chunk_size: Any) -> int | None:
-    if chunk_size is None:
-        return None
+def _checked_chunk_size(chunk_size: Any) -> int:
     if not is_integer(chunk_size) or not 1 <= chunk_size < SIZE_LIMIT:
         raise ValueError(
             f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
@@ -193,9 +186,7 @@ def _checked_chunk_size(chunk_size: Any) -> int | None:
     return int(chunk_size)
 
 
-def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
-    if cu_seqlens is None:
-        return None
+def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
     try:
         offsets = np.asarray(cu_seqlens)
     except (TypeError, RuntimeError) as error:
@@ -220,3 +211,82 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
             f"{int(offsets[at])}"
         )
     return tuple(offsets.tolist())
+
+
+def mask_of(
+    *,
+    causal: bool,
+    window: Window | None,
+    chunk_size: int | None,
+    cu_seqlens: Sequence[int] | None,
+) -> Mask:
+    """:class:`Mask` of these options, which may be changed in place between calls.
+
+    Tuples of integers cannot, and are known again by their identity; arrays and lists by what they
+    hold.
+
+    Raises:
+        ValueError: An option is malformed.
+    """
+    sides = tuple(window) if isinstance(window, tuple | list) else (window,)
+    # Equal options of unlike types are not the same, 1 is no flag: so types are part of the key.
+    types = (type(causal), type(window), type(chunk_size), *map(type, sides))
+    options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
+    try:
+        if type(cu_seqlens) is tuple:
+            return _of_ints(options, types, _Same(cu_seqlens))
+        return _of_array(options, types, _Array.of(cu_seqlens))
+    except (TypeError, ValueError, RuntimeError):  # malformed, or of no kind that can be a key
+        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
+
+class _Same:
+    """A key that is equal to that of the same object alone, which it keeps."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+class _Array(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    values: bytes
+
+    @classmethod
+    def of(cls, values: Any) -> _Array | None:
+        """Of an array of any framework that lies on the host, or a list; ``None`` of none.
+
+        Raises:
+            TypeError: Not integers, or not on the host.
+        """
+        if values is None:
+            return None
+        array = np.asarray(values)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"not integers: {array.dtype}")
+        return cls(array.dtype.str, array.shape, array.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _of_ints(options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Same) -> Mask:
+    if not all(type(offset) is int for offset in offsets.value):
+        raise TypeError("what is inside may change in place")
+    return Mask(*options, offsets.value)
+
+
+@lru_cache(maxsize=256)
+def _of_array(
+    options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Array | None
+) -> Mask:
+    documents: Any = None
+    if offsets is not None:
+        documents = np.frombuffer(offsets.values, offsets.dtype).reshape(offsets.shape)
+    return Mask(*options, documents)

@@ -9,11 +9,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.tiles import TILE
+from ring_core.base.arguments import TILE, Ints
 from ring_core.masks.band import UNBOUNDED, Rectangles, trim
 from ring_core.masks.mask import Window
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +134,7 @@ class WorkItem:
             int(np.searchsorted(self.cu_q, last, side="left")) + 1,
         )
         cu_q, cu_k = self.cu_q[documents], self.cu_k[documents]
-        columns = int(cu_k[0]), int(cu_k[-1])
-        part = self._part(corner, first, last, *columns, trimmed=cu_q.size == 2)
+        part = self._part(corner, first, last, int(cu_k[0]), int(cu_k[-1]), trimmed=cu_q.size == 2)
         if part is None or cu_q.size == 2:
             return part
         return replace(part, cu_q=np.clip(cu_q, first, last) - first, cu_k=cu_k - cu_k[0])
@@ -155,9 +152,10 @@ class WorkItem:
         if q0 >= q1:
             return None
         q, k = corner
-        band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi
-        ranks = self.q_rank, self.kv_rank, self.out_rank
-        return WorkItem(*ranks, q + q0, q + q1, k + k0, k + k1, *band)
+        return WorkItem(
+            self.q_rank, self.kv_rank, self.out_rank, q + q0, q + q1, k + k0, k + k1,
+            None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi,
+        )  # fmt: skip
 
     def cut(self, pieces: int) -> tuple[WorkItem, ...]:
         """The item in at most ``pieces`` pieces of rows, each over the columns that it sees.

@@ -9,18 +9,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_kind, check_size, not_none
-from ring_core.base.tiles import TILE
+from ring_core.base.arguments import TILE, Ints, check_index, check_kind, check_size, not_none
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry, RectangleTable
 from ring_core.plan.items import WorkItem
-from ring_core.plan.tile_mask import BlockGeometry
-
-Ints = npt.NDArray[np.int64]
+from ring_core.plan.tile_mask import BlockGeometry, Geometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +32,7 @@ class Plan:
     kv_seq_len: int
     q_layout: Layout
     k_layout: Layout
-    geometry: BandGeometry | BlockGeometry = field(repr=False)
+    geometry: Geometry = field(repr=False)
     _items: dict[tuple[int, int], tuple[WorkItem, ...]] = field(repr=False, default_factory=dict)
 
     @property
@@ -80,10 +76,9 @@ class Plan:
     def k_runs(self) -> list[tuple[Run, int]]:
         """All runs of keys by position, with their ranks: equal pieces of the sequence."""
         layout = self.k_layout
-        starts = layout.run_positions(np.arange(self.cp_size)).tolist()
         runs = [
             (Run(local, layout.run_length, start, layout.stride), rank)
-            for rank, row in enumerate(starts)
+            for rank, row in enumerate(layout.run_positions(np.arange(self.cp_size)).tolist())
             for local, start in zip(layout.run_starts, row, strict=True)
         ]
         return sorted(runs, key=lambda each: each[0].global_start)
@@ -105,8 +100,7 @@ class Plan:
         self, rows: RectangleTable, at: int, q_rank: int, kv_rank: int
     ) -> tuple[WorkItem, ...]:
         """The rectangles of a pair of ranks, ``rows[at]``, as work items."""
-        columns = (*rows.rect, rows.doc_start, rows.doc_stop)
-        table = zip(*(x[at].tolist() for x in columns), strict=True)
+        table = zip(*(x[at].tolist() for x in (*rows.rect, *rows[1:])), strict=True)
         return tuple(self._work_item(q_rank, kv_rank, row) for row in table if row[1] > row[0])
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:
@@ -120,10 +114,10 @@ class Plan:
             q_tiles = slice(q_start // TILE, -(-q_stop // TILE))
             k_tiles = slice(k_start // TILE, -(-k_stop // TILE))
             options["tiles"] = self.blocks.kinds[q_rank, kv_rank, q_tiles, k_tiles]
-        bounds = (None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
         return WorkItem(
-            q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop, *bounds, **options
-        )
+            q_rank, kv_rank, q_rank, q_start, q_stop, k_start, k_stop,
+            None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, **options,
+        )  # fmt: skip
 
 
 def make_plan(
@@ -172,5 +166,5 @@ def _make_plan(
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
     check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
-    sides = q_layout, k_layout
-    return Plan(mask, seq_len, cp_size, keys, *sides, kind(mask, *sides, keys - seq_len))
+    geometry = kind(mask, q_layout, k_layout, keys - seq_len)
+    return Plan(mask, seq_len, cp_size, keys, q_layout, k_layout, geometry)

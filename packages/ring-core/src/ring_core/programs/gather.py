@@ -13,18 +13,14 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_kind, not_none
+from ring_core.base.arguments import Ints, check_index, check_kind, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.intervals import Interval, union
-from ring_core.programs.own_key_rows import split_own_key_rows
-
-Ints = npt.NDArray[np.int64]
+from ring_core.programs.own_key_rows import Interval, split_own_key_rows, union
 
 _KEPT = 1024  # programs
 
@@ -99,12 +95,11 @@ class GatherProgram:
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
     """Why a plan cannot run over gathered keys; empty if it can."""
-    reasons = []
-    if plan.q_layout.stride > 1:
-        reasons.append(f"layout {plan.q_layout.name!r} assigns tokens one by one")
-    if plan.blocks is not None:
-        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
-    return tuple(reasons)
+    reasons = {
+        f"layout {plan.q_layout.name!r} assigns tokens one by one": plan.q_layout.stride > 1,
+        "a predicate mask is planned in tiles of each rank's own keys": plan.blocks is not None,
+    }
+    return tuple(reason for reason, applies in reasons.items() if applies)
 
 
 def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
@@ -120,9 +115,8 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
         itemsize: Bytes of a number of the inputs.
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
-    longest = longest_gather(plan).length
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
-    return (longest + keys) * kv_width * (itemsize + 4) / ring
+    return (longest_gather(plan).length + keys) * kv_width * (itemsize + 4) / ring
 
 
 def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
@@ -142,13 +136,14 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
-    runs = plan.k_runs
     fetches: list[Fetch] = []
     waits_for: list[int] = []
     done: list[Interval] = []
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
-        needed = [one for span in _subtract(columns, done) for one in _fetches(runs, spans, span)]
+        needed = [
+            one for span in _subtract(columns, done) for one in _fetches(plan.k_runs, spans, span)
+        ]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
@@ -188,19 +183,20 @@ def _needed(
     plan: Plan, rank: int, *, own: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    whole = Interval(0, plan.kv_seq_len)
     mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in _subtract(whole, mine) for item in _items(plan, rank, span)]
-    in_place: list[WorkItem] = []
-    if own:
-        items, in_place = split_own_key_rows(plan, rank, items)
+    items = [
+        item
+        for span in _subtract(Interval(0, plan.kv_seq_len), mine)
+        for item in _items(plan, rank, span)
+    ]
+    items, in_place = split_own_key_rows(plan, rank, items) if own else (items, [])
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     """A rank's queries against some neighbouring keys; columns are positions."""
-    layout = Layout("contiguous", plan.kv_seq_len, 1)
-    geometry = BandGeometry(plan.mask, plan.q_layout, layout, plan.q_offset)
+    keys = Layout("contiguous", plan.kv_seq_len, 1)
+    geometry = BandGeometry(plan.mask, plan.q_layout, keys, plan.q_offset)
     rows = geometry.rows_between(rank, *span)
     for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
@@ -209,9 +205,11 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
             cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
             cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
             cu_k = np.clip(cuts, k_start, k_stop) - k_start
-        band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi
         if q_stop > q_start:
-            yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
+            yield WorkItem(
+                rank, rank, rank, q_start, q_stop, k_start, k_stop,
+                None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
+            )  # fmt: skip
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:

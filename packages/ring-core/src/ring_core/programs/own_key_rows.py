@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.tiles import TILE
+from ring_core.base.arguments import TILE, Ints
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.intervals import Interval, union
+
+
+class Interval(NamedTuple):
+    """Neighbours: whole numbers from ``start`` up to, but not including, ``stop``."""
+
+    start: int
+    stop: int
+
+    def within(self, other: Interval) -> Interval:
+        """The part of it inside another; of no length if there is none."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """Spans in order, those that touch or overlap as one."""
+    union: list[Interval] = []
+    for span in sorted(spans):
+        if union and span.start <= union[-1].stop:
+            union[-1] = Interval(union[-1].start, max(span.stop, union[-1].stop))
+        else:
+            union.append(span)
+    return union
 
 
 class OwnKeySpan(NamedTuple):
@@ -44,8 +65,11 @@ def split_own_key_rows(
         in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         rest += [side for side in sides if side is not None]
-    left = union(Interval(item.k_start, item.k_stop) for item in rest)
-    parts = (span.within(Interval(own.start, own.stop)) for own in spans for span in left)
+    parts = (
+        span.within(Interval(own.start, own.stop))
+        for span in union(Interval(item.k_start, item.k_stop) for item in rest)
+        for own in spans
+    )
     needed = sum(part.stop - part.start for part in parts)
     return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
 
@@ -81,7 +105,7 @@ def _inside(item: WorkItem, own: OwnKeySpan, tile: int) -> WorkItem | None:
     return part if inside else None
 
 
-def _cuts(item: WorkItem, tile: int) -> npt.NDArray[np.int64]:
+def _cuts(item: WorkItem, tile: int) -> Ints:
     """Where the rows of an item may be cut.
 
     Between documents, as a cut one would need a launch of its own; else between tiles, in which

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_index, check_kind, not_none
+from ring_core.base.arguments import Ints, check_choice, check_index, check_kind, not_none
 from ring_core.base.errors import UnsupportedError
 from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
+from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.items import WorkItem
 from ring_core.plan.plan import Plan
 from ring_core.programs.steps import (
@@ -19,13 +22,65 @@ from ring_core.programs.steps import (
     Stage,
     Step,
     active_steps,
-    backward_stages,
-    forward_stages,
     step_rows,
 )
-from ring_core.programs.table import ItemCounts, Table, count_items, live_first, table_of
 
-Ints = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
+
+TABLE_COLUMNS = (
+    "q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi", "doc_start", "doc_stop",
+)  # fmt: skip
+TABLE_UNBOUNDED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ItemCounts:
+    """What a kernel must be able to do to run every item of a program, as numbers of items.
+
+    Attributes:
+        full: Items that show their whole rectangle.
+        causal: Square items that show ``i >= j``.
+        banded: Items with any other band.
+        several_documents: Items that span several documents or chunks.
+    """
+
+    full: int
+    causal: int
+    banded: int
+    several_documents: int
+
+
+def count_items(every: Iterable[Table]) -> ItemCounts:
+    """Which kinds of items tables have."""
+    counts = np.zeros(4, dtype=np.int64)
+    for table in every:
+        rows = table.reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
+        q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
+        live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
+        no_hi = hi == TABLE_UNBOUNDED
+        full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
+        counts += [
+            x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
+        ]
+    return ItemCounts(*counts.tolist())
+
+
+def table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
+    """Rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
+    rect = rows.rect
+    zero = np.zeros_like(rect.lo)
+    bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
+    ranks = [x[:, None] + zero for x in (q_rank, kv_rank, q_rank)]
+    columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], *rows[1:]]
+    return np.stack(columns, axis=-1).astype(np.int32)
+
+
+def live_first(table: Table) -> Table:
+    """Live rows of each rank first, as many as the busiest rank has: one at least."""
+    live = table[..., 4] > table[..., 3]
+    order = np.argsort(~live, axis=1, kind="stable")[..., None]
+    width = max(1, int(live.sum(axis=1).max()))
+    return np.take_along_axis(np.where(live[..., None], table, 0), order, axis=1)[:, :width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +110,23 @@ class RingProgram:
 
     @cached_property
     def forward(self) -> tuple[Stage, ...]:
-        """The stages of the forward pass."""
-        return forward_stages(self.steps)
+        """The stages of the forward pass; the last one moves nothing."""
+        hops = [*(b.shift - a.shift for a, b in pairwise(self.steps)), None]
+        return tuple(
+            Stage(step=n, kv_hop=hop, helps=step.helps != "none")
+            for n, (step, hop) in enumerate(zip(self.steps, hops, strict=True))
+        )
 
     @cached_property
     def backward(self) -> tuple[Stage, ...]:
-        """The stages of the backward pass."""
-        return backward_stages(self.steps)
+        """The stages of the backward pass; the own block, run last, needs no K/V from afar."""
+        hops = [None, *(a.shift - b.shift for a, b in pairwise(self.steps))]
+        return tuple(
+            Stage(
+                n, hops[n] if n > 1 else None, grad_hop=hops[n], helps=self.steps[n].helps != "none"
+            )
+            for n in reversed(range(self.num_steps))
+        )
 
     def items(self, rank: int, step: int) -> tuple[WorkItem, ...]:
         """What a rank computes in a step (an index into ``steps``)."""

@@ -13,16 +13,16 @@ and hides the last hop of dK/dV home::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from ring_core.base.arguments import Ints
 from ring_core.base.strategy import RingStrategy
-from ring_core.plan.geometry import Geometry, RectangleTable
+from ring_core.plan.geometry import RectangleTable
+from ring_core.plan.tile_mask import Geometry
 
 HELP_PIECES = 4
 
@@ -49,25 +49,6 @@ class Stage:
     helps: bool = False
 
 
-def forward_stages(steps: Sequence[Step]) -> tuple[Stage, ...]:
-    """Stages of the forward pass; the last one moves nothing."""
-    hops = [*(b.shift - a.shift for a, b in pairwise(steps)), None]
-    return tuple(
-        Stage(step=n, kv_hop=hop, helps=step.helps != "none")
-        for n, (step, hop) in enumerate(zip(steps, hops, strict=True))
-    )
-
-
-def backward_stages(steps: Sequence[Step]) -> tuple[Stage, ...]:
-    """Stages of the backward pass; the own block, run last, needs no K/V from afar."""
-    hops = [None, *(a.shift - b.shift for a, b in pairwise(steps))]
-    return tuple(
-        Stage(n, hops[n] if n > 1 else None, grad_hop=hops[n], helps=steps[n].helps != "none")
-        for n in reversed(range(len(steps)))
-    )
-
-
-Ints = npt.NDArray[np.int64]
 Help = Literal["none", "mirror", "half"]
 _PAIRS_AT_ONCE = 1 << 15
 
@@ -115,7 +96,6 @@ def step_rows(
 
 
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
-    """Every rank computes for its own queries alone."""
     ranks = np.arange(cp_size)
     for shifts in _chunks(ranks, cp_size * num_runs**2):
         pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)

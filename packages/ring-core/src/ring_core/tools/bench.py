@@ -167,7 +167,6 @@ def timings(
 
 
 def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
-    """Of the ``n``-th pass."""
     one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
     return Timing(what, one, ring, checked, work_fraction)
 
@@ -190,7 +189,6 @@ class _Lines:
     done: int = 0
 
     def update(self) -> None:
-        """Another one is done."""
         self.done += 1
         sys.stderr.write(f"{self.unit} {self.done} of at most {self.total}\n")
 
@@ -223,8 +221,10 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
     for timing in found:
         one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
-        words = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
-        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({words})")
+        lines.append(
+            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds)"
+        )
     cost = found[-1].check_cost
     lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

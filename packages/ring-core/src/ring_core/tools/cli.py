@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--color", choices=("auto", "always", "never"), default="auto")
     add("--advise", action="store_true", help="what every layout would cost")
     for option, default in MODEL_OPTIONS.items():
-        flag, words = f"--{option.replace('_', '-')}", f"to advise on; default {default}"
-        add(flag, type=int, metavar="N", help=words)
+        flag = f"--{option.replace('_', '-')}"
+        add(flag, type=int, metavar="N", help=f"to advise on; default {default}")
     add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
     report = commands.add_parser("doctor", help="show versions, and test what is installed")
     report.add_argument("--json", action="store_true", help="for programs")
@@ -71,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(*, as_json: bool) -> int:
-    """What the ``doctor`` command prints and returns."""
     found = doctor.diagnose()
     facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
     print(json.dumps(facts, indent=2) if as_json else doctor.shown(found))
@@ -79,7 +78,6 @@ def _doctor(*, as_json: bool) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """What the ``plan`` command prints."""
     named = args.layout not in (None, "all")
     ranks = [_integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
@@ -139,30 +137,29 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
     )
     rows: list[tuple[str, ...]] = []
     found: list[ValueError] = []
-    pairs = tuple(pairs_of(ALL_LAYOUTS))
-    for layout, strategy in pairs:
+    for layout, strategy in pairs_of(ALL_LAYOUTS):
         try:
             program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
             found.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
-        helped = sum(step.helps != "none" for step in program.steps)
         rows.append((
             f"{layout}/{strategy}", f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}", str(helped),
+            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}",
+            str(sum(step.helps != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip
-    if len(found) == len(pairs):
+    if len(found) == len(rows):
         raise found[0]
     return _table(header, rows)
 
 
 def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
     """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
-    given = {name: getattr(args, name) for name in MODEL_OPTIONS}
     heads, kv_heads, head_dim = (
-        MODEL_OPTIONS[name] if value is None else value for name, value in given.items()
+        default if getattr(args, name) is None else getattr(args, name)
+        for name, default in MODEL_OPTIONS.items()
     )
     device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     model = Model(heads, kv_heads, head_dim)
@@ -170,12 +167,9 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
     costs = {n: compare(mask, **sizes, cp_size=n, model=model, hardware=device) for n in ranks}
     if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
         raise ValueError(next(iter(costs[ranks[0]].values())))
-    words = (
-        f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}, "
-        f"bfloat16; forward and backward"
-    )
     parts = [
-        f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_pairs)}"
+        f"{args.seq_len} tokens over {n} ranks, mask: {mask.describe()}; {heads} query and {kv_heads} "
+        f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_pairs)}"
         for n, of_pairs in costs.items()
     ]
     if args.png and draw:
@@ -198,10 +192,11 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
     if isinstance(cost, str):
         return (cost,)
-    times = (f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s))
-    sent, memory = (f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes))
-    steps = (f"{cost.imbalance:.3f}", str(cost.active_steps), str(cost.messages))
-    return (*times, *steps, sent, memory)
+    return (
+        *(f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s)),
+        f"{cost.imbalance:.3f}", str(cost.active_steps), str(cost.messages),
+        *(f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes)),
+    )  # fmt: skip
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -211,12 +206,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     sizes[0] = max(len(row[0]) for row in (header, *rows))
     lines = []
     for row in (header, *rows):
-        cells = [row[0].ljust(sizes[0])]
+        cells = row[1:]
         if len(row) == len(header):
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], sizes[1:], strict=True)]
-        else:
-            cells.append(row[1])
-        lines.append("  ".join(cells))
+            cells = [cell.rjust(width) for cell, width in zip(cells, sizes[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(sizes[0]), *cells]))
     return "\n".join(lines)
 
 
@@ -248,6 +241,5 @@ def _integer(option: str, text: str) -> int:
 
 
 def _has_color(choice: str) -> bool:
-    if choice == "auto":
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return choice == "always"
+    can = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return choice == "always" or (choice == "auto" and can)

@@ -57,9 +57,10 @@ class Row:
 
     def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool) -> bool:
         """Whether the row is for such a call."""
-        same = (self.kernel, self.itemsize) == (kernel, itemsize)
         return (
-            same and head_dim <= self.head_dim and (per_score_inputs or not self.per_score_inputs)
+            (self.kernel, self.itemsize) == (kernel, itemsize)
+            and head_dim <= self.head_dim
+            and (per_score_inputs or not self.per_score_inputs)
         )
 
 

@@ -10,13 +10,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ring_core.base.arguments import TILE, Bools, Ints
 from ring_core.base.capabilities import KernelConfig
 from ring_core.base.errors import UnsupportedError
-from ring_core.base.tiles import TILE
 from ring_core.triton import tile_configs
 from ring_core.triton.tile_configs import LARGEST, LEAST, Blocks, Pass, Table
-
-Flags = npt.NDArray[np.bool_]
 
 FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
 NAN_SAFE_BLOCK = 32  # queries and keys per block where numbers are not finite
@@ -44,10 +42,10 @@ def choose_blocks(
         UnsupportedError: A size is no power of two from 16 to 256.
         ValueError: ``RING_TRITON_BLOCKS`` names no table.
     """
-    rows = tile_configs.default() if rows is None else rows
     default = tile_configs.find(
-        rows, name, itemsize, head_dim, per_score_inputs=per_score_inputs
-    ).blocks
+        tile_configs.default() if rows is None else rows, name, itemsize, head_dim,
+        per_score_inputs=per_score_inputs,
+    ).blocks  # fmt: skip
     return replace(
         default,
         q=_size("block_q", config.block_q, default.q),
@@ -85,18 +83,17 @@ def heads_per_swizzle(
     else:
         wanted = _SWIZZLE_KEY_BYTES // max(1, k_len * row)
     many = batch * kv_heads
-    heads_per_swizzle = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
-    return heads_per_swizzle if by_keys else heads_per_swizzle * group
+    found = max(n for n in range(1, many + 1) if n <= max(1, wanted) and many % n == 0)
+    return found if by_keys else found * group
 
 
-def positions_aligned8(positions: npt.NDArray[np.int64]) -> bool:
+def positions_aligned8(positions: Ints) -> bool:
     """Whether every eighth position is a multiple of 8, and those behind it follow."""
-    first = positions[::8]
-    expected = np.repeat(first, 8)[: positions.size] + np.arange(positions.size) % 8
-    return bool((first % 8 == 0).all() and (positions == expected).all())
+    expected = np.repeat(positions[::8], 8)[: positions.size] + np.arange(positions.size) % 8
+    return bool((positions[::8] % 8 == 0).all() and (positions == expected).all())
 
 
-def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
+def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Bools, Bools]:
     """Whether parts of a predicate's tiles show something, and all of themselves.
 
     Args:

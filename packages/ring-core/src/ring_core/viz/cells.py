@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.tiles import EMPTY, FULL, TILE
+from ring_core.base.arguments import EMPTY, FULL, TILE, Bools, Ints
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 NOBODY, WRONG = -1, -2  # stand in for the rank of a cell
 
@@ -33,18 +29,16 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in rank_and_index(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
-    same = _same_cell(plan, q, k)
-    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, same))
+    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k)))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
         own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
         if not (own.any() or helped.any()):
             continue
-        table = program.table(n)
+        table = program.table(n).astype(np.int64)
         for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
-            some = _Pairs(*(x[which] for x in pairs))
-            shown = _shown(table[by[which]].astype(np.int64), some)
+            shown = _shown(table[by[which]], _Pairs(*(x[which] for x in pairs)))
             counts[which] += shown
             rank[which] = np.where(shown > 0, by[which], rank[which])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
@@ -96,23 +90,18 @@ def count_pieces(layout: Layout) -> int:
     return layout.cp_size * len(layout.run_starts)
 
 
-def _cells(layout: Layout, most: int) -> int:
-    """Cells to sample a sequence in: where they can, each lies in one piece."""
-    pieces = count_pieces(layout)
-    return min(most // pieces * pieces or most, layout.seq_len)
-
-
 def _sample_indices(layout: Layout, most: int) -> Ints:
     """Three indices in every cell, ``[cells, 3]``: near the middle, first, last.
 
-    In a striped layout the first drifts from cell to cell, so that all ranks show.
+    Where they can, cells lie in one piece each. In a striped layout the first drifts from cell to
+    cell, so that all ranks show.
     """
-    cells = _cells(layout, most)
+    pieces = count_pieces(layout)
+    cells = min(most // pieces * pieces or most, layout.seq_len)
     edges = np.arange(cells + 1) * layout.seq_len // cells
     start, size = edges[:-1], np.diff(edges)
     shift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
-    middle = start + (size // 2 + shift) % size
-    return np.stack([middle, start, edges[1:] - 1], axis=1)
+    return np.stack([start + (size // 2 + shift) % size, start, edges[1:] - 1], axis=1)
 
 
 def sampled(program: RingProgram, most: int) -> Ints:
