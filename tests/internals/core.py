@@ -37,9 +37,8 @@ from ring_core.masks.band import (
 from ring_core.masks.expression import evaluated as evaluated, expression_of as expression_of
 from ring_core.plan import geometry as geometry, plan as plan, tile_mask as tile_mask
 from ring_core.plan.geometry import RectangleTable as RectangleTable
-from ring_core.programs import gather as gather, own_key_rows as own_key_rows, ring as ring
-from ring_core.programs.gather import _subtract as _subtract
-from ring_core.programs.own_key_rows import Interval as Interval
+from ring_core.programs import gather as gather, ring as ring
+from ring_core.programs.gather import Interval as Interval, _subtract as _subtract
 from ring_core.reference import item_kernel as item_kernel, simulator as simulator
 from ring_core.reference.item_kernel import Precision as Precision, masked_matmul as masked_matmul
 from ring_core.tools.cli import main as main

@@ -38,8 +38,7 @@ from ring_core.layouts.layout import (
     divisor_of as divisor_of,
 )
 from ring_core.masks.mask import Mask as Mask
-from ring_core.plan.items import WorkItem as WorkItem
-from ring_core.plan.plan import Plan as Plan, make_plan as make_plan
+from ring_core.plan.plan import Plan as Plan, WorkItem as WorkItem, make_plan as make_plan
 from ring_core.plan.tile_mask import BlockGeometry as BlockGeometry
 from ring_core.programs.gather import (
     Fetch as Fetch,
@@ -50,11 +49,13 @@ from ring_core.programs.gather import (
     longest_gather as longest_gather,
 )
 from ring_core.programs.ring import (
+    HELP_PIECES as HELP_PIECES,
     TABLE_COLUMNS as TABLE_COLUMNS,
     TABLE_UNBOUNDED as TABLE_UNBOUNDED,
     RingProgram as RingProgram,
+    Stage as Stage,
+    Step as Step,
     ring_program as ring_program,
 )
-from ring_core.programs.steps import HELP_PIECES as HELP_PIECES, Stage as Stage, Step as Step
 
 __version__ = "0.1.0"

@@ -24,8 +24,7 @@ from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
-from ring_core.programs.ring import RingProgram, ring_program
-from ring_core.programs.steps import HELP_PIECES, Stage
+from ring_core.programs.ring import HELP_PIECES, RingProgram, Stage, ring_program
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -195,17 +194,16 @@ def estimate(
         ("backward", backward, bool),
     ):  # fmt: skip
         check_kind(name, value, kind)
-    work, plan = program.work(), program.plan
+    work = program.work()
     longest, most = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(most * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(program.forward, longest * rate, _forward_bytes(plan, model), hardware)]
+    forward_bytes, backward_bytes = _message_bytes(program.plan, model)
+    passes = [_run(program.forward, longest * rate, forward_bytes, hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        passes.append(
-            _run(program.backward, longest * rate, _backward_bytes(plan, model), hardware)
-        )
+        passes.append(_run(program.backward, longest * rate, backward_bytes, hardware))
     compute_s, time_s, bytes_sent, messages = map(sum, zip(*passes, strict=True))
     return Cost(
         flops=flops,
@@ -278,24 +276,18 @@ class _Bytes(NamedTuple):
     results: int
 
 
-def _forward_bytes(plan: Plan, model: Model) -> _Bytes:
+def _message_bytes(plan: Plan, model: Model) -> tuple[_Bytes, _Bytes]:
+    """Of the forward, and of the backward."""
     rows, kv = _rows(plan, model)
-    return _Bytes(
-        kv=kv * model.bytes_per_element,
-        grad=0,
-        ship=rows * model.head_dim * model.bytes_per_element,
-        results=rows * (model.value_dim + 1) * _FLOAT32,
-    )
-
-
-def _backward_bytes(plan: Plan, model: Model) -> _Bytes:
-    rows, kv = _rows(plan, model)
-    q_and_dout = (model.head_dim + model.value_dim) * model.bytes_per_element
-    return _Bytes(
-        kv=kv * model.bytes_per_element,
-        grad=kv * _FLOAT32,
-        ship=rows * (q_and_dout + 2 * _FLOAT32),  # lse and delta, too
-        results=rows * model.head_dim * _FLOAT32,
+    d, dv, e = model.head_dim, model.value_dim, model.bytes_per_element
+    return (
+        _Bytes(kv * e, 0, ship=rows * d * e, results=rows * (dv + 1) * _FLOAT32),
+        _Bytes(
+            kv * e,
+            kv * _FLOAT32,
+            ship=rows * ((d + dv) * e + 2 * _FLOAT32),  # lse and delta, too
+            results=rows * d * _FLOAT32,
+        ),
     )
 
 

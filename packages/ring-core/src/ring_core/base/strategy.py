@@ -74,10 +74,9 @@ def strategy_config(strategy: str | StrategyConfig) -> StrategyConfig:
     Raises:
         ValueError: No such strategy, or neither a name nor a :class:`StrategyConfig`.
     """
-    if isinstance(strategy, StrategyConfig):
-        return strategy
-    if not isinstance(strategy, str):
+    config = StrategyConfig(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(config, StrategyConfig):
         raise ValueError(
             f"strategy must be a name or a StrategyConfig, got {type(strategy).__name__}"
         )
-    return StrategyConfig(strategy)
+    return config

@@ -195,12 +195,11 @@ def check_layout(layout: LayoutSpec) -> LayoutSpec:
     Raises:
         ValueError: No such layout.
     """
-    if isinstance(layout, ChunkLayout):
-        return layout
-    try:
-        check_choice("layout", layout, LAYOUTS)
-    except ValueError as error:
-        raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
+    if not isinstance(layout, ChunkLayout):
+        try:
+            check_choice("layout", layout, LAYOUTS)
+        except ValueError as error:
+            raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
     return layout
 
 

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -233,60 +233,38 @@ def mask_of(
     types = (type(causal), type(window), type(chunk_size), *map(type, sides))
     options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
     try:
-        if type(cu_seqlens) is tuple:
-            return _of_ints(options, types, _Same(cu_seqlens))
-        return _of_array(options, types, _Array.of(cu_seqlens))
+        return _mask_of(options, types, None if cu_seqlens is None else _Offsets.of(cu_seqlens))
     except (TypeError, ValueError, RuntimeError):  # malformed, or of no kind that can be a key
         return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
 
-class _Same:
-    """A key that is equal to that of the same object alone, which it keeps."""
+@dataclass(frozen=True)
+class _Offsets:
+    """``cu_seqlens`` that are equal where their keys are."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: tuple[Any, ...]) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
-class _Array(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    values: bytes
+    key: Any
+    values: Any = field(compare=False)  # kept, so that no other object gets its identity
 
     @classmethod
-    def of(cls, values: Any) -> _Array | None:
-        """Of an array of any framework that lies on the host, or a list; ``None`` of none.
+    def of(cls, values: Any) -> _Offsets:
+        """Of a tuple, an array of any framework that lies on the host, or a list.
 
         Raises:
             TypeError: Not integers, or not on the host.
         """
-        if values is None:
-            return None
-        array = np.asarray(values)
+        if type(values) is tuple:
+            return cls(id(values), values)
+        array = np.array(values)  # as it is now
         if array.dtype.kind not in "iu":
             raise TypeError(f"not integers: {array.dtype}")
-        return cls(array.dtype.str, array.shape, array.tobytes())
+        return cls((array.dtype.str, array.shape, array.tobytes()), array)
 
 
 @lru_cache(maxsize=256)
-def _of_ints(options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Same) -> Mask:
-    if not all(type(offset) is int for offset in offsets.value):
-        raise TypeError("what is inside may change in place")
-    return Mask(*options, offsets.value)
-
-
-@lru_cache(maxsize=256)
-def _of_array(
-    options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Array | None
+def _mask_of(
+    options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Offsets | None
 ) -> Mask:
-    documents: Any = None
-    if offsets is not None:
-        documents = np.frombuffer(offsets.values, offsets.dtype).reshape(offsets.shape)
-    return Mask(*options, documents)
+    values = None if offsets is None else offsets.values
+    if type(values) is tuple and not all(type(offset) is int for offset in values):
+        raise TypeError("what is inside may change in place")
+    return Mask(*options, values)

@@ -7,22 +7,43 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import Ints, check_index, check_kind, not_none
+from ring_core.base.arguments import TILE, Ints, check_index, check_kind, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
-from ring_core.plan.items import WorkItem
-from ring_core.plan.plan import Plan
-from ring_core.programs.own_key_rows import Interval, split_own_key_rows, union
+from ring_core.plan.plan import Plan, WorkItem
 
 _KEPT = 1024  # programs
+
+
+class Interval(NamedTuple):
+    """Neighbours: whole numbers from ``start`` up to, but not including, ``stop``."""
+
+    start: int
+    stop: int
+
+    def within(self, other: Interval) -> Interval:
+        """The part of it inside another; of no length if there is none."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """Spans in order, those that touch or overlap as one."""
+    union: list[Interval] = []
+    for span in sorted(spans):
+        if union and span.start <= union[-1].stop:
+            union[-1] = Interval(union[-1].start, max(span.stop, union[-1].stop))
+        else:
+            union.append(span)
+    return union
 
 
 class Fetch(NamedTuple):
@@ -288,3 +309,82 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
     ]
     edges = [span.start, *(x for part in inside for x in part), span.stop]
     return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def split_own_key_rows(
+    plan: Plan, rank: int, items: Sequence[WorkItem]
+) -> tuple[list[WorkItem], list[WorkItem]]:
+    """Items over positions without the rows that see own keys only; and these, over local keys.
+
+    Only where that leaves most of the own keys to them alone: else all stay as they are.
+    """
+    runs = _own_key_runs(plan, rank)
+    tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
+    rest: list[WorkItem] = []
+    in_place: list[WorkItem] = []
+    for item in items:
+        found = [(run, part) for run in runs if (part := _inside(item, run, tile))]
+        if not found:
+            rest.append(item)
+            continue
+        ((run, part),) = found  # no two can be most of it
+        by = run.local_start - run.global_start
+        in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
+        sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
+        rest += [side for side in sides if side is not None]
+    parts = (
+        span.within(Interval(*_ends(run)))
+        for span in union(Interval(item.k_start, item.k_stop) for item in rest)
+        for run in runs
+    )
+    needed = sum(part.stop - part.start for part in parts)
+    return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
+
+
+def _own_key_runs(plan: Plan, rank: int) -> list[Run]:
+    """Own keys; neighbours in the sequence and in memory as one run."""
+    found: list[Run] = []
+    for run in plan.k_layout.runs(rank):
+        last = found[-1] if found else None
+        if (
+            last
+            and last.global_start + last.length == run.global_start
+            and last.local_start + last.length == run.local_start
+        ):
+            found[-1] = last._replace(length=last.length + run.length)
+        else:
+            found.append(run)
+    return found
+
+
+def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
+    """The rows of an item that see these keys only, if they are most of it."""
+    start, stop = _ends(own)
+    from_first = item.cu_q is None and item.hi is None  # every row sees the first key
+    to_last = item.cu_q is None and item.lo is None
+    if (from_first and item.k_start < start) or (to_last and stop < item.k_stop):
+        return None
+    left, right = item.seen
+    first = int(np.searchsorted(left, start - item.k_start))
+    last = int(np.searchsorted(right, stop - item.k_start, side="right"))
+    cuts = _cuts(item, tile)
+    first = int(cuts[np.searchsorted(cuts, first)])
+    last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])
+    if 2 * (last - first) <= item.q_stop - item.q_start:
+        return None
+    part = item.rows(item.q_start + first, item.q_start + last)
+    inside = part is not None and start <= part.k_start and part.k_stop <= stop
+    return part if inside else None
+
+
+def _cuts(item: WorkItem, tile: int) -> Ints:
+    """Where the rows of an item may be cut.
+
+    Between documents, as a cut one would need a launch of its own; else between tiles, in which
+    kernels add up gradients, with two of them at least on either side.
+    """
+    if item.cu_q is not None:
+        return item.cu_q
+    rows = item.q_stop - item.q_start
+    least = 1 if tile == 1 else 2 * tile
+    return np.concatenate([[0], np.arange(least, rows - least + 1, tile), [rows]])

@@ -132,19 +132,9 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q,
-        k,
-        v,
-        rule,
-        segment_ids,
-        softmax_scale,
-        softcap,
-        sinks,
-        bias,
-        alibi_slopes,
-        dropout_p,
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
-    )
+    )  # fmt: skip
     return dense.out, dense.lse
 
 
@@ -178,19 +168,9 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q,
-        k,
-        v,
-        rule,
-        segment_ids,
-        softmax_scale,
-        softcap,
-        sinks,
-        bias,
-        alibi_slopes,
-        dropout_p,
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
-    )
+    )  # fmt: skip
     return _backward(dense, *dense.given.upstream(dout, dlse))
 
 

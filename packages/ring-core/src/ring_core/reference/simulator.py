@@ -16,8 +16,7 @@ import numpy.typing as npt
 from ring_core import checks
 from ring_core.base.arguments import Floats, Ints, check_choice, check_kind, not_none
 from ring_core.base.merge import finalize, merge
-from ring_core.plan.items import WorkItem
-from ring_core.plan.plan import Plan
+from ring_core.plan.plan import Plan, WorkItem
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
 from ring_core.reference.dense import Inputs, SegmentIds, check_inputs

@@ -199,10 +199,7 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
         from tqdm import tqdm
     except ImportError:
         return nullcontext(_Lines(total, unit))
-    bar: AbstractContextManager[Progress] = tqdm(
-        total=total, desc=f"{unit}s", unit=unit, file=sys.stderr
-    )
-    return bar
+    return tqdm(total=total, desc=f"{unit}s", unit=unit, file=sys.stderr)
 
 
 def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:

@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     if args.command == "doctor":
-        return _doctor(as_json=args.json)
+        found = doctor.diagnose()
+        facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
+        print(json.dumps(facts, indent=2) if args.json else doctor.shown(found))
+        return 0 if found.healthy else 1
     try:
         print(_plan(args))
     except (ValueError, ImportError, OSError) as error:
@@ -68,13 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("doctor", help="show versions, and test what is installed")
     report.add_argument("--json", action="store_true", help="for programs")
     return parser
-
-
-def _doctor(*, as_json: bool) -> int:
-    found = doctor.diagnose()
-    facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(facts, indent=2) if as_json else doctor.shown(found))
-    return 0 if found.healthy else 1
 
 
 def _plan(args: argparse.Namespace) -> str:
@@ -122,8 +118,9 @@ def _one_program(
     args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
 ) -> RingProgram:
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
-    plan = make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes)
-    return ring_program(plan, strategy)
+    return ring_program(
+        make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes), strategy
+    )
 
 
 def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
@@ -163,8 +160,13 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
     )
     device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     model = Model(heads, kv_heads, head_dim)
-    sizes = {"seq_len": args.seq_len, "kv_seq_len": args.kv_seq_len}
-    costs = {n: compare(mask, **sizes, cp_size=n, model=model, hardware=device) for n in ranks}
+    costs = {
+        n: compare(
+            mask, seq_len=args.seq_len, kv_seq_len=args.kv_seq_len, cp_size=n, model=model,
+            hardware=device,
+        )
+        for n in ranks
+    }  # fmt: skip
     if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
         raise ValueError(next(iter(costs[ranks[0]].values())))
     parts = [
@@ -217,9 +219,8 @@ def _window(text: str | None) -> Window | None:
     """``LEFT`` or ``LEFT,RIGHT``, keys besides a query's own."""
     if text is None:
         return None
-    words = [word.strip().lower() for word in text.split(",")]
     try:
-        sides = [None if word == "none" else size(word) for word in words]
+        sides = [None if x.strip().lower() == "none" else size(x) for x in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--window: {error}") from error
     if len(sides) > 2:
@@ -241,5 +242,6 @@ def _integer(option: str, text: str) -> int:
 
 
 def _has_color(choice: str) -> bool:
-    can = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return choice == "always" or (choice == "auto" and can)
+    return choice == "always" or (
+        choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )

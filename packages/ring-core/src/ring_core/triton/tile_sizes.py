@@ -16,6 +16,8 @@ from ring_core.base.errors import UnsupportedError
 from ring_core.triton import tile_configs
 from ring_core.triton.tile_configs import LARGEST, LEAST, Blocks, Pass, Table
 
+Flags = Bools
+
 FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
 NAN_SAFE_BLOCK = 32  # queries and keys per block where numbers are not finite
 
@@ -93,7 +95,7 @@ def positions_aligned8(positions: Ints) -> bool:
     return bool((positions[::8] % 8 == 0).all() and (positions == expected).all())
 
 
-def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Bools, Bools]:
+def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
     """Whether parts of a predicate's tiles show something, and all of themselves.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ring_core.base.arguments import EMPTY, FULL, TILE, Bools, Ints
@@ -29,7 +27,7 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in rank_and_index(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
-    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k)))
+    pairs = np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
@@ -37,8 +35,8 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
         if not (own.any() or helped.any()):
             continue
         table = program.table(n).astype(np.int64)
-        for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
-            shown = _shown(table[by[which]], _Pairs(*(x[which] for x in pairs)))
+        for by, which in ((pairs[0], own), (pairs[2], helped)):
+            shown = _shown(table[by[which]], *(x[which, None] for x in pairs))
             counts[which] += shown
             rank[which] = np.where(shown > 0, by[which], rank[which])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
@@ -47,31 +45,21 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     return np.where((counts > 1) | ((counts > 0) != visible), WRONG, np.where(counts, rank, NOBODY))
 
 
-class _Pairs(NamedTuple):
-    q_rank: Ints
-    q_local: Ints
-    k_rank: Ints
-    k_local: Ints
-    same_cell: Bools
-
-
 def _same_cell(plan: Plan, q: Ints, k: Ints) -> Bools:
     """Whether each pair lies in one document and chunk, ``[n, m]``."""
     if plan.boundaries is None:
         return np.ones((q.size, k.size), dtype=bool)
-    q_cell = np.searchsorted(plan.boundaries, q + plan.q_offset, side="right")
-    k_cell = np.searchsorted(plan.boundaries, k, side="right")
-    return np.equal(q_cell[:, None], k_cell[None, :])
+    cells = (np.searchsorted(plan.boundaries, x, side="right") for x in (q + plan.q_offset, k))
+    return np.equal.outer(*cells)
 
 
-def _shown(rows: Ints, pairs: _Pairs) -> Ints:
-    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs."""
-    q_rank, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
-    q, k = pairs.q_local[:, None], pairs.k_local[:, None]
+def _shown(rows: Ints, q_rank: Ints, q: Ints, k_rank: Ints, k: Ints, same_cell: Bools) -> Ints:
+    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs, at local ``q, k``."""
+    by, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
     diagonal = (q - q0) - (k - k0)
-    shown = (q_rank == pairs.q_rank[:, None]) & (kv_rank == pairs.k_rank[:, None])
+    shown = (by == q_rank) & (kv_rank == k_rank)
     shown &= (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= diagonal) & (diagonal <= hi)
-    shown &= pairs.same_cell[:, None] | (doc_start == doc_stop)
+    shown &= same_cell | (doc_start == doc_stop)
     return np.asarray(shown.sum(axis=1), dtype=np.int64)
 
 
