@@ -1,6 +1,6 @@
 """Of ring_core."""
 
-from ring_core.base.strategy import (
+from ring_core.base.config import (
     RingStrategy as RingStrategy,
     pairs_of as pairs_of,
     strategy_config as strategy_config,
@@ -50,9 +50,10 @@ from ring_core.tripwire import (
     sampled as sampled,
 )
 from ring_core.triton import tile_configs as tile_configs
-from ring_core.triton.tile_configs import Blocks as Blocks, Row as Row
-from ring_core.triton.tile_sizes import (
+from ring_core.triton.tile_configs import (
     FLAGS_TOGETHER as FLAGS_TOGETHER,
+    Blocks as Blocks,
+    Row as Row,
     choose_blocks as choose_blocks,
     parts_of_tiles as parts_of_tiles,
     positions_aligned8 as positions_aligned8,

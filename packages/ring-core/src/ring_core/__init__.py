@@ -6,10 +6,13 @@ slice of K/V under which band. A strategy orders it in time (:class:`RingProgram
 """
 
 from ring_core.base.arguments import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
-from ring_core.base.capabilities import (
+from ring_core.base.config import (
+    STRATEGIES as STRATEGIES,
     Capabilities as Capabilities,
     KernelConfig as KernelConfig,
     Request as Request,
+    StrategyConfig as StrategyConfig,
+    StrategyName as StrategyName,
 )
 from ring_core.base.errors import (
     RankMismatchError as RankMismatchError,
@@ -17,11 +20,6 @@ from ring_core.base.errors import (
     WrongResultError as WrongResultError,
 )
 from ring_core.base.merge import finalize as finalize, merge as merge
-from ring_core.base.strategy import (
-    STRATEGIES as STRATEGIES,
-    StrategyConfig as StrategyConfig,
-    StrategyName as StrategyName,
-)
 from ring_core.choose.balance import balance_chunks as balance_chunks
 from ring_core.choose.refusals import (
     refusals as refusals,

@@ -105,13 +105,14 @@ def check_mask(
         raise ValueError(
             f"mask must be a ring_core.Mask or an array of booleans, got {type(mask).__name__}"
         )
-    options = {
-        "causal": causal or None,
-        "window": window,
-        "chunk_size": chunk_size,
-        "cu_seqlens": cu_seqlens,
-    }
-    given = [name for name, value in options.items() if value is not None]
+    given = [
+        name
+        for name, value in (
+            ("causal", causal or None), ("window", window), ("chunk_size", chunk_size),
+            ("cu_seqlens", cu_seqlens),
+        )
+        if value is not None
+    ]  # fmt: skip
     if given:
         raise ValueError(
             f"mask was given together with {', '.join(given)}; put them into the Mask instead"
@@ -161,8 +162,9 @@ def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
     if sinks is not None:
         shape, heads = sinks.shape, sizes.q_heads
         fits = len(shape) in (1, 2) and shape[0] == heads and 0 not in shape
-        words = f"[{heads}] or [{heads}, n], one row a query head"
-        _check_option("sinks", sinks, device, fits, words)
+        _check_option(
+            "sinks", sinks, device, fits, f"[{heads}] or [{heads}, n], one row a query head"
+        )
 
 
 def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) -> None:

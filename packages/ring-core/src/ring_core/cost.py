@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ring_core.base.arguments import Floats, check_kind, check_rate, check_size, check_text
-from ring_core.base.strategy import pairs_of
+from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
@@ -324,8 +324,10 @@ def _run(
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
-    time_s = float(np.maximum(compute, moved).sum())
-    return float(compute.sum()), time_s, round(sent.sum()), round(messages.sum())
+    return (
+        float(compute.sum()), float(np.maximum(compute, moved).sum()), round(sent.sum()),
+        round(messages.sum()),
+    )  # fmt: skip
 
 
 def _memory(program: RingProgram, model: Model, backward: bool) -> int:

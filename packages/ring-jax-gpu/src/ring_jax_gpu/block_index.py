@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE
-from ring_core.triton.tile_sizes import parts_of_tiles
+from ring_core.triton.tile_configs import parts_of_tiles
 from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 

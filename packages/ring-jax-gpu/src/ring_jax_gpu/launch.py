@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ring_core.triton.tile_configs import Blocks
-from ring_core.triton.tile_sizes import stages_that_fit
+from ring_core.triton.tile_configs import Blocks, stages_that_fit
 from ring_jax.records import Array, Rectangle
 
 Arrays = dict[str, Array]

@@ -12,8 +12,15 @@ from jax import lax
 
 from ring_core import FULL, PARTIAL, TABLE_COLUMNS, Plan, UnsupportedError
 from ring_core.philox import dropout_threshold
-from ring_core.triton.tile_configs import Blocks, Pass, Table
-from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, positions_aligned8
+from ring_core.triton.tile_configs import (
+    Blocks,
+    Pass,
+    Table,
+    choose_blocks,
+    heads_per_swizzle,
+    padded,
+    positions_aligned8,
+)
 from ring_jax.kernels.block_index import item_bounds, masked_kinds
 from ring_jax.records import (
     Array,

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ring_core.base.capabilities import Request
+from ring_core.base.config import Request
 from ring_core.masks.mask import Mask
 from ring_core.programs.ring import RingProgram
 
@@ -52,9 +52,10 @@ class Times:
 
     def describe(self) -> str:
         """In words."""
-        passes = ((self.forward, "forward"), (self.both, "with backward"))
         return "about " + ", ".join(
-            f"{_digits(x)} ms {what}" for x, what in passes if x is not None
+            f"{_digits(x)} ms {what}"
+            for x, what in ((self.forward, "forward"), (self.both, "with backward"))
+            if x is not None
         )
 
 
@@ -223,8 +224,8 @@ def _case_for(cases: Sequence[Case], option: Option, request: Request) -> Case |
 
     def distance(case: Case) -> tuple[bool, bool, int, float]:
         apart = [a - b for a, b in zip(case.dims, dims, strict=True)]
-        ratio = math.log(case.heads[0] / case.heads[1] / group)
-        return min(apart) < 0, case.option != option, sum(map(abs, apart)), abs(ratio)
+        ratio = abs(math.log(case.heads[0] / case.heads[1] / group))
+        return min(apart) < 0, case.option != option, sum(map(abs, apart)), ratio
 
     return min((x for x in cases if x.option in (option, "causal")), key=distance, default=None)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from ring_core.base.capabilities import OPTION_WORDS, Capabilities, Request
+from ring_core.base.config import OPTION_WORDS, Capabilities, Request
 from ring_core.base.errors import UnsupportedError
 from ring_core.programs.ring import RingProgram
 
@@ -116,8 +116,14 @@ def require_heads(request: Request, cp_size: int) -> None:
         for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
         if count % cp_size
     ]
-    asked = {"bias": request.bias, "segment_ids": request.segment_ids, "dropout_p": request.dropout}
-    reasons += [f"it has no {name} yet" for name, is_asked in asked.items() if is_asked]
+    reasons += [
+        f"it has no {name} yet"
+        for name, is_asked in (
+            ("bias", request.bias), ("segment_ids", request.segment_ids),
+            ("dropout_p", request.dropout),
+        )
+        if is_asked
+    ]  # fmt: skip
     if reasons:
         raise UnsupportedError(
             f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"

@@ -164,11 +164,9 @@ class Layout:
         r = np.asarray(rank, dtype=np.int64)
         if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
-        if self.name == "striped":
-            return r[..., None]
-        if self.name == "contiguous":
-            return r[..., None] * self.local_len
-        return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
+        if self.name == "zigzag":
+            return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
+        return r[..., None] * (1 if self.name == "striped" else self.local_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of one rank, in local order."""

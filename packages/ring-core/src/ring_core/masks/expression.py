@@ -127,8 +127,7 @@ class _Traced:
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
         one, times = self._moved_above(by)
-        power = by & (by - 1) == 0
-        name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
+        name, number = ("shift", by.bit_length() - 1) if by & (by - 1) == 0 else ("floordiv", by)
         found = _of_two(name, (one, _number(number)), one.low // by, one.high // by)
         return found - times if times else found
 

@@ -137,8 +137,8 @@ class Mask:
         words += [f"window={self.window}"] if self.window is not None else []
         words += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
         words += [f"{len(self.cu_seqlens) - 1} documents"] if self.cu_seqlens is not None else []
-        name = getattr(self.predicate, "__name__", "function")
-        words += [f"predicate={name}"] if self.predicate is not None else []
+        if self.predicate is not None:
+            words.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
         return ", ".join(words) or "full"
 
 

@@ -202,13 +202,12 @@ class BandGeometry:
         """Half of the query rows by visible pairs: cut at the row that halves the count."""
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
-        q_start, q_stop = below, above
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
-            shown = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
-            enough = 2 * shown >= total
+            first = self._cut(q_rank, kv_rank, rows, rows.rect.q_start, middle)
+            enough = 2 * self._count(q_rank, kv_rank, first) >= total
             below, above = np.where(enough, below, middle), np.where(enough, middle, above)
-        bounds = (q_start, above) if half == 0 else (above, q_stop)
+        bounds = (rows.rect.q_start, above) if half == 0 else (above, rows.rect.q_stop)
         return self._cut(q_rank, kv_rank, rows, *bounds)
 
     def _cut(
@@ -250,8 +249,8 @@ class BandGeometry:
             k_local + self.k_layout.run_length,
         )
         same = np.all([a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)], axis=0)
-        alike = same & ~(rows.doc_stop > 0)
-        take = (live.sum(axis=-1, keepdims=True) > 1) & alike.all(axis=-1, keepdims=True)
+        alike = (same & ~(rows.doc_stop > 0)).all(axis=-1, keepdims=True)
+        take = (live.sum(axis=-1, keepdims=True) > 1) & alike
         first = np.arange(live.shape[-1]) == 0
         out = Rectangles(
             *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))

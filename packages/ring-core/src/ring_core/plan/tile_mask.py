@@ -75,8 +75,7 @@ class BlockGeometry:
 
     def digest(self) -> bytes:
         """What ranks compare in place of the function."""
-        table = self.kinds.tobytes() + self.pairs.tobytes()
-        return hashlib.blake2b(table, digest_size=16).digest()
+        return hashlib.blake2b(self.kinds.tobytes() + self.pairs.tobytes(), digest_size=16).digest()
 
     @cached_property
     def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:

@@ -216,8 +216,9 @@ def _needed(
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     """A rank's queries against some neighbouring keys; columns are positions."""
-    keys = Layout("contiguous", plan.kv_seq_len, 1)
-    geometry = BandGeometry(plan.mask, plan.q_layout, keys, plan.q_offset)
+    geometry = BandGeometry(
+        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
+    )
     rows = geometry.rows_between(rank, *span)
     for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
@@ -250,7 +251,8 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         left = rows[-1] if rows else None
         if (
             left
-            and _full(left, item)
+            and left.is_full
+            and item.is_full
             and left.q_slice == item.q_slice
             and left.k_stop == item.k_start
         ):
@@ -262,7 +264,8 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         above = joined[-1] if joined else None
         if (
             above
-            and _full(above, item)
+            and above.is_full
+            and item.is_full
             and above.k_slice == item.k_slice
             and above.q_stop == item.q_start
         ):
@@ -270,10 +273,6 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         else:
             joined.append(item)
     return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
-
-
-def _full(*items: WorkItem) -> bool:
-    return all(item.is_full for item in items)
 
 
 def _fetches(

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core.base.arguments import Ints, check_choice, check_index, check_kind, not_none
+from ring_core.base.config import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.base.errors import UnsupportedError
-from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.plan.tile_mask import Geometry
@@ -203,8 +203,9 @@ class RingProgram:
             live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
             no_hi = hi == TABLE_UNBOUNDED
             full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
-            kinds = (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
-            counts += [kind.sum() for kind in kinds]
+            counts += [
+                x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
+            ]
         return ItemCounts(*counts.tolist())
 
     def work(self) -> Ints:
@@ -282,8 +283,10 @@ def active_steps(
         found = _balanced_steps(geometry, cp_size)
     else:
         found = _ring_steps(geometry, cp_size, num_runs)
-    live = [(step, row) for step, row in found if step.shift == 0 or row.any()]
-    live.sort(key=lambda each: each[0].shift)
+    live = sorted(
+        ((step, row) for step, row in found if step.shift == 0 or row.any()),
+        key=lambda each: each[0].shift,
+    )
     return tuple(step for step, _ in live), np.stack([row for _, row in live])
 
 
@@ -302,8 +305,8 @@ def step_rows(
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
     ranks = np.arange(cp_size)
     for shifts in _chunks(ranks, cp_size * num_runs**2):
-        pairs = geometry.count(ranks, (ranks - shifts[:, None]) % cp_size)
-        yield from zip(map(Step, shifts.tolist()), pairs, strict=True)
+        behind = (ranks - shifts[:, None]) % cp_size
+        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, behind), strict=True)
 
 
 def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, Ints]]:

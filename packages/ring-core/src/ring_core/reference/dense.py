@@ -214,8 +214,7 @@ def _dense(
         for x in (given.k, given.v)
     )
 
-    q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
-    k_pos = np.arange(sizes.k_len)
+    q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
     visible = np.broadcast_to(
         mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
     ).copy()
@@ -234,8 +233,8 @@ def _dense(
             visible &= ~np.isneginf(given.bias)
         if given.slopes is not None:
             x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
-    folded = None if given.sinks is None else given.sinks.reshape(sizes.q_heads, -1)
-    lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
+    sink_rows = np.empty((sizes.q_heads, 0)) if given.sinks is None else given.sinks
+    lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:
@@ -250,17 +249,15 @@ def _dense(
     )
 
 
-def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
+def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
     """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
     top = logits.max(axis=-1, initial=-np.inf)
-    if sinks is not None:
-        top = np.maximum(top, sinks.max(axis=-1)[:, None])
+    top = np.maximum(top, sinks.max(axis=-1, initial=-np.inf)[:, None])
     safe = np.where(np.isneginf(top), 0, top)
     with np.errstate(divide="ignore", invalid="ignore"):
         weights = np.exp(logits - safe[..., None])
-        total = weights.sum(axis=-1)
-        if sinks is not None:
-            total = total + np.exp(sinks[None, :, None, :] - safe[..., None]).sum(axis=-1)
+        of_sinks = np.exp(sinks[None, :, None, :] - safe[..., None])
+        total = weights.sum(axis=-1) + of_sinks.sum(axis=-1)
         probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
         return safe + np.log(total), probs
 

@@ -40,8 +40,10 @@ class Side(NamedTuple):
 
     def take(self, part: slice) -> Side:
         """The same for a slice of the tokens."""
-        segments = None if self.segments is None else self.segments[:, part]
-        return Side(self.indices[part], self.position[part], segments)
+        return Side(
+            self.indices[part], self.position[part],
+            None if self.segments is None else self.segments[:, part],
+        )  # fmt: skip
 
 
 class QueryRows(NamedTuple):
@@ -63,10 +65,8 @@ def round_to(x: Floats, precision: Precision) -> Floats:
     if precision == "float64":
         return x
     single = np.ascontiguousarray(x, dtype=np.float32)
-    if precision == "float32":
-        return single
-    if precision == "float16":
-        return single.astype(np.float16).astype(np.float32)
+    if precision != "bfloat16":  # which numpy has not got
+        return single.astype(precision).astype(np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), single, rounded.view(np.float32))
@@ -148,8 +148,10 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     if item.hi is not None:
         visible &= distance <= item.hi
     if item.cu_q is not None and item.cu_k is not None:
-        q_doc = np.searchsorted(item.cu_q, np.arange(n), side="right")
-        k_doc = np.searchsorted(item.cu_k, np.arange(m), side="right")
+        q_doc, k_doc = (
+            np.searchsorted(cuts, np.arange(size), side="right")
+            for cuts, size in ((item.cu_q, n), (item.cu_k, m))
+        )
         visible &= q_doc[:, None] == k_doc
     if item.tiles is not None:  # they have no band and no documents
         visible = mask.dense(rows.position, columns.position)

@@ -157,9 +157,14 @@ def run(
     if dlse is not None and dout is None:
         raise ValueError("dlse was given without dout; pass zeros where out has no gradient")
     upstream = None if dout is None else given.upstream(dout, dlse)
-    scale = checks.check_scale(softmax_scale, sizes.head_dim)
-    cap = checks.check_softcap(softcap)
-    params = Params(plan.mask, scale, cap, float(dropout_p), dropout_seed, precision)
+    params = Params(
+        plan.mask,
+        checks.check_scale(softmax_scale, sizes.head_dim),
+        checks.check_softcap(softcap),
+        float(dropout_p),
+        dropout_seed,
+        precision,
+    )
     # What overflows or is not finite shows in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return _results(program, given, params, upstream)
@@ -211,8 +216,8 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
                 k, v, columns = kv.keys_of(item)
-                part = item_kernel.forward(q, k, v, rows, columns, item, params)
-                _merge_into(ranks[item.out_rank], item.q_slice, *part)
+                out, lse = item_kernel.forward(q, k, v, rows, columns, item, params)
+                _merge_into(ranks[item.out_rank], item.q_slice, out, lse)
         held = arriving
     return held
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from ring_core.base.strategy import STRATEGIES, StrategyConfig
+from ring_core.base.config import STRATEGIES, StrategyConfig
 from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
@@ -120,8 +120,10 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
         ValueError: A size is not positive, or does not fit the others.
     """
     names = ("ranks", "seq_len", "heads", "kv_heads", "head_dim")
-    given = {name: getattr(args, name) for name in (*names, "dtype")}
-    values = {name: getattr(defaults, name) if x is None else x for name, x in given.items()}
+    values = {
+        name: getattr(defaults if getattr(args, name) is None else args, name)
+        for name in (*names, "dtype")
+    }
     for name in names:
         if values[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
@@ -133,10 +135,12 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
     setting = BenchCase(
         **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
-    plan = make_plan(  # refuses what cannot be planned
-        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout
+    ring_program(  # refuses what cannot be planned
+        make_plan(
+            setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout
+        ),
+        StrategyConfig(setting.strategy).ring_strategy,
     )
-    ring_program(plan, StrategyConfig(setting.strategy).ring_strategy)
     return setting
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ring_core import __version__, viz
-from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, pairs_of
+from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
@@ -65,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--color", choices=("auto", "always", "never"), default="auto")
     add("--advise", action="store_true", help="what every layout would cost")
     for option, default in MODEL_OPTIONS.items():
-        flag = f"--{option.replace('_', '-')}"
-        add(flag, type=int, metavar="N", help=f"to advise on; default {default}")
+        add(
+            f"--{option.replace('_', '-')}", type=int, metavar="N",
+            help=f"to advise on; default {default}",
+        )  # fmt: skip
     add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
     report = commands.add_parser("doctor", help="show versions, and test what is installed")
     report.add_argument("--json", action="store_true", help="for programs")
@@ -97,7 +99,6 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> None:
-    """Refuse options that would be without effect."""
     given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
     if given and not args.advise:
         raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
@@ -175,8 +176,9 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
         for n, of_pairs in costs.items()
     ]
     if args.png and draw:
-        title = f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled"
-        viz.plot_costs(costs, title, args.png)
+        viz.plot_costs(
+            costs, f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled", args.png
+        )
     return "\n\n".join(parts) + f"\n{device.name}: {device.source}"
 
 

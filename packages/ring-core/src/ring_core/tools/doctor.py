@@ -17,7 +17,7 @@ import numpy.typing as npt
 import ring_core
 from ring_core import reference
 from ring_core.base.arguments import Floats as Floats
-from ring_core.base.strategy import pairs_of
+from ring_core.base.config import pairs_of
 from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
@@ -99,8 +99,11 @@ def compared(
             float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near)
         )
         limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
-        number = error if error < float("inf") else None  # neither is NaN less
-        yield Check(name, where, what, number, limit, passed=error <= limit)
+        yield Check(
+            name, where, what,
+            error if error < float("inf") else None,  # neither is NaN less
+            limit, passed=error <= limit,
+        )  # fmt: skip
 
 
 def failed(name: str, where: str, trace: str) -> Check:

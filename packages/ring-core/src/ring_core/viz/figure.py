@@ -70,17 +70,16 @@ def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str |
 
 
 def _draw_program(program: RingProgram, figure: Figure) -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
+    from matplotlib import colormaps, colors
 
     plan = program.plan
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
     pale = 0.7 * colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size)) + 0.3
-    colors = ListedColormap(pale).with_extremes(under="black")
+    of_rank = colors.ListedColormap(pale).with_extremes(under="black")
     parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
     left = parts[0].subgridspec(2, 1, height_ratios=(1, 18))
-    _draw_layout(plan, figure.add_subplot(left[0]), colors)
-    _draw_mask(program, figure.add_subplot(left[1]), colors)
+    _draw_layout(plan, figure.add_subplot(left[0]), of_rank)
+    _draw_mask(program, figure.add_subplot(left[1]), of_rank)
     _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f", {program.strategy}"
@@ -139,17 +138,16 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
 
 def _draw_work(program: RingProgram, axes: Axes) -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
+    from matplotlib import colormaps, colors
 
     work, cp_size = program.work(), program.plan.cp_size
     rank_every, step_every = -(-cp_size // _MOST_SHOWN), -(-program.num_steps // _MOST_SHOWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
-    colors = ListedColormap(0.75 * colormaps["RdYlBu_r"](np.linspace(0, 1, 256)) + 0.25)
+    pale = 0.75 * colormaps["RdYlBu_r"](np.linspace(0, 1, 256)) + 0.25
     axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
     image = axes.imshow(
-        np.ma.masked_equal(share, 0), cmap=colors, vmin=0, vmax=200, aspect="auto",
-        interpolation="nearest", extent=(-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5),
+        np.ma.masked_equal(share, 0), cmap=colors.ListedColormap(pale), vmin=0, vmax=200,
+        aspect="auto", interpolation="nearest", extent=(-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5),
     )  # fmt: skip
     axes.figure.colorbar(
         image, ax=axes, location="bottom", aspect=40, extend="max",
@@ -157,8 +155,14 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     )  # fmt: skip
     if cp_size <= SHOWN_RANKS and program.num_steps <= SHOWN_STEPS:
         for (rank, step), value in np.ndenumerate(share):
-            text = percent(float(value)) if value else ""
-            axes.text(step, rank, text, ha="center", va="center", fontsize=8)
+            axes.text(
+                step,
+                rank,
+                percent(float(value)) if value else "",
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     steps = (
         np.linspace(0, program.num_steps - 1, min(program.num_steps, SHOWN_STEPS))
         .astype(int)
@@ -167,8 +171,7 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
-    idle = " (hatched: idle)" if (share == 0).any() else ""
-    axes.set_title(f"who works when{idle}", loc="left")
+    axes.set_title(f"who works when{' (hatched: idle)' if (share == 0).any() else ''}", loc="left")
 
 
 def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:

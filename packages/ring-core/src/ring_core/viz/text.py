@@ -46,14 +46,16 @@ def describe(
     )
     if not pictures:
         return "\n".join([title, *_figure_lines(program)])
-    parts = [
-        [title],
-        _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
-        _layout_lines(plan, color, width),
-        _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
-        _figure_lines(program),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    return "\n\n".join(
+        "\n".join(lines)
+        for lines in (
+            [title],
+            _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
+            _layout_lines(plan, color, width),
+            _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
+            _figure_lines(program),
+        )
+    )
 
 
 def _symbol(plan: Plan, rank: int) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_core.triton.tile_sizes import FLAGS_TOGETHER
+from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
 from ring_jax_gpu.hopper.stream_k import (
     KEYS,
