@@ -76,14 +76,16 @@ def clip(
     q0, k0 = np.maximum(rect.q_start, q_start), np.maximum(rect.k_start, k_start)
     q1 = np.maximum(np.minimum(rect.q_stop, q_stop), q0)
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
-    moved = (k0 - rect.k_start) - (q0 - rect.q_start)
+    moved: Ints = (k0 - rect.k_start) - (q0 - rect.q_start)
     return trim(Rectangles(q0, q1, k0, k1, rect.lo + moved, rect.hi + moved))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:
     """How many cells a band shows: closed form, exact."""
-    above_hi = _at_least(q_len, k_len, np.asarray(hi, dtype=np.int64) + 1)
-    return np.maximum(_at_least(q_len, k_len, lo) - above_hi, 0)
+    shown: Ints = _at_least(q_len, k_len, lo) - _at_least(
+        q_len, k_len, np.asarray(hi, dtype=np.int64) + 1
+    )
+    return np.maximum(shown, 0)
 
 
 def _at_least(q_len: IntLike, k_len: IntLike, lo: IntLike) -> Ints:
