@@ -118,8 +118,10 @@ class WorkItem:
         """Its documents as items of their own, whose rectangles count from this one's corner."""
         assert self.cu_q is not None and self.cu_k is not None
         sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
-        parts = (self._part((0, 0), *q, *k) for q, k in zip(*sides, strict=True))
-        return (part for part in parts if part is not None)
+        for q, k in zip(*sides, strict=True):
+            one = self._part((0, 0), *q, *k)
+            if one is not None:
+                yield one
 
     def rows(self, start: int, stop: int) -> WorkItem | None:
         """The part between two local query rows, trimmed; ``None`` if nothing is there.
@@ -263,8 +265,8 @@ class Plan:
     @cached_property
     def digest(self) -> bytes:
         """8 bytes that differ between plans that differ: what ranks compare."""
-        given = self.seq_len, self.kv_seq_len, self.cp_size, self.q_layout.name, self.mask.band
-        parts = [str(given).encode()]
+        sizes = self.seq_len, self.kv_seq_len, self.cp_size
+        parts = [str((*sizes, self.q_layout.name, self.mask.band)).encode()]
         if isinstance(self.q_layout.name, ChunkLayout):
             parts.append(self.q_layout.name.table.tobytes())
         if self.boundaries is not None:

@@ -100,9 +100,8 @@ class ItemCounts:
 def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
     """Rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
     rect = rows.rect
-    zero = np.zeros_like(rect.lo)
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
-    ranks = [x[:, None] + zero for x in (q_rank, kv_rank, q_rank)]
+    ranks = [np.broadcast_to(x[:, None], rect.lo.shape) for x in (q_rank, kv_rank, q_rank)]
     columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], *rows[1:]]
     return np.stack(columns, axis=-1).astype(np.int32)
 

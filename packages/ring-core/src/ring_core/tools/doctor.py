@@ -77,8 +77,7 @@ def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
     """The example of these inputs, which may have been rounded to a narrower type."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
     out = reference.attention(q, k, v, mask=mask)[0]
-    grads = reference.attention_grads(dout, q, k, v, mask=mask)
-    return Example((q, k, v, dout), (out, *grads[:3]))
+    return Example((q, k, v, dout), (out, *reference.attention_grads(dout, q, k, v, mask=mask)[:3]))
 
 
 def compared(
