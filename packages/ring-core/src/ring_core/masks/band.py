@@ -76,8 +76,9 @@ def clip(
     q0, k0 = np.maximum(rect.q_start, q_start), np.maximum(rect.k_start, k_start)
     q1 = np.maximum(np.minimum(rect.q_stop, q_stop), q0)
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
-    moved: Ints = (k0 - rect.k_start) - (q0 - rect.q_start)
-    return trim(Rectangles(q0, q1, k0, k1, rect.lo + moved, rect.hi + moved))
+    q_shift, k_shift = q0 - rect.q_start, k0 - rect.k_start
+    lo: Ints = rect.lo - q_shift + k_shift
+    return trim(Rectangles(q0, q1, k0, k1, lo, rect.hi - q_shift + k_shift))
 
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:
