@@ -24,7 +24,7 @@ from ring_core import (
     reference,
     ring_program,
 )
-from ring_core.base.strategy import pairs_of
+from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE
 from ring_core.viz import kv_messages

@@ -1,6 +1,6 @@
 """Of ring_core."""
 
-from ring_core.base.strategy import (
+from ring_core.base.config import (
     RingStrategy as RingStrategy,
     pairs_of as pairs_of,
     strategy_config as strategy_config,
@@ -37,9 +37,8 @@ from ring_core.masks.band import (
 from ring_core.masks.expression import evaluated as evaluated, expression_of as expression_of
 from ring_core.plan import geometry as geometry, plan as plan, tile_mask as tile_mask
 from ring_core.plan.geometry import RectangleTable as RectangleTable
-from ring_core.programs import gather as gather, own_key_rows as own_key_rows, ring as ring
-from ring_core.programs.gather import _subtract as _subtract
-from ring_core.programs.intervals import Interval as Interval
+from ring_core.programs import gather as gather, ring as ring
+from ring_core.programs.gather import Interval as Interval, _subtract as _subtract
 from ring_core.reference import item_kernel as item_kernel, simulator as simulator
 from ring_core.reference.item_kernel import Precision as Precision, masked_matmul as masked_matmul
 from ring_core.tools.cli import main as main
@@ -51,9 +50,10 @@ from ring_core.tripwire import (
     sampled as sampled,
 )
 from ring_core.triton import tile_configs as tile_configs
-from ring_core.triton.tile_configs import Blocks as Blocks, Row as Row
-from ring_core.triton.tile_sizes import (
+from ring_core.triton.tile_configs import (
     FLAGS_TOGETHER as FLAGS_TOGETHER,
+    Blocks as Blocks,
+    Row as Row,
     choose_blocks as choose_blocks,
     parts_of_tiles as parts_of_tiles,
     positions_aligned8 as positions_aligned8,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.core import own_key_rows
+from internals.core import gather
 from internals.torch import (
     ONE_GROUP,
     BackwardInputs,
@@ -95,7 +95,7 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
         patch.object(strategies, "head_groups_of", lambda *_: groups),
         patch.object(hopper, "KEYS", KEYS),
-        patch.object(own_key_rows, "TILE", KEYS),
+        patch.object(gather, "TILE", KEYS),
     ):
         out = cp.attention(*mine, mask=mask, strategy="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))

@@ -5,10 +5,14 @@ slice of K/V under which band. A strategy orders it in time (:class:`RingProgram
 :class:`GatherProgram`), and backends execute that.
 """
 
-from ring_core.base.capabilities import (
+from ring_core.base.arguments import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
+from ring_core.base.config import (
+    STRATEGIES as STRATEGIES,
     Capabilities as Capabilities,
     KernelConfig as KernelConfig,
     Request as Request,
+    StrategyConfig as StrategyConfig,
+    StrategyName as StrategyName,
 )
 from ring_core.base.errors import (
     RankMismatchError as RankMismatchError,
@@ -16,12 +20,6 @@ from ring_core.base.errors import (
     WrongResultError as WrongResultError,
 )
 from ring_core.base.merge import finalize as finalize, merge as merge
-from ring_core.base.strategy import (
-    STRATEGIES as STRATEGIES,
-    StrategyConfig as StrategyConfig,
-    StrategyName as StrategyName,
-)
-from ring_core.base.tiles import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
 from ring_core.choose.balance import balance_chunks as balance_chunks
 from ring_core.choose.refusals import (
     refusals as refusals,
@@ -38,8 +36,7 @@ from ring_core.layouts.layout import (
     divisor_of as divisor_of,
 )
 from ring_core.masks.mask import Mask as Mask
-from ring_core.plan.items import WorkItem as WorkItem
-from ring_core.plan.plan import Plan as Plan, make_plan as make_plan
+from ring_core.plan.plan import Plan as Plan, WorkItem as WorkItem, make_plan as make_plan
 from ring_core.plan.tile_mask import BlockGeometry as BlockGeometry
 from ring_core.programs.gather import (
     Fetch as Fetch,
@@ -49,11 +46,14 @@ from ring_core.programs.gather import (
     gather_refusals as gather_refusals,
     longest_gather as longest_gather,
 )
-from ring_core.programs.ring import RingProgram as RingProgram, ring_program as ring_program
-from ring_core.programs.steps import HELP_PIECES as HELP_PIECES, Stage as Stage, Step as Step
-from ring_core.programs.table import (
+from ring_core.programs.ring import (
+    HELP_PIECES as HELP_PIECES,
     TABLE_COLUMNS as TABLE_COLUMNS,
     TABLE_UNBOUNDED as TABLE_UNBOUNDED,
+    RingProgram as RingProgram,
+    Stage as Stage,
+    Step as Step,
+    ring_program as ring_program,
 )
 
 __version__ = "0.1.0"

@@ -1,8 +1,6 @@
 """``python -m ring_core``: see :mod:`ring_core.tools.cli`."""
 
-import sys
-
 from ring_core.tools.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

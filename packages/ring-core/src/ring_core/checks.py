@@ -16,8 +16,7 @@ from ring_core.base.arguments import (
     check_flag as check_flag,
     is_finite,
 )
-from ring_core.masks.mask import Mask, Window
-from ring_core.masks.options import mask_of
+from ring_core.masks.mask import Mask, Window, mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -106,13 +105,14 @@ def check_mask(
         raise ValueError(
             f"mask must be a ring_core.Mask or an array of booleans, got {type(mask).__name__}"
         )
-    options = {
-        "causal": causal or None,
-        "window": window,
-        "chunk_size": chunk_size,
-        "cu_seqlens": cu_seqlens,
-    }
-    given = [name for name, value in options.items() if value is not None]
+    given = [
+        name
+        for name, value in (
+            ("causal", causal or None), ("window", window), ("chunk_size", chunk_size),
+            ("cu_seqlens", cu_seqlens),
+        )
+        if value is not None
+    ]  # fmt: skip
     if given:
         raise ValueError(
             f"mask was given together with {', '.join(given)}; put them into the Mask instead"
@@ -131,11 +131,9 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 def check_softcap(softcap: float | None) -> float | None:
     """The soft cap of the logits, or none."""
-    if softcap is None:
-        return None
-    if not _is_real(softcap) or softcap <= 0:
+    if softcap is not None and (not _is_real(softcap) or softcap <= 0):
         raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap!r}")
-    return float(softcap)
+    return None if softcap is None else float(softcap)
 
 
 def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
@@ -151,9 +149,7 @@ def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
 
 def check_seed(dropout_seed: int | None) -> None:
     """A seed known on the host is an unsigned 64-bit integer."""
-    if dropout_seed is None:
-        return
-    if (
+    if dropout_seed is not None and (
         not isinstance(dropout_seed, int)
         or isinstance(dropout_seed, bool)
         or not 0 <= dropout_seed < 2**64
@@ -163,28 +159,24 @@ def check_seed(dropout_seed: int | None) -> None:
 
 def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
     """Sinks are one logit per head, or several."""
-    if sinks is None:
-        return
-    _check_float("sinks", sinks, device)
-    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != sizes.q_heads or 0 in sinks.shape:
-        raise ValueError(
-            f"sinks must have shape [{sizes.q_heads}] or [{sizes.q_heads}, n], one row a query head, got {sinks.shape}"
+    if sinks is not None:
+        shape, heads = sinks.shape, sizes.q_heads
+        fits = len(shape) in (1, 2) and shape[0] == heads and 0 not in shape
+        _check_option(
+            "sinks", sinks, device, fits, f"[{heads}] or [{heads}, n], one row a query head"
         )
 
 
 def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) -> None:
     """The bias holds rows for the local queries, and columns for all keys in natural order."""
-    if bias is None:
-        return
-    _check_float("bias", bias, device)
-    wanted = ((1, sizes.batch), (1, sizes.q_heads), (sizes.q_len,), (kv_seq_len,))
-    if len(bias.shape) != 4 or any(
-        size not in known for size, known in zip(bias.shape, wanted, strict=True)
-    ):
-        raise ValueError(
-            f"bias must have shape [{sizes.batch} or 1, {sizes.q_heads} or 1, {sizes.q_len}, {kv_seq_len}] (rows: "
-            f"this rank's queries in layout order; columns: all keys in natural order), got {bias.shape}"
+    if bias is not None:
+        batch, heads, rows = sizes.batch, sizes.q_heads, sizes.q_len
+        words = (
+            f"[{batch} or 1, {heads} or 1, {rows}, {kv_seq_len}] (rows: this rank's queries in layout "
+            f"order; columns: all keys in natural order)"
         )
+        fits = _is_score_shape(bias.shape, batch, heads, rows, kv_seq_len)
+        _check_option("bias", bias, device, fits, words)
 
 
 def check_dense_mask(
@@ -204,13 +196,12 @@ def check_dense_mask(
     """
     batch, length, heads, _ = q_shape
     shape = mask.shape if len(mask.shape) == 4 else (1, 1, *mask.shape)
-    wanted = ((1, batch), (1, heads), (length,), (kv_seq_len,))
     if mask.dtype != "bool":
         raise ValueError(
             f"mask must be a ring_core.Mask or an array of booleans, got one of {mask.dtype}; numbers "
             f"to be added to the scores are a bias"
         )
-    if len(shape) != 4 or any(n not in known for n, known in zip(shape, wanted, strict=True)):
+    if not _is_score_shape(shape, batch, heads, length, kv_seq_len):
         raise ValueError(
             f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
             f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "
@@ -229,13 +220,10 @@ def check_dense_mask(
 
 def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None:
     """ALiBi has one slope per query head."""
-    if slopes is None:
-        return
-    _check_float("alibi_slopes", slopes, device)
-    if slopes.shape not in ((sizes.q_heads,), (sizes.batch, sizes.q_heads)):
-        raise ValueError(
-            f"alibi_slopes must have shape [{sizes.q_heads}] or [{sizes.batch}, {sizes.q_heads}], got {slopes.shape}"
-        )
+    if slopes is not None:
+        batch, heads = sizes.batch, sizes.q_heads
+        fits = slopes.shape in ((heads,), (batch, heads))
+        _check_option("alibi_slopes", slopes, device, fits, f"[{heads}] or [{batch}, {heads}]")
 
 
 def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None:
@@ -266,11 +254,22 @@ def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
     return segment_ids, segment_ids
 
 
-def _check_float(name: str, x: Tensor, device: str) -> None:
+def _is_score_shape(
+    shape: tuple[int, ...], batch: int, heads: int, rows: int, columns: int
+) -> bool:
+    """Whether it is ``[batch or 1, heads or 1, rows, columns]``."""
+    return len(shape) == 4 and (
+        shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (rows, columns)
+    )
+
+
+def _check_option(name: str, x: Tensor, device: str, fits: bool, shape: str) -> None:
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
+    if not fits:
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
 
 
 def _is_real(value: object) -> bool:

@@ -14,19 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_kind, check_rate, check_size, check_text
-from ring_core.base.strategy import pairs_of
+from ring_core.base.arguments import Floats, check_kind, check_rate, check_size, check_text
+from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
-from ring_core.programs.ring import RingProgram, ring_program
-from ring_core.programs.steps import HELP_PIECES, Stage
+from ring_core.programs.ring import HELP_PIECES, RingProgram, Stage, ring_program
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -196,21 +194,21 @@ def estimate(
         ("backward", backward, bool),
     ):  # fmt: skip
         check_kind(name, value, kind)
-    work, plan = program.work(), program.plan
+    work = program.work()
     longest, most = work.max(axis=1), int(work.sum(axis=0).max())
     flops = float(most * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
-    passes = [_run(program.forward, longest * rate, _forward_bytes(plan, model), hardware)]
+    forward_bytes, backward_bytes = _message_bytes(program.plan, model)
+    passes = [_run(program.forward, longest * rate, forward_bytes, hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        sizes = _backward_bytes(plan, model)
-        passes.append(_run(program.backward, longest * rate, sizes, hardware))
-    compute_s, time_s = sum(p.compute_s for p in passes), sum(p.time_s for p in passes)
+        passes.append(_run(program.backward, longest * rate, backward_bytes, hardware))
+    compute_s, time_s, bytes_sent, messages = map(sum, zip(*passes, strict=True))
     return Cost(
         flops=flops,
-        bytes_sent=sum(p.bytes_sent for p in passes),
-        messages=sum(p.messages for p in passes),
+        bytes_sent=bytes_sent,
+        messages=messages,
         active_steps=program.num_steps,
         imbalance=program.imbalance,
         memory_bytes=_memory(program, model, backward),
@@ -278,26 +276,19 @@ class _Bytes(NamedTuple):
     results: int
 
 
-class _Pass(NamedTuple):
-    compute_s: float
-    time_s: float
-    bytes_sent: int
-    messages: int
-
-
-def _forward_bytes(plan: Plan, model: Model) -> _Bytes:
+def _message_bytes(plan: Plan, model: Model) -> tuple[_Bytes, _Bytes]:
+    """Of the forward, and of the backward."""
     rows, kv = _rows(plan, model)
-    q = rows * model.head_dim * model.bytes_per_element
-    out_and_lse = rows * (model.value_dim + 1) * _FLOAT32
-    return _Bytes(kv * model.bytes_per_element, 0, q, out_and_lse)
-
-
-def _backward_bytes(plan: Plan, model: Model) -> _Bytes:
-    rows, kv = _rows(plan, model)
-    q_and_dout = rows * (model.head_dim + model.value_dim) * model.bytes_per_element
-    lse_and_delta = rows * 2 * _FLOAT32
-    dq = rows * model.head_dim * _FLOAT32
-    return _Bytes(kv * model.bytes_per_element, kv * _FLOAT32, q_and_dout + lse_and_delta, dq)
+    d, dv, e = model.head_dim, model.value_dim, model.bytes_per_element
+    return (
+        _Bytes(kv * e, 0, ship=rows * d * e, results=rows * (dv + 1) * _FLOAT32),
+        _Bytes(
+            kv * e,
+            kv * _FLOAT32,
+            ship=rows * ((d + dv) * e + 2 * _FLOAT32),  # lse and delta, too
+            results=rows * d * _FLOAT32,
+        ),
+    )
 
 
 def _rows(plan: Plan, model: Model) -> tuple[int, int]:
@@ -309,13 +300,14 @@ def _rows(plan: Plan, model: Model) -> tuple[int, int]:
 
 def _run(
     stages: Sequence[Stage],
-    step_s: npt.NDArray[np.floating[Any]],
+    step_s: Floats,
     sizes: _Bytes,
     hardware: Hardware,
-) -> _Pass:
-    """One pass; ``step_s [num_steps]`` is what the slowest rank computes in each step.
+) -> tuple[float, float, int, int]:
+    """``(compute_s, time_s, bytes_sent, messages)`` of a pass.
 
-    Slot ``n + 1`` is stage ``n``; slots before the first and after the last compute nothing.
+    ``step_s [num_steps]`` is what the slowest rank computes in each step. Slot ``n + 1`` is stage
+    ``n``; slots before the first and after the last compute nothing.
     """
     kv = np.array([s.kv_hop is not None for s in stages])
     grad = np.array([s.grad_hop is not None for s in stages])
@@ -332,8 +324,10 @@ def _run(
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
-    time_s = np.maximum(compute, moved).sum()
-    return _Pass(float(compute.sum()), float(time_s), round(sent.sum()), round(messages.sum()))
+    return (
+        float(compute.sum()), float(np.maximum(compute, moved).sum()), round(sent.sum()),
+        round(messages.sum()),
+    )  # fmt: skip
 
 
 def _memory(program: RingProgram, model: Model, backward: bool) -> int:

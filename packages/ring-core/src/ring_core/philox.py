@@ -26,8 +26,7 @@ def philox(
     """Four words of each counter ``(c0, c1, c2, c3)``, arrays that broadcast, all 32 bits wide."""
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in counter))
     k0, k1 = key
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(ROUNDS):
         a, b = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (

@@ -110,9 +110,8 @@ class SampledRows(NamedTuple):
         known = np.isfinite(self.exact) & np.isfinite(self.plain)
         exact = np.where(known, self.exact, 0)
         plain = np.abs(np.where(known, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
-        size = np.abs(exact).max(axis=2, keepdims=True)
-        limit = 2 * plain + _FEW * ulp * size + _PER_TERM * term_ulp * self.terms[:, None, None]
-        limit = limit + _LEAST[dtype]
+        few = _FEW * ulp * np.abs(exact).max(axis=2, keepdims=True)
+        limit = 2 * plain + few + _PER_TERM * term_ulp * self.terms[:, None, None] + _LEAST[dtype]
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(self.got - exact), nan=np.inf)
         beyond = np.where(known & (error > limit), error - limit, 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ring_core.triton.tile_sizes import padded
+from ring_core.triton.tile_configs import padded
 from ring_jax.records import (
     Array,
     BackwardInputs,

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from ring_core import Capabilities, Stage
-from ring_core.base.capabilities import EVERYTHING
+from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import Table
 from ring_jax.records import (
     AttentionState,

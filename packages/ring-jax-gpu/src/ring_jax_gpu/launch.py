@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from jax import lax
 
-from ring_core.triton.tile_configs import Blocks
-from ring_core.triton.tile_sizes import stages_that_fit
+from ring_core.triton.tile_configs import Blocks, stages_that_fit
 from ring_jax.records import Array, Rectangle
 
 Arrays = dict[str, Array]

@@ -18,8 +18,10 @@ from jax import lax, numpy as jnp
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS, TILE, Plan, UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
-from ring_core.triton.tile_configs import Blocks, Pass, Table
-from ring_core.triton.tile_sizes import (
+from ring_core.triton.tile_configs import (
+    Blocks,
+    Pass,
+    Table,
     choose_blocks,
     heads_per_swizzle,
     padded,

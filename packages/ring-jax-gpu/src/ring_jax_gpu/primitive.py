@@ -14,7 +14,7 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ring_core.triton.tile_sizes import HOPPER
+from ring_core.triton.tile_configs import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ring_core import KernelConfig, RingProgram, UnsupportedError
-from ring_core.base.capabilities import EVERYTHING
+from ring_core.base.config import EVERYTHING
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,

@@ -21,8 +21,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_core.base.capabilities import kernel_config
-from ring_core.base.strategy import strategy_config
+from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
-from ring_core.triton.tile_sizes import positions_aligned8
+from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.signature import CallSignature
 from ring_torch.kernels.api import Kernel, Selection

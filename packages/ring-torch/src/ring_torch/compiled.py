@@ -24,7 +24,7 @@ from ring_core import (
     Mask,
     StrategyConfig,
 )
-from ring_core.base.strategy import strategy_config
+from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own

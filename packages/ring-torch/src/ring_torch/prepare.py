@@ -23,8 +23,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_core.base.capabilities import kernel_config
-from ring_core.base.strategy import strategy_config
+from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Operands, Options

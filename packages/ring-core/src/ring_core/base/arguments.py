@@ -1,6 +1,7 @@
 """Checks of plain arguments: numbers, numpy arrays, records. Wrong ones are named.
 
-Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records.
+Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records. Types of numpy arrays
+are here too, and the tiles of a predicate mask: their side, and what they show.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+TILE = 128
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
 SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
@@ -57,8 +62,10 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
     """
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not real or not (value > 0 or (zero and value == 0)) or not is_finite(value):
-        words = "not be negative" if zero else "be positive"
-        raise ValueError(f"{name} must {words}, and a finite number, got {value!r}")
+        raise ValueError(
+            f"{name} must {'not be negative' if zero else 'be positive'}, and a finite number, got "
+            f"{value!r}"
+        )
 
 
 def is_finite(value: float) -> bool:

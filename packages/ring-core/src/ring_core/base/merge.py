@@ -10,14 +10,9 @@ union (Rabe and Staats, arXiv 2112.05682; Milakov and Gimelshein, arXiv 1805.028
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_floats
-
-Floats = npt.NDArray[np.floating[Any]]
+from ring_core.base.arguments import Floats, check_floats
 
 
 def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[Floats, Floats]:
@@ -97,8 +92,6 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
     folded = sinks if sinks.ndim == 1 else np.logaddexp.reduce(sinks, axis=-1)
     with_sink = np.logaddexp(lse, folded[:, None])
     nothing = np.isneginf(lse)
-    weight = np.where(
-        nothing, 0, np.exp(np.where(nothing, 0, lse) - np.where(nothing, 0, with_sink))
-    )
-    weight = np.swapaxes(weight, 1, 2)[..., None]
+    share = np.exp(np.where(nothing, 0, lse) - np.where(nothing, 0, with_sink))
+    weight = np.swapaxes(np.where(nothing, 0, share), 1, 2)[..., None]
     return np.where(weight == 0, 0, weight * out), with_sink

@@ -7,15 +7,12 @@ from heapq import heappop, heappush
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_choice, check_kind, check_size
+from ring_core.base.arguments import Ints, check_choice, check_kind, check_size
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, LayoutSpec
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry
-
-Ints = npt.NDArray[np.int64]
 
 #: Names of all layouts, those made for a mask among them.
 ALL_LAYOUTS = (*LAYOUTS, "chunks")
@@ -87,23 +84,21 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
         if seq_len % (cp_size * n) == keys % (cp_size * n) == 0
         and (n <= 2 or cp_size * n <= _MOST_CHUNKS)
     ]
-    pairs = _pairs(mask, seq_len, keys, cp_size * counts[-1])
+    queries = Layout("contiguous", seq_len, cp_size * counts[-1])
+    geometry = BandGeometry(mask, queries, Layout("contiguous", keys, 1), keys - seq_len)
+    pairs = geometry.count(np.arange(queries.cp_size), 0)
     found: list[tuple[float, ChunkLayout]] = []
     for count in counts:
         weights = pairs.reshape(cp_size * count, -1).sum(axis=1)
         chunks = _swap_until_even(_assign(weights, cp_size), weights)
         load = weights[chunks].sum(axis=1)
         balance = float(load.max() / load.mean())
-        found.append((balance, _by_first_chunk(chunks)))
+        # Early chunks on early ranks, as in ``contiguous`` and ``zigzag``.
+        by_first_chunk = tuple(sorted(tuple(sorted(one)) for one in chunks.tolist()))
+        found.append((balance, ChunkLayout(by_first_chunk)))
         if balance <= EVEN:
             break
     return min(found, key=lambda one: one[0])[1]
-
-
-def _pairs(mask: Mask, seq_len: int, keys: int, chunks: int) -> Ints:
-    """Visible pairs of the queries of each of so many equal chunks."""
-    queries, every_key = Layout("contiguous", seq_len, chunks), Layout("contiguous", keys, 1)
-    return BandGeometry(mask, queries, every_key, keys - seq_len).count(np.arange(chunks), 0)
 
 
 def _assign(weights: Ints, cp_size: int) -> Ints:
@@ -130,11 +125,5 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
         mine, rank, theirs = map(int, np.unravel_index(int(after.argmin()), after.shape))
         if after[mine, rank, theirs] >= load[top]:
             break
-        given, taken = (top, mine), (rank, theirs)
-        chunks[given], chunks[taken] = chunks[taken], chunks[given]
+        chunks[top, mine], chunks[rank, theirs] = chunks[rank, theirs], chunks[top, mine]
     return chunks
-
-
-def _by_first_chunk(chunks: Ints) -> ChunkLayout:
-    """Early chunks on early ranks, as in ``contiguous`` and ``zigzag``."""
-    return ChunkLayout(tuple(sorted(tuple(sorted(one)) for one in chunks.tolist())))

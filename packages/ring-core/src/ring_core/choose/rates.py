@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ring_core.base.capabilities import Request
+from ring_core.base.config import Request
 from ring_core.masks.mask import Mask
 from ring_core.programs.ring import RingProgram
 
@@ -52,9 +52,10 @@ class Times:
 
     def describe(self) -> str:
         """In words."""
-        passes = ((self.forward, "forward"), (self.both, "with backward"))
         return "about " + ", ".join(
-            f"{_digits(x)} ms {what}" for x, what in passes if x is not None
+            f"{_digits(x)} ms {what}"
+            for x, what in ((self.forward, "forward"), (self.both, "with backward"))
+            if x is not None
         )
 
 
@@ -126,8 +127,8 @@ class Expected:
         took = {} if self.case is None else self.case.took(names, grad=grad)
         if len(took) < 2:
             return names[0]
-        least = min(took.values())
-        return next(name for name in names if name in took and took[name] < NEAR * least)
+        limit = NEAR * min(took.values())
+        return next(name for name in names if name in took and took[name] < limit)
 
     def time(self, name: str) -> str:
         """What a kernel should take, in words."""
@@ -158,11 +159,12 @@ class Rates:
 
     def of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
         """The cases of GPUs of this generation, by the major number of their capability."""
-        if capability is None:
-            return ()
-        major = capability // 10
-        every = (case for case in self.cases if case.framework == framework)
-        return tuple(case for case in every if case.capability // 10 == major)
+        return tuple(
+            case
+            for case in self.cases
+            if capability is not None
+            and (case.framework, case.capability // 10) == (framework, capability // 10)
+        )
 
 
 def expected(
@@ -185,17 +187,15 @@ def expected(
         grad: Whether it has a backward.
     """
     cases = [case for case in cases if request.dtype in case.dtypes]
-    size = request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
-    work = int(program.work().sum(axis=0).max()) * size
+    work = int(program.work().sum(axis=0).max())
+    work *= request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
         timed = [case for case in cases if len(case.took(names, grad=grad)) >= least]
-        near = [
-            _case_for(timed, option, request) for option in options_of(request, program.plan.mask)
-        ]
         found = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
-            for case in near if case is not None
-        ]  # fmt: skip
+            for option in options_of(request, program.plan.mask)
+            if (case := _case_for(timed, option, request))
+        ]
         if found:
             _, longest = max(found, key=lambda each: each[0])
             return Expected(longest, work / longest.work)
@@ -224,8 +224,8 @@ def _case_for(cases: Sequence[Case], option: Option, request: Request) -> Case |
 
     def distance(case: Case) -> tuple[bool, bool, int, float]:
         apart = [a - b for a, b in zip(case.dims, dims, strict=True)]
-        ratio = math.log(case.heads[0] / case.heads[1] / group)
-        return min(apart) < 0, case.option != option, sum(map(abs, apart)), abs(ratio)
+        ratio = abs(math.log(case.heads[0] / case.heads[1] / group))
+        return min(apart) < 0, case.option != option, sum(map(abs, apart)), ratio
 
     return min((x for x in cases if x.option in (option, "causal")), key=distance, default=None)
 
@@ -306,16 +306,15 @@ def _two(given: dict[str, Any], name: str) -> tuple[int, int]:
 
 def _times(name: str, given: Any) -> Times:
     right = isinstance(given, list) and len(given) == 2 and given != [None, None]
-    if not right or not all(x is None or _is_time(x) for x in given):
+    if not right or not all(
+        x is None or (isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf)
+        for x in given
+    ):
         raise ValueError(
             f"{name} has milliseconds of the forward and of both passes, one of which may be null, "
             f"got {given!r}"
         )
     return Times(*given)
-
-
-def _is_time(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
 
 
 def _digits(x: float) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
-from ring_core.base.capabilities import OPTION_WORDS, Capabilities, Request
+from ring_core.base.config import OPTION_WORDS, Capabilities, Request
 from ring_core.base.errors import UnsupportedError
 from ring_core.programs.ring import RingProgram
 
@@ -14,7 +15,7 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
     """Every reason why a kernel cannot do a call; empty if it can."""
     can, dims = capabilities, (request.head_dim, request.v_head_dim)
     largest, most = max(dims), can.deterministic_head_dim
-    reasons = {
+    reasons: dict[str, Any] = {
         f"runs on {_one_of(can.devices)}, not on {request.device}": (
             can.devices and request.device not in can.devices
         ),
@@ -36,16 +37,16 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
         ),
         "has no backward": request.grad and not can.backward,
     }
-    found = (reason for reason, applies in reasons.items() if applies)
-    return (*found, *_mask_refusals(can, program))
+    reasons |= _mask_refusals(can, program)
+    return tuple(reason for reason, applies in reasons.items() if applies)
 
 
-def _mask_refusals(can: Capabilities, program: RingProgram) -> list[str]:
+def _mask_refusals(can: Capabilities, program: RingProgram) -> dict[str, Any]:
     if program.plan.mask.predicate is not None:
-        return [] if can.predicate else ["has no predicate masks"]
+        return {"has no predicate masks": not can.predicate}
     counts = program.item_counts
     banded, others = counts.banded, counts.causal + counts.banded
-    reasons = {
+    return {
         "has no blocks of several documents or chunks": (
             counts.several_documents and not can.documents
         ),
@@ -56,7 +57,6 @@ def _mask_refusals(can: Capabilities, program: RingProgram) -> list[str]:
             can.bands == "causal" and banded
         ),
     }
-    return [reason for reason, applies in reasons.items() if applies]
 
 
 def require(
@@ -119,23 +119,20 @@ def split_by_reasons[Kernel](
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:
     """A Markdown table of what each kernel supports, one column a kernel."""
-    lines = ["| | " + " | ".join(f"`{kernel.name}`" for kernel in kernels) + " |"]
-    lines.append("|---|" + "---|" * len(kernels))
-    for row in fields(Capabilities):
-        if row.name != "name":
-            cells = [_cell(getattr(kernel, row.name)) for kernel in kernels]
-            lines.append(f"| {row.name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    names = " | ".join(f"`{kernel.name}`" for kernel in kernels)
+    lines = [f"| | {names} |", "|---|" + "---|" * len(kernels)]
+    for row in fields(Capabilities)[1:]:  # all but the name
+        cells = " | ".join(_cell(getattr(kernel, row.name)) for kernel in kernels)
+        lines.append(f"| {row.name.replace('_', ' ')} | {cells} |")
     return "\n".join(lines)
 
 
 def _cell(value: object) -> str:
-    if value is None or value == ():
-        return "any"
-    if isinstance(value, tuple):
-        return ", ".join(value)
-    if value is True or value is False:
+    if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value)
+    if isinstance(value, tuple):
+        return ", ".join(value) or "any"
+    return "any" if value is None else str(value)
 
 
 def _one_of(words: Sequence[str]) -> str:
@@ -153,8 +150,14 @@ def require_heads(request: Request, cp_size: int) -> None:
         for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
         if count % cp_size
     ]
-    asked = {"bias": request.bias, "segment_ids": request.segment_ids, "dropout_p": request.dropout}
-    reasons += [f"it has no {name} yet" for name, is_asked in asked.items() if is_asked]
+    reasons += [
+        f"it has no {name} yet"
+        for name, is_asked in (
+            ("bias", request.bias), ("segment_ids", request.segment_ids),
+            ("dropout_p", request.dropout),
+        )
+        if is_asked
+    ]  # fmt: skip
     if reasons:
         raise UnsupportedError(
             f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"

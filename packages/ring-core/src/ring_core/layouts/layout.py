@@ -10,9 +10,15 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import SIZE_LIMIT, check_choice, check_index, check_size, is_integer
+from ring_core.base.arguments import (
+    SIZE_LIMIT,
+    Ints,
+    check_choice,
+    check_index,
+    check_size,
+    is_integer,
+)
 
-Ints = npt.NDArray[np.int64]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 
 
@@ -43,7 +49,9 @@ class ChunkLayout:
     chunks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if not _is_listed(self.chunks) or not all(map(_is_listed, self.chunks)):
+        if not isinstance(self.chunks, tuple | list) or not all(
+            isinstance(chunks, tuple | list) for chunks in self.chunks
+        ):
             raise ValueError(f"chunks must be a tuple of chunk numbers a rank, got {self.chunks!r}")
         flat = list(chain.from_iterable(self.chunks))
         if not flat or not all(map(is_integer, flat)):
@@ -93,8 +101,9 @@ class Layout:
     cp_size: int
 
     def __post_init__(self) -> None:
-        is_named = isinstance(self.name, str) and self.name in get_args(LayoutName)
-        if not is_named and not isinstance(self.name, ChunkLayout):
+        if not isinstance(self.name, ChunkLayout) and (
+            not isinstance(self.name, str) or self.name not in get_args(LayoutName)
+        ):
             raise ValueError(
                 f"unknown layout {self.name!r}; known: {', '.join(get_args(LayoutName))}, or a ChunkLayout"
             )
@@ -108,16 +117,15 @@ class Layout:
             raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
-            text = (
+            how = (
+                f" with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, {padded}), by which "
+                f"no token sees them"
+            )
+            raise ValueError(
                 f"sequence length {self.seq_len} is not a positive multiple of {self.divisor}, as "
                 f"the {self.name} layout over {self.cp_size} ranks needs; pad to {padded}"
+                f"{how if self.seq_len > 0 else ''}"
             )
-            if self.seq_len > 0:
-                text = (
-                    f"{text} with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, "
-                    f"{padded}), by which no token sees them"
-                )
-            raise ValueError(text)
 
     @property
     def divisor(self) -> int:
@@ -156,27 +164,23 @@ class Layout:
         r = np.asarray(rank, dtype=np.int64)
         if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
-        if self.name == "striped":
-            return r[..., None]
-        if self.name == "contiguous":
-            return r[..., None] * self.local_len
-        return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
+        if self.name == "zigzag":
+            return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
+        return r[..., None] * (1 if self.name == "striped" else self.local_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of one rank, in local order."""
         check_index("rank", rank, self.cp_size)
-        starts = zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
-        return tuple(Run(local, self.run_length, start, self.stride) for local, start in starts)
+        return tuple(
+            Run(local, self.run_length, start, self.stride)
+            for local, start in zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
+        )
 
     def positions(self, rank: int) -> Ints:
         """Global position of each local index of a rank, ``[local_len]``."""
         check_index("rank", rank, self.cp_size)
         steps = np.arange(self.run_length, dtype=np.int64) * self.stride
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)
-
-
-def _is_listed(value: object) -> bool:
-    return isinstance(value, tuple | list)
 
 
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -189,12 +193,11 @@ def check_layout(layout: LayoutSpec) -> LayoutSpec:
     Raises:
         ValueError: No such layout.
     """
-    if isinstance(layout, ChunkLayout):
-        return layout
-    try:
-        check_choice("layout", layout, LAYOUTS)
-    except ValueError as error:
-        raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
+    if not isinstance(layout, ChunkLayout):
+        try:
+            check_choice("layout", layout, LAYOUTS)
+        except ValueError as error:
+            raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
     return layout
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import SIZE_LIMIT
+from ring_core.base.arguments import SIZE_LIMIT, Bools, Ints
 
-Ints = npt.NDArray[np.int64]
 IntLike = Ints | np.int64 | int
 
 UNBOUNDED = SIZE_LIMIT
@@ -32,7 +30,7 @@ class Rectangles(NamedTuple):
     hi: Ints
 
     @property
-    def live(self) -> npt.NDArray[np.bool_]:
+    def live(self) -> Bools:
         """Whether each rectangle holds anything."""
         return self.q_stop > self.q_start
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ring_core.base.arguments import Ints
 from ring_core.masks.mask import Mask
 
 #: ``"q"``, ``"k"``, a number, or an operator's name and its arguments.
@@ -67,7 +67,7 @@ def expression_of(
     return rule.expression if np.all(same) else None
 
 
-def _some(span: tuple[int, int]) -> npt.NDArray[np.int64]:
+def _some(span: tuple[int, int]) -> Ints:
     """Positions of a span: its ends, and others at random."""
     found = np.random.default_rng(0).integers(*span, _SAMPLED)
     found[:2], found[-2:] = span[0], span[1] - 1
@@ -127,8 +127,7 @@ class _Traced:
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
         one, times = self._moved_above(by)
-        power = by & (by - 1) == 0
-        name, number = ("shift", by.bit_length() - 1) if power else ("floordiv", by)
+        name, number = ("shift", by.bit_length() - 1) if by & (by - 1) == 0 else ("floordiv", by)
         found = _of_two(name, (one, _number(number)), one.low // by, one.high // by)
         return found - times if times else found
 
@@ -144,43 +143,36 @@ class _Traced:
         times = max(0, -(number.low // by))
         return (number + times * by if times else number), times
 
-    def __and__(self, other: object) -> _Traced:
-        return _joined("and", self, other)
+    def _joined(self, name: str, other: object) -> _Traced:
+        """Of two truth values, one of which may be known."""
+        if not self.is_bool or not (
+            isinstance(other, bool | np.bool_) or (isinstance(other, _Traced) and other.is_bool)
+        ):
+            raise TypeError("is no truth value")
+        if isinstance(other, _Traced):
+            return _of_two(name, (self, other), 0, 1, is_bool=True)
+        if (name, bool(other)) in (("and", True), ("or", False), ("ne", False)):
+            return self
+        return _of_two(name, (self, _number(int(other))), 0, 1, is_bool=True)
 
-    def __or__(self, other: object) -> _Traced:
-        return _joined("or", self, other)
+    def _compared(self, name: str, other: object, *, turned: bool = False) -> _Traced:
+        a, b = _number(self), _number(other)
+        return _of_two(name, (b, a) if turned else (a, b), 0, 1, is_bool=True)
 
-    def __xor__(self, other: object) -> _Traced:
-        return _joined("ne", self, other)
-
-    def __invert__(self) -> _Traced:
-        return _joined("ne", self, True)
-
-    def __lt__(self, other: object) -> _Traced:
-        return _compared("lt", self, other)
-
-    def __le__(self, other: object) -> _Traced:
-        return _compared("le", self, other)
-
-    def __gt__(self, other: object) -> _Traced:
-        return _compared("lt", other, self)
-
-    def __ge__(self, other: object) -> _Traced:
-        return _compared("le", other, self)
-
-    def __eq__(self, other: object) -> _Traced:  # type: ignore[override]
-        return _compared("eq", self, other)
-
-    def __ne__(self, other: object) -> _Traced:  # type: ignore[override]
-        return _compared("ne", self, other)
-
+    __and__, __or__ = partialmethod(_joined, "and"), partialmethod(_joined, "or")
+    __xor__ = partialmethod(_joined, "ne")
+    __invert__ = partialmethod(_joined, "ne", True)
+    __lt__, __le__ = partialmethod(_compared, "lt"), partialmethod(_compared, "le")
+    __gt__ = partialmethod(_compared, "lt", turned=True)
+    __ge__ = partialmethod(_compared, "le", turned=True)
+    __eq__ = partialmethod(_compared, "eq")  # type: ignore[assignment]
+    __ne__ = partialmethod(_compared, "ne")  # type: ignore[assignment]
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
 
 def _of_two(
     name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
 ) -> _Traced:
-    """What an operator makes of two."""
     a, b = parts
     return _Traced((name, a.expression, b.expression), low, high, is_bool, 1 + a.size + b.size)
 
@@ -195,24 +187,6 @@ def _number(x: object) -> _Traced:
 
 
 def _divisor(x: object) -> int:
-    """A number above 0 that is known."""
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0:
         return int(x)
     raise TypeError("is no number above 0")
-
-
-def _compared(name: str, a: object, b: object) -> _Traced:
-    return _of_two(name, (_number(a), _number(b)), 0, 1, is_bool=True)
-
-
-def _joined(name: str, a: _Traced, b: object) -> _Traced:
-    """Of two truth values, one of which may be known."""
-    if not a.is_bool or not (
-        isinstance(b, bool | np.bool_) or (isinstance(b, _Traced) and b.is_bool)
-    ):
-        raise TypeError("is no truth value")
-    if isinstance(b, _Traced):
-        return _of_two(name, (a, b), 0, 1, is_bool=True)
-    if (name, bool(b)) in (("and", True), ("or", False), ("ne", False)):
-        return a
-    return _of_two(name, (a, _number(int(b))), 0, 1, is_bool=True)

@@ -12,18 +12,17 @@ says so::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import SIZE_LIMIT, as_positions, is_integer
+from ring_core.base.arguments import SIZE_LIMIT, Bools, Ints, as_positions, is_integer
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Window = tuple[int | None, int | None]
 
 
@@ -61,9 +60,12 @@ class Mask:
             )
         store = object.__setattr__  # the dataclass is frozen
         store(self, "causal", bool(self.causal))
-        store(self, "window", _checked_window(self.window))
-        store(self, "chunk_size", _checked_chunk_size(self.chunk_size))
-        store(self, "cu_seqlens", _checked_cu_seqlens(self.cu_seqlens))
+        for name, checked in (
+            ("window", _checked_window), ("chunk_size", _checked_chunk_size),
+            ("cu_seqlens", _checked_cu_seqlens),
+        ):  # fmt: skip
+            given = getattr(self, name)
+            store(self, name, None if given is None else checked(given))
         parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
         try:
             store(self, "_hash", hash(parts))
@@ -84,9 +86,8 @@ class Mask:
     @cached_property
     def document_offsets(self) -> Ints | None:
         """``cu_seqlens`` as an array without empty documents."""
-        if self.cu_seqlens is None:
-            return None
-        return np.unique(np.asarray(self.cu_seqlens, dtype=np.int64))
+        given = self.cu_seqlens
+        return None if given is None else np.unique(np.asarray(given, dtype=np.int64))
 
     def boundaries(self, start: int, stop: int) -> Ints | None:
         """Ascending positions that cut ``[start, stop)`` into cells no query sees beyond.
@@ -96,8 +97,8 @@ class Mask:
         """
         cuts = []
         if self.chunk_size is not None:
-            first = start // self.chunk_size * self.chunk_size
-            cuts.append(np.arange(first, stop + self.chunk_size, self.chunk_size, dtype=np.int64))
+            size = self.chunk_size
+            cuts.append(np.arange(start // size * size, stop + size, size, dtype=np.int64))
         if self.document_offsets is not None:
             cuts.append(self.document_offsets)
         return np.unique(np.concatenate(cuts)) if cuts else None
@@ -118,10 +119,7 @@ class Mask:
             parts.append(q_pos // self.chunk_size == k_pos // self.chunk_size)
         if self.predicate is not None:
             parts.append(self.predicate(q_pos, k_pos))
-        visible: Any = True
-        for part in parts:
-            visible = part if visible is True else visible & part
-        return visible
+        return reduce(operator.and_, parts) if parts else True
 
     def dense(self, q_pos: npt.ArrayLike, k_pos: npt.ArrayLike) -> Bools:
         """Boolean ``[len(q_pos), len(k_pos)]``: which query sees which key."""
@@ -129,8 +127,7 @@ class Mask:
         visible = np.ones((q.size, k.size), dtype=bool)
         visible &= np.asarray(self.rule(q[:, None], k[None, :]), dtype=bool)
         if self.document_offsets is not None:
-            offsets = self.document_offsets
-            q_doc, k_doc = (np.searchsorted(offsets, x, side="right") for x in (q, k))
+            q_doc, k_doc = (np.searchsorted(self.document_offsets, x, side="right") for x in (q, k))
             visible &= q_doc[:, None] == k_doc[None, :]
         return visible
 
@@ -164,9 +161,7 @@ def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
         )
 
 
-def _checked_window(window: Any) -> Window | None:
-    if window is None:
-        return None
+def _checked_window(window: Any) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
             f"window must be a pair (left, right), each a number of keys besides the query's own or "
@@ -183,9 +178,7 @@ def _checked_window(window: Any) -> Window | None:
     return left, right
 
 
-def _checked_chunk_size(chunk_size: Any) -> int | None:
-    if chunk_size is None:
-        return None
+def _checked_chunk_size(chunk_size: Any) -> int:
     if not is_integer(chunk_size) or not 1 <= chunk_size < SIZE_LIMIT:
         raise ValueError(
             f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
@@ -193,9 +186,7 @@ def _checked_chunk_size(chunk_size: Any) -> int | None:
     return int(chunk_size)
 
 
-def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
-    if cu_seqlens is None:
-        return None
+def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
     try:
         offsets = np.asarray(cu_seqlens)
     except (TypeError, RuntimeError) as error:
@@ -220,3 +211,60 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...] | None:
             f"{int(offsets[at])}"
         )
     return tuple(offsets.tolist())
+
+
+def mask_of(
+    *,
+    causal: bool,
+    window: Window | None,
+    chunk_size: int | None,
+    cu_seqlens: Sequence[int] | None,
+) -> Mask:
+    """:class:`Mask` of these options, which may be changed in place between calls.
+
+    Tuples of integers cannot, and are known again by their identity; arrays and lists by what they
+    hold.
+
+    Raises:
+        ValueError: An option is malformed.
+    """
+    sides = tuple(window) if isinstance(window, tuple | list) else (window,)
+    # Equal options of unlike types are not the same, 1 is no flag: so types are part of the key.
+    types = (type(causal), type(window), type(chunk_size), *map(type, sides))
+    options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
+    try:
+        return _mask_of(options, types, None if cu_seqlens is None else _Offsets.of(cu_seqlens))
+    except (TypeError, ValueError, RuntimeError):  # malformed, or of no kind that can be a key
+        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Offsets:
+    """``cu_seqlens`` that are equal where their keys are."""
+
+    key: Any
+    values: Any = field(compare=False)  # kept, so that no other object gets its identity
+
+    @classmethod
+    def of(cls, values: Any) -> _Offsets:
+        """Of a tuple, an array of any framework that lies on the host, or a list.
+
+        Raises:
+            TypeError: Not integers, or not on the host.
+        """
+        if type(values) is tuple:
+            return cls(id(values), values)
+        array = np.array(values)  # as it is now
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"not integers: {array.dtype}")
+        return cls((array.dtype.str, array.shape, array.tobytes()), array)
+
+
+@lru_cache(maxsize=256)
+def _mask_of(
+    options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Offsets | None
+) -> Mask:
+    values = None if offsets is None else offsets.values
+    if type(values) is tuple and not all(type(offset) is int for offset in values):
+        raise TypeError("what is inside may change in place")
+    return Mask(*options, values)

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import not_none
+from ring_core.base.arguments import Ints, not_none
 from ring_core.layouts.layout import Layout
 from ring_core.masks import band
 from ring_core.masks.band import UNBOUNDED, Rectangles
 from ring_core.masks.mask import Mask
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 _CELLS_AT_ONCE = 1 << 15  # arrays that stay in cache
 
 
@@ -37,22 +35,6 @@ class RectangleTable(NamedTuple):
     doc_stop: Ints
 
 
-class Geometry(Protocol):
-    """Rectangles and counts of visible pairs; ``half`` 0 or 1 asks for half of the query rows."""
-
-    @property
-    def boundaries(self) -> Ints | None:
-        """Ascending positions of chunk and document borders, if there are any."""
-
-    def rows(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
-    ) -> RectangleTable:
-        """What queries of one rank meet of keys of another, for each pair of ranks."""
-
-    def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
-        """How many (query, key) pairs that shows."""
-
-
 @dataclass(frozen=True)
 class BandGeometry:
     """The geometry of every mask but a predicate."""
@@ -61,7 +43,7 @@ class BandGeometry:
     q_layout: Layout
     k_layout: Layout
     q_offset: int  # query i stands at position i + q_offset: T_kv - T_q
-    boundaries: Ints | None = field(init=False)
+    boundaries: Ints | None = field(init=False)  # ascending borders of chunks and documents
 
     def __post_init__(self) -> None:
         first, last = min(0, self.q_offset), self.k_layout.seq_len
@@ -70,10 +52,11 @@ class BandGeometry:
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
-        """The rectangles a pair of ranks computes, in as few as possible."""
-        rows = self._pieces(q_rank, kv_rank)
-        if half is not None:
-            rows = self._half(q_rank, kv_rank, rows, half)
+        """The rectangles a pair of ranks computes, in as few as possible.
+
+        ``half`` 0 or 1 asks for half of the query rows.
+        """
+        rows = self._pieces(q_rank, kv_rank, half)
         if self.boundaries is not None:
             rows = self._live_only(q_rank, kv_rank, rows)
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
@@ -87,18 +70,14 @@ class BandGeometry:
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
         rect = self._rect_of_runs(q_local, k_local, q_pos, k_pos)
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
-        if self.boundaries is None:
-            return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
-        return self._live_only(q_rank, 0, self._in_cells(rect, q_pos - q_local, k_pos - k_local))
+        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return rows if self.boundaries is None else self._live_only(q_rank, 0, rows)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Visible (query, key) pairs of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
             return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
-        rows = self._pieces(q_rank, kv_rank)
-        if half is not None:
-            rows = self._half(q_rank, kv_rank, rows, half)
-        return self._count(q_rank, kv_rank, rows).sum(axis=-1)
+        return self._count(q_rank, kv_rank, self._pieces(q_rank, kv_rank, half)).sum(axis=-1)
 
     def _runs(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> tuple[Ints, Ints, Ints, Ints]:
         """Local start and position of both runs of every pair of runs, ``[..., n]``."""
@@ -112,14 +91,14 @@ class BandGeometry:
         )
         return q_local.reshape(-1), k_local.reshape(-1), q_pos.reshape(flat), k_pos.reshape(flat)
 
-    def _pieces(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> RectangleTable:
-        """One trimmed rectangle for every pair of runs."""
+    def _pieces(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
+    ) -> RectangleTable:
+        """One trimmed rectangle for every pair of runs, or half of its rows."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         rect = band.trim(self._rect_of_runs(q_local, k_local, q_pos, k_pos))
-        if self.boundaries is None:
-            zero = np.zeros_like(rect.lo)
-            return RectangleTable(rect, zero, zero)
-        return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return rows if half is None else self._half(q_rank, kv_rank, rows, half)
 
     def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
         lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
@@ -127,11 +106,13 @@ class BandGeometry:
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
 
     def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> RectangleTable:
-        """Clip rectangles to the chunks and documents that both sides touch.
+        """Clip rectangles to the chunks and documents, if any, that both sides touch.
 
         ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
         """
-        cells = not_none(self.boundaries)
+        if self.boundaries is None:
+            return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
+        cells = self.boundaries
         if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
@@ -169,21 +150,21 @@ class BandGeometry:
         if not rows.doc_stop.any():
             return shown
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        in_cells = self._count_in_cells(rows, q_pos - q_local, k_pos - k_local)
-        return np.where(rows.doc_stop > 0, in_cells, shown)
+        return self._count_in_cells(rows, shown, q_pos - q_local, k_pos - k_local)
 
-    def _count_in_cells(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
-        """Visible pairs of rectangles that span several cells (zero for the others)."""
+    def _count_in_cells(
+        self, rows: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
+    ) -> Ints:
+        """Visible pairs of rectangles that span several cells (``shown`` for the others)."""
         if self.q_layout.stride > 1:
-            return self._count_by_cell(rows, q_zero, k_zero)
-        several = rows.doc_stop > 0
+            return np.where(rows.doc_stop > 0, self._count_by_cell(rows, q_zero, k_zero), shown)
         first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
         # Between the first and the last, cells lie whole inside the rectangle.
         whole = self._pairs_before[last] - self._pairs_before[np.minimum(first + 1, last)]
         ends = self._count_cell(rows.rect, first, q_zero, k_zero) + np.where(
             last > first, self._count_cell(rows.rect, last, q_zero, k_zero), 0
         )
-        return np.where(several, whole + ends, 0)
+        return np.where(rows.doc_stop > 0, whole + ends, shown)
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
         """Visible pairs of each rectangle inside one cell each."""
@@ -221,13 +202,12 @@ class BandGeometry:
         """Half of the query rows by visible pairs: cut at the row that halves the count."""
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
-        q_start, q_stop = below, above
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
-            shown = self._count(q_rank, kv_rank, self._cut(q_rank, kv_rank, rows, q_start, middle))
-            enough = 2 * shown >= total
+            first = self._cut(q_rank, kv_rank, rows, rows.rect.q_start, middle)
+            enough = 2 * self._count(q_rank, kv_rank, first) >= total
             below, above = np.where(enough, below, middle), np.where(enough, middle, above)
-        bounds = (q_start, above) if half == 0 else (above, q_stop)
+        bounds = (rows.rect.q_start, above) if half == 0 else (above, rows.rect.q_stop)
         return self._cut(q_rank, kv_rank, rows, *bounds)
 
     def _cut(
@@ -239,8 +219,6 @@ class BandGeometry:
         stop: Ints,
     ) -> RectangleTable:
         rect = band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
-        if self.boundaries is None:
-            return RectangleTable(rect, rows.doc_start, rows.doc_stop)
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
@@ -270,25 +248,18 @@ class BandGeometry:
             k_local,
             k_local + self.k_layout.run_length,
         )
-        same = [a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)]
-        take = (live.sum(axis=-1, keepdims=True) > 1) & ~(rows.doc_stop > 0).any(
-            axis=-1, keepdims=True
-        )
-        take = take & np.logical_and.reduce(same).all(axis=-1, keepdims=True)
+        same = np.all([a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)], axis=0)
+        alike = (same & ~(rows.doc_stop > 0)).all(axis=-1, keepdims=True)
+        take = (live.sum(axis=-1, keepdims=True) > 1) & alike
         first = np.arange(live.shape[-1]) == 0
         out = Rectangles(
             *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
         )
-        return self._packed(RectangleTable(out, rows.doc_start, rows.doc_stop))
-
-    @staticmethod
-    def _packed(rows: RectangleTable) -> RectangleTable:
-        """Live rectangles first; columns no pair uses are dropped."""
-        live = rows.rect.live
-        order = np.argsort(~live, axis=-1, kind="stable")
-        width = max(1, int(live.sum(axis=-1).max(initial=0)))
-        take = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*rows.rect, *rows[1:])]
-        return RectangleTable(Rectangles(*take[:6]), take[6], take[7])
+        # Live rectangles first; columns no pair uses are dropped.
+        order = np.argsort(~out.live, axis=-1, kind="stable")
+        width = max(1, int(out.live.sum(axis=-1).max(initial=0)))
+        parts = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*out, *rows[1:])]
+        return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
 
 def _count(rect: Rectangles) -> Ints:

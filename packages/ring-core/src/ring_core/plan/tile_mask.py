@@ -14,14 +14,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import not_none
-from ring_core.base.tiles import EMPTY, FULL, PARTIAL, TILE
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, Bools, Ints, not_none
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
 from ring_core.masks.mask import Mask
-from ring_core.plan.geometry import RectangleTable
+from ring_core.plan.geometry import BandGeometry, RectangleTable
 
-Ints = npt.NDArray[np.int64]
 MAX_PAIRS = 1 << 34
 MAX_TILE_BYTES = 64 << 20
 _ROWS_AT_ONCE = 1024
@@ -56,23 +54,19 @@ class BlockGeometry:
             self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
         )
         self._check_predicate()
-        kinds, pairs = self._kinds_and_pairs()
-        store(self, "kinds", kinds)
-        store(self, "pairs", pairs)
+        for name, tiles in zip(("kinds", "pairs"), self._kinds_and_pairs(), strict=True):
+            store(self, name, tiles)
 
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
         """The bounding box of the tiles that hold anything, one per pair of ranks."""
         pairs = self._tiles(q_rank, kv_rank, half)
-        rows, columns = pairs.any(axis=-1), pairs.any(axis=-2)
-        live = rows.any(axis=-1, keepdims=True)
-        q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
-        q_start, k_start = _first(rows) * TILE, _first(columns) * TILE
-        q_stop = np.minimum((_last(rows) + 1) * TILE, q_len)
-        k_stop = np.minimum((_last(columns) + 1) * TILE, k_len)
-        zero = np.zeros_like(q_stop)
-        box = (q_start, q_stop, k_start, k_stop, zero - UNBOUNDED, zero + UNBOUNDED)
+        live = pairs.any(axis=(-2, -1))[..., None]
+        q_sides = _sides(pairs.any(axis=-1), self.q_layout.local_len)
+        k_sides = _sides(pairs.any(axis=-2), self.k_layout.local_len)
+        zero = np.zeros_like(live, dtype=np.int64)
+        box = (*q_sides, *k_sides, zero - UNBOUNDED, zero + UNBOUNDED)
         return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
@@ -81,9 +75,7 @@ class BlockGeometry:
 
     def digest(self) -> bytes:
         """What ranks compare in place of the function."""
-        table = hashlib.blake2b(self.kinds.tobytes(), digest_size=16)
-        table.update(self.pairs.tobytes())
-        return table.digest()
+        return hashlib.blake2b(self.kinds.tobytes() + self.pairs.tobytes(), digest_size=16).digest()
 
     @cached_property
     def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
@@ -95,14 +87,13 @@ class BlockGeometry:
         """
         seen: dict[bytes, int] = {}
         index = np.full(self.kinds.shape, -1, dtype=np.int32)
-        for at in np.argwhere(self.kinds == PARTIAL).tolist():
-            q_rank, kv_rank, a, b = at
+        for q_rank, kv_rank, a, b in np.argwhere(self.kinds == PARTIAL).tolist():
             q = self._q_positions(q_rank)[a * TILE : (a + 1) * TILE]
             k = self.k_layout.positions(kv_rank)[b * TILE : (b + 1) * TILE]
             tile = np.zeros((TILE, TILE), dtype=bool)
             tile[: q.size, : k.size] = self.mask.dense(q, k)
             bits = np.packbits(tile, axis=1, bitorder="little").tobytes()
-            index[tuple(at)] = seen.setdefault(bits, len(seen))
+            index[q_rank, kv_rank, a, b] = seen.setdefault(bits, len(seen))
             if len(seen) * len(bits) > MAX_TILE_BYTES:
                 return None
         store = np.frombuffer(b"".join(seen), dtype=np.uint8)
@@ -131,9 +122,8 @@ class BlockGeometry:
         """
         q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
         k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
-        predicate = not_none(self.mask.predicate)
         try:
-            seen = np.asarray(predicate(q_pos, k_pos))
+            seen = np.asarray(not_none(self.mask.predicate)(q_pos, k_pos))
             np.broadcast_to(seen, (q_pos.size, k_pos.size))
         except Exception as error:
             raise ValueError(
@@ -163,15 +153,14 @@ class BlockGeometry:
                         seen_columns, q_edges, axis=0
                     )
         q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
-        k_sizes = np.diff(np.append(k_edges, k_len))
-        full = pairs == q_sizes[:, None] * k_sizes
+        full = pairs == q_sizes[:, None] * np.diff(np.append(k_edges, k_len))
         return np.where(full, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.uint8), pairs
 
 
-def _first(flags: npt.NDArray[np.bool_]) -> Ints:
-    return flags.argmax(axis=-1)[..., None]
+def _sides(tiles: Bools, length: int) -> tuple[Ints, Ints]:
+    """Where the first flagged tile starts and the last one stops, ``[..., 1]`` each."""
+    stop = tiles.shape[-1] - tiles[..., ::-1].argmax(axis=-1)[..., None]
+    return tiles.argmax(axis=-1)[..., None] * TILE, np.minimum(stop * TILE, length)
 
 
-def _last(flags: npt.NDArray[np.bool_]) -> Ints:
-    last: Ints = flags.shape[-1] - 1 - flags[..., ::-1].argmax(axis=-1)[..., None]
-    return last
+Geometry = BandGeometry | BlockGeometry

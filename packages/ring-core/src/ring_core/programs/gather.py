@@ -7,26 +7,43 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.arguments import check_index, check_kind, not_none
+from ring_core.base.arguments import TILE, Ints, check_index, check_kind, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
-from ring_core.plan.items import WorkItem
-from ring_core.plan.plan import Plan
-from ring_core.programs.intervals import Interval, union
-from ring_core.programs.own_key_rows import split_own_key_rows
-
-Ints = npt.NDArray[np.int64]
+from ring_core.plan.plan import Plan, WorkItem
 
 _KEPT = 1024  # programs
+
+
+class Interval(NamedTuple):
+    """Neighbours: whole numbers from ``start`` up to, but not including, ``stop``."""
+
+    start: int
+    stop: int
+
+    def within(self, other: Interval) -> Interval:
+        """The part of it inside another; of no length if there is none."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+
+def union(spans: Iterable[Interval]) -> list[Interval]:
+    """Spans in order, those that touch or overlap as one."""
+    union: list[Interval] = []
+    for span in sorted(spans):
+        if union and span.start <= union[-1].stop:
+            union[-1] = Interval(union[-1].start, max(span.stop, union[-1].stop))
+        else:
+            union.append(span)
+    return union
 
 
 class Fetch(NamedTuple):
@@ -99,12 +116,11 @@ class GatherProgram:
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
     """Why a plan cannot run over gathered keys; empty if it can."""
-    reasons = []
-    if plan.q_layout.stride > 1:
-        reasons.append(f"layout {plan.q_layout.name!r} assigns tokens one by one")
-    if plan.blocks is not None:
-        reasons.append("a predicate mask is planned in tiles of each rank's own keys")
-    return tuple(reasons)
+    reasons = {
+        f"layout {plan.q_layout.name!r} assigns tokens one by one": plan.q_layout.stride > 1,
+        "a predicate mask is planned in tiles of each rank's own keys": plan.blocks is not None,
+    }
+    return tuple(reason for reason, applies in reasons.items() if applies)
 
 
 def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
@@ -120,9 +136,8 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
         itemsize: Bytes of a number of the inputs.
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
-    longest = longest_gather(plan).length
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
-    return (longest + keys) * kv_width * (itemsize + 4) / ring
+    return (longest_gather(plan).length + keys) * kv_width * (itemsize + 4) / ring
 
 
 def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
@@ -142,13 +157,14 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
-    runs = plan.k_runs
     fetches: list[Fetch] = []
     waits_for: list[int] = []
     done: list[Interval] = []
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
-        needed = [one for span in _subtract(columns, done) for one in _fetches(runs, spans, span)]
+        needed = [
+            one for span in _subtract(columns, done) for one in _fetches(plan.k_runs, spans, span)
+        ]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
         done = union([*done, columns])
@@ -188,19 +204,21 @@ def _needed(
     plan: Plan, rank: int, *, own: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    whole = Interval(0, plan.kv_seq_len)
     mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in _subtract(whole, mine) for item in _items(plan, rank, span)]
-    in_place: list[WorkItem] = []
-    if own:
-        items, in_place = split_own_key_rows(plan, rank, items)
+    items = [
+        item
+        for span in _subtract(Interval(0, plan.kv_seq_len), mine)
+        for item in _items(plan, rank, span)
+    ]
+    items, in_place = split_own_key_rows(plan, rank, items) if own else (items, [])
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     """A rank's queries against some neighbouring keys; columns are positions."""
-    layout = Layout("contiguous", plan.kv_seq_len, 1)
-    geometry = BandGeometry(plan.mask, plan.q_layout, layout, plan.q_offset)
+    geometry = BandGeometry(
+        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
+    )
     rows = geometry.rows_between(rank, *span)
     for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
@@ -209,9 +227,11 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
             cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
             cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
             cu_k = np.clip(cuts, k_start, k_stop) - k_start
-        band = None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi
         if q_stop > q_start:
-            yield WorkItem(rank, rank, rank, q_start, q_stop, k_start, k_stop, *band, cu_q, cu_k)
+            yield WorkItem(
+                rank, rank, rank, q_start, q_stop, k_start, k_stop,
+                None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
+            )  # fmt: skip
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
@@ -231,7 +251,8 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         left = rows[-1] if rows else None
         if (
             left
-            and _full(left, item)
+            and left.is_full
+            and item.is_full
             and left.q_slice == item.q_slice
             and left.k_stop == item.k_start
         ):
@@ -243,7 +264,8 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         above = joined[-1] if joined else None
         if (
             above
-            and _full(above, item)
+            and above.is_full
+            and item.is_full
             and above.k_slice == item.k_slice
             and above.q_stop == item.q_start
         ):
@@ -251,10 +273,6 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
         else:
             joined.append(item)
     return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
-
-
-def _full(*items: WorkItem) -> bool:
-    return all(item.is_full for item in items)
 
 
 def _fetches(
@@ -290,3 +308,82 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
     ]
     edges = [span.start, *(x for part in inside for x in part), span.stop]
     return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def split_own_key_rows(
+    plan: Plan, rank: int, items: Sequence[WorkItem]
+) -> tuple[list[WorkItem], list[WorkItem]]:
+    """Items over positions without the rows that see own keys only; and these, over local keys.
+
+    Only where that leaves most of the own keys to them alone: else all stay as they are.
+    """
+    runs = _own_key_runs(plan, rank)
+    tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
+    rest: list[WorkItem] = []
+    in_place: list[WorkItem] = []
+    for item in items:
+        found = [(run, part) for run in runs if (part := _inside(item, run, tile))]
+        if not found:
+            rest.append(item)
+            continue
+        ((run, part),) = found  # no two can be most of it
+        by = run.local_start - run.global_start
+        in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
+        sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
+        rest += [side for side in sides if side is not None]
+    parts = (
+        span.within(Interval(*_ends(run)))
+        for span in union(Interval(item.k_start, item.k_stop) for item in rest)
+        for run in runs
+    )
+    needed = sum(part.stop - part.start for part in parts)
+    return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
+
+
+def _own_key_runs(plan: Plan, rank: int) -> list[Run]:
+    """Own keys; neighbours in the sequence and in memory as one run."""
+    found: list[Run] = []
+    for run in plan.k_layout.runs(rank):
+        last = found[-1] if found else None
+        if (
+            last
+            and last.global_start + last.length == run.global_start
+            and last.local_start + last.length == run.local_start
+        ):
+            found[-1] = last._replace(length=last.length + run.length)
+        else:
+            found.append(run)
+    return found
+
+
+def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
+    """The rows of an item that see these keys only, if they are most of it."""
+    start, stop = _ends(own)
+    from_first = item.cu_q is None and item.hi is None  # every row sees the first key
+    to_last = item.cu_q is None and item.lo is None
+    if (from_first and item.k_start < start) or (to_last and stop < item.k_stop):
+        return None
+    left, right = item.seen
+    first = int(np.searchsorted(left, start - item.k_start))
+    last = int(np.searchsorted(right, stop - item.k_start, side="right"))
+    cuts = _cuts(item, tile)
+    first = int(cuts[np.searchsorted(cuts, first)])
+    last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])
+    if 2 * (last - first) <= item.q_stop - item.q_start:
+        return None
+    part = item.rows(item.q_start + first, item.q_start + last)
+    inside = part is not None and start <= part.k_start and part.k_stop <= stop
+    return part if inside else None
+
+
+def _cuts(item: WorkItem, tile: int) -> Ints:
+    """Where the rows of an item may be cut.
+
+    Between documents, as a cut one would need a launch of its own; else between tiles, in which
+    kernels add up gradients, with two of them at least on either side.
+    """
+    if item.cu_q is not None:
+        return item.cu_q
+    rows = item.q_stop - item.q_start
+    least = 1 if tile == 1 else 2 * tile
+    return np.concatenate([[0], np.arange(least, rows - least + 1, tile), [rows]])

@@ -6,8 +6,8 @@ May import all of the package but ``viz`` and ``tools``. Another oracle is anoth
 from ring_core.reference.dense import (
     Floats as Floats,
     Grads as Grads,
+    SegmentIds as SegmentIds,
     attention as attention,
     attention_grads as attention_grads,
 )
-from ring_core.reference.inputs import SegmentIds as SegmentIds
 from ring_core.reference.simulator import Simulation as Simulation, run as run, simulate as simulate

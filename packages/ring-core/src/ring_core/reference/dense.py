@@ -14,12 +14,80 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
+from ring_core.base.arguments import Bools, Floats as Floats, Ints, as_floats, as_ints
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
-from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
 from ring_core.reference.item_kernel import masked_matmul
 
-Floats = npt.NDArray[np.floating[Any]]
+SegmentIds = npt.ArrayLike | tuple[npt.ArrayLike, npt.ArrayLike]
+_DEVICE = "cpu"
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, float64 and int64, and their sizes."""
+
+    sizes: checks.Sizes
+    q: Floats  # [B, T_q, H, D]
+    k: Floats  # [B, T_kv, K, D]
+    v: Floats  # [B, T_kv, K, Dv]
+    q_ids: Ints | None  # [B, T_q]
+    k_ids: Ints | None  # [B, T_kv]
+    sinks: Floats | None  # [H] or [H, n]
+    bias: Floats | None  # [B or 1, H or 1, T_q, T_kv]
+    slopes: Floats | None  # [1 or B, H]
+
+    def upstream(self, dout: Any, dlse: Any) -> tuple[Floats, Floats | None]:
+        """Gradients that reach ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]``.
+
+        Raises:
+            ValueError: They have other shapes.
+        """
+        n = self.sizes
+        dout = as_floats("dout", dout, (n.batch, n.q_len, n.q_heads, n.v_head_dim))
+        rows = (n.batch, n.q_heads, n.q_len)
+        return dout, None if dlse is None else as_floats("dlse", dlse, rows)
+
+
+def check_inputs(
+    q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any, bias: Any, alibi_slopes: Any
+) -> Inputs:
+    """Arrays of a call.
+
+    Raises:
+        ValueError: One is no array of numbers, or they do not fit together.
+    """
+    q, k, v = (as_floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    sizes = checks.check_qkv(*(checks.Tensor(x.shape, "float64", _DEVICE) for x in (q, k, v)))
+    sinks, bias, slopes = (
+        None if x is None else as_floats(name, x)
+        for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
+    )
+    checks.check_sinks(_optional(sinks), sizes, _DEVICE)
+    checks.check_bias(_optional(bias), sizes, sizes.k_len, _DEVICE)
+    checks.check_alibi_slopes(_optional(slopes), sizes, _DEVICE)
+    q_ids = k_ids = None
+    if segment_ids is not None:
+        q_ids, k_ids = (
+            _ids(ids, sizes, side)
+            for ids, side in zip(
+                checks.check_pair(segment_ids, sizes), ("queries", "keys"), strict=True
+            )
+        )
+    return Inputs(
+        sizes, q, k, v, q_ids, k_ids, sinks, bias, None if slopes is None else np.atleast_2d(slopes)
+    )
+
+
+def _optional(x: Floats | None) -> checks.Tensor | None:
+    return None if x is None else checks.Tensor(x.shape, "float64", _DEVICE)
+
+
+def _ids(ids: Any, sizes: checks.Sizes, side: str) -> Ints:
+    found = as_ints("segment_ids", ids)
+    checks.check_segment_ids(checks.Tensor(found.shape, "int32", _DEVICE), sizes, side, _DEVICE)
+    if found.size and not -(2**31) <= found.min() <= found.max() < 2**31:
+        raise ValueError(f"segment_ids of the {side} must fit into int32")
+    return found
 
 
 class Grads(NamedTuple):
@@ -64,19 +132,9 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q,
-        k,
-        v,
-        rule,
-        segment_ids,
-        softmax_scale,
-        softcap,
-        sinks,
-        bias,
-        alibi_slopes,
-        dropout_p,
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
-    )
+    )  # fmt: skip
     return dense.out, dense.lse
 
 
@@ -110,19 +168,9 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q,
-        k,
-        v,
-        rule,
-        segment_ids,
-        softmax_scale,
-        softcap,
-        sinks,
-        bias,
-        alibi_slopes,
-        dropout_p,
+        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
-    )
+    )  # fmt: skip
     return _backward(dense, *dense.given.upstream(dout, dlse))
 
 
@@ -133,7 +181,7 @@ class _Dense:
     q: Floats
     k: Floats  # repeated to H heads
     v: Floats
-    visible: npt.NDArray[np.bool_]  # [B, H, T_q, T_kv]
+    visible: Bools  # [B, H, T_q, T_kv]
     slope: Floats  # derivative of the soft cap
     probs: Floats  # softmax, sinks included in its sum
     keep: Floats  # dropout's factor: 0 or 1 / (1 - p)
@@ -160,21 +208,19 @@ def _dense(
     checks.check_seed(dropout_seed)
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
     softcap = checks.check_softcap(softcap)
-    group = sizes.q_heads // sizes.kv_heads
     q_by_head = given.q.transpose(0, 2, 1, 3)
     k_by_head, v_by_head = (
-        x.transpose(0, 2, 1, 3).repeat(group, axis=1) for x in (given.k, given.v)
+        x.transpose(0, 2, 1, 3).repeat(sizes.q_heads // sizes.kv_heads, axis=1)
+        for x in (given.k, given.v)
     )
 
-    q_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len
-    k_pos = np.arange(sizes.k_len)
+    q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
     visible = np.broadcast_to(
         mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
     ).copy()
     if given.q_ids is not None and given.k_ids is not None:
         same = given.q_ids[:, :, None] == given.k_ids[:, None, :]
-        same &= (given.q_ids >= 0)[:, :, None]
-        visible &= same[:, None]
+        visible &= (same & (given.q_ids >= 0)[:, :, None])[:, None]
 
     with np.errstate(invalid="ignore", over="ignore"):
         x = scale * (q_by_head @ k_by_head.swapaxes(-1, -2))
@@ -187,8 +233,8 @@ def _dense(
             visible &= ~np.isneginf(given.bias)
         if given.slopes is not None:
             x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
-    folded = None if given.sinks is None else given.sinks.reshape(sizes.q_heads, -1)
-    lse, probs = _softmax(np.where(visible, x, -np.inf), folded)
+    sink_rows = np.empty((sizes.q_heads, 0)) if given.sinks is None else given.sinks
+    lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:
@@ -203,17 +249,15 @@ def _dense(
     )
 
 
-def _softmax(logits: Floats, sinks: Floats | None) -> tuple[Floats, Floats]:
+def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
     """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
     top = logits.max(axis=-1, initial=-np.inf)
-    if sinks is not None:
-        top = np.maximum(top, sinks.max(axis=-1)[:, None])
+    top = np.maximum(top, sinks.max(axis=-1, initial=-np.inf)[:, None])
     safe = np.where(np.isneginf(top), 0, top)
     with np.errstate(divide="ignore", invalid="ignore"):
         weights = np.exp(logits - safe[..., None])
-        total = weights.sum(axis=-1)
-        if sinks is not None:
-            total = total + np.exp(sinks[None, :, None, :] - safe[..., None]).sum(axis=-1)
+        of_sinks = np.exp(sinks[None, :, None, :] - safe[..., None])
+        total = weights.sum(axis=-1) + of_sinks.sum(axis=-1)
         probs = np.where(total[..., None] == 0, 0, weights / total[..., None])
         return safe + np.log(total), probs
 
@@ -231,8 +275,7 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     dk = masked_matmul(dproducts.swapaxes(-1, -2), seen_by, dense.q)
     dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
     sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
-    group = dk.shape[1] // kv_heads
-    dk, dv = (x.reshape(x.shape[0], kv_heads, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    dk, dv = (x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     dsinks = None
     if sinks is not None:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
@@ -244,5 +287,4 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
 
 
 def _add_to(x: Floats, shape: tuple[int, ...]) -> Floats:
-    axes = tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1)
-    return x.sum(axis=axes, keepdims=True) if axes else x
+    return x.sum(axis=tuple(n for n, size in enumerate(shape) if size == 1), keepdims=True)

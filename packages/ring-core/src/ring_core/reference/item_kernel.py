@@ -7,18 +7,15 @@ n, H, Dv]``, ``lse [B, H, n]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ring_core.base.arguments import Bools, Floats, Ints
 from ring_core.masks.mask import Mask
 from ring_core.philox import dropout_keep
-from ring_core.plan.items import WorkItem
+from ring_core.plan.plan import WorkItem
 
-Floats = npt.NDArray[np.floating[Any]]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -43,8 +40,10 @@ class Side(NamedTuple):
 
     def take(self, part: slice) -> Side:
         """The same for a slice of the tokens."""
-        segments = None if self.segments is None else self.segments[:, part]
-        return Side(self.indices[part], self.position[part], segments)
+        return Side(
+            self.indices[part], self.position[part],
+            None if self.segments is None else self.segments[:, part],
+        )  # fmt: skip
 
 
 class QueryRows(NamedTuple):
@@ -61,23 +60,13 @@ class QueryRows(NamedTuple):
         )
 
 
-class Logits(NamedTuple):
-    """Masked logits of an item, ``[B, H, n, m]``, ``-inf`` where nothing is seen."""
-
-    x: Floats
-    visible: Bools
-    slope: Floats | float  # derivative of the soft cap
-
-
 def round_to(x: Floats, precision: Precision) -> Floats:
     """Round to the nearest number of a precision (ties to even), kept in numpy's dtype for it."""
     if precision == "float64":
         return x
     single = np.ascontiguousarray(x, dtype=np.float32)
-    if precision == "float32":
-        return single
-    if precision == "float16":
-        return single.astype(np.float16).astype(np.float32)
+    if precision != "bfloat16":  # which numpy has not got
+        return single.astype(precision).astype(np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), single, rounded.view(np.float32))
@@ -93,16 +82,15 @@ def forward(
     params: Params,
 ) -> tuple[Floats, Floats]:
     """``(out, lse)`` of one item."""
-    logits = _logits(q, k, rows, columns, item, params)
-    top = logits.x.max(axis=-1)
+    logits, visible, _ = _logits(q, k, rows, columns, item, params)
+    top = logits.max(axis=-1)
     safe = np.where(np.isneginf(top), 0, top)
-    weights = np.exp(logits.x - safe[..., None])
+    weights = np.exp(logits - safe[..., None])
     total = weights.sum(axis=-1)
-    lse = safe + np.log(total)
     probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
     kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
-    out = masked_matmul(kept, logits.visible, _heads(v, q.shape[2]))
-    return out.swapaxes(1, 2), lse
+    out = masked_matmul(kept, visible, _heads(v, q.shape[2]))
+    return out.swapaxes(1, 2), safe + np.log(total)
 
 
 def backward(
@@ -111,18 +99,15 @@ def backward(
     item: WorkItem, params: Params,
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
     """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
-    logits = _logits(q, k, rows, columns, item, params)
-    visible = logits.visible
+    logits, visible, slope = _logits(q, k, rows, columns, item, params)
     safe = np.where(np.isneginf(lse), 0, lse)
     do, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     k_by_head, v_by_head = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _keep(rows, columns, q, params)
-    probs = np.where(visible, np.exp(logits.x - safe[..., None]), 0)
+    probs = np.where(visible, np.exp(logits - safe[..., None]), 0)
     dprobs = (do @ v_by_head.swapaxes(-1, -2)) * keep
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
-    dproducts = round_to(
-        np.where(visible, dlogits * logits.slope * params.scale, 0), params.precision
-    )
+    dproducts = round_to(np.where(visible, dlogits * slope * params.scale, 0), params.precision)
     kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
     dq = masked_matmul(dproducts, visible, k_by_head)
     dk = _grouped(masked_matmul(dproducts.swapaxes(-1, -2), seen_by, q_by_head), k.shape[2])
@@ -132,7 +117,11 @@ def backward(
 
 def _logits(
     q: Floats, k: Floats, rows: QueryRows, columns: Side, item: WorkItem, params: Params
-) -> Logits:
+) -> tuple[Floats, Bools, Floats | float]:
+    """``(logits, visible, slope)``, ``[B, H, n, m]``; logits are ``-inf`` where nothing is seen.
+
+    ``slope`` is the derivative of the soft cap.
+    """
     visible = _visible(rows.side, columns, item, params.mask)
     x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
     slope: Floats | float = 1.0
@@ -146,7 +135,7 @@ def _logits(
         distance = np.abs(rows.side.position[:, None] - columns.position)
         x = x - rows.slopes[:, :, None, None] * distance.astype(q.dtype)
     visible = np.broadcast_to(visible, x.shape)
-    return Logits(np.where(visible, x, -np.inf), visible, slope)
+    return np.where(visible, x, -np.inf), visible, slope
 
 
 def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
@@ -159,16 +148,17 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     if item.hi is not None:
         visible &= distance <= item.hi
     if item.cu_q is not None and item.cu_k is not None:
-        q_doc = np.searchsorted(item.cu_q, np.arange(n), side="right")
-        k_doc = np.searchsorted(item.cu_k, np.arange(m), side="right")
+        q_doc, k_doc = (
+            np.searchsorted(cuts, np.arange(size), side="right")
+            for cuts, size in ((item.cu_q, n), (item.cu_k, m))
+        )
         visible &= q_doc[:, None] == k_doc
     if item.tiles is not None:  # they have no band and no documents
         visible = mask.dense(rows.position, columns.position)
     if rows.segments is None or columns.segments is None:
         return visible[None, None]
-    same = rows.segments[:, :, None] == columns.segments[:, None, :]
-    both: Bools = visible & same & (rows.segments >= 0)[:, :, None]
-    return both[:, None]
+    same: Bools = rows.segments[:, :, None] == columns.segments[:, None, :]
+    return (visible & same & (rows.segments >= 0)[:, :, None])[:, None]
 
 
 def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
@@ -190,11 +180,10 @@ def _heads(x: Floats, heads: int) -> Floats:
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
     """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
-    group = x.shape[1] // kv_heads
-    return x.reshape(len(x), kv_heads, group, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
+    return x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
 
 
-def masked_matmul(weights: Floats, visible: npt.NDArray[np.bool_], x: Floats) -> Floats:
+def masked_matmul(weights: Floats, visible: Bools, x: Floats) -> Floats:
     """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
 
     Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.

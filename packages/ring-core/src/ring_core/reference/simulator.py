@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import check_choice, check_kind, not_none
+from ring_core.base.arguments import Floats, Ints, check_choice, check_kind, not_none
 from ring_core.base.merge import finalize, merge
-from ring_core.plan.items import WorkItem
-from ring_core.plan.plan import Plan
+from ring_core.plan.plan import Plan, WorkItem
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
-from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
+from ring_core.reference.dense import Inputs, SegmentIds, check_inputs
 from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
-
-Floats = npt.NDArray[np.floating[Any]]
-Ints = npt.NDArray[np.int64]
 
 
 class Message(NamedTuple):
@@ -34,6 +30,11 @@ class Message(NamedTuple):
     k: Floats
     v: Floats
     side: Side
+
+    def keys_of(self, item: WorkItem) -> tuple[Floats, Floats, Side]:
+        """The item's keys, values and what belongs to them."""
+        part = item.k_slice
+        return self.k[:, part], self.v[:, part], self.side.take(part)
 
 
 class Grad(NamedTuple):
@@ -153,14 +154,17 @@ def run(
     check_choice("precision", precision, get_args(Precision))
     checks.check_dropout(dropout_p, dropout_seed)
     checks.check_seed(dropout_seed)
-    upstream = None
     if dlse is not None and dout is None:
         raise ValueError("dlse was given without dout; pass zeros where out has no gradient")
-    if dout is not None:
-        upstream = given.upstream(dout, dlse)
-    scale = checks.check_scale(softmax_scale, sizes.head_dim)
-    cap = checks.check_softcap(softcap)
-    params = Params(plan.mask, scale, cap, float(dropout_p), dropout_seed, precision)
+    upstream = None if dout is None else given.upstream(dout, dlse)
+    params = Params(
+        plan.mask,
+        checks.check_scale(softmax_scale, sizes.head_dim),
+        checks.check_softcap(softcap),
+        float(dropout_p),
+        dropout_seed,
+        precision,
+    )
     # What overflows or is not finite shows in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return _results(program, given, params, upstream)
@@ -177,21 +181,26 @@ def _results(
     last = _forward(program, ranks, params)
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
-    out = _gather(plan.positions, [rank.out for rank in ranks], axis=1)
-    out = item_kernel.round_to(out, precision)
+    out = item_kernel.round_to(
+        _gather(plan.positions, [rank.out for rank in ranks], axis=1), precision
+    )
     lse = _gather(plan.positions, [rank.lse for rank in ranks], axis=2)
     if upstream is None:
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
     home = _backward(program, ranks, params, last)
-    dq = _gather(plan.positions, [not_none(rank.dq) for rank in ranks], axis=1)
-    dk = _gather(plan.k_positions, [grad.dk for grad in home], axis=1)
-    dv = _gather(plan.k_positions, [grad.dv for grad in home], axis=1)
+    dq, dk, dv = (
+        item_kernel.round_to(_gather(positions, parts, axis=1), precision)
+        for positions, parts in (
+            (plan.positions, [not_none(rank.dq) for rank in ranks]),
+            (plan.k_positions, [grad.dk for grad in home]),
+            (plan.k_positions, [grad.dv for grad in home]),
+        )
+    )
     dbias = None
     if given.bias is not None:
         dbias = _gather(plan.positions, [not_none(rank.dbias) for rank in ranks], axis=2)
-    dq, dk, dv = (item_kernel.round_to(x, precision) for x in (dq, dk, dv))
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
 
@@ -206,11 +215,9 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
                 kv = rank.own if item.kv_rank == r else held[r]
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
-                columns = kv.side.take(item.k_slice)
-                part = item_kernel.forward(
-                    q, kv.k[:, item.k_slice], kv.v[:, item.k_slice], rows, columns, item, params
-                )
-                _merge_into(ranks[item.out_rank], item.q_slice, *part)
+                k, v, columns = kv.keys_of(item)
+                out, lse = item_kernel.forward(q, k, v, rows, columns, item, params)
+                _merge_into(ranks[item.out_rank], item.q_slice, out, lse)
         held = arriving
     return held
 
@@ -241,10 +248,9 @@ def _backward(
 
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
-    q, rows = rank.queries_of(item)
-    dout, delta = not_none(rank.dout)[:, item.q_slice], not_none(rank.delta)[:, :, item.q_slice]
-    k, v, lse = kv.k[:, item.k_slice], kv.v[:, item.k_slice], rank.lse[:, :, item.q_slice]
-    columns = kv.side.take(item.k_slice)
+    (q, rows), (k, v, columns) = rank.queries_of(item), kv.keys_of(item)
+    dout, lse = not_none(rank.dout)[:, item.q_slice], rank.lse[:, :, item.q_slice]
+    delta = not_none(rank.delta)[:, :, item.q_slice]
     dq, dk, dv, dlogits = item_kernel.backward(
         dout, q, k, v, lse, delta, rows, columns, item, params
     )
@@ -257,7 +263,6 @@ def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: 
 
 
 def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
-    """Merge a partial result into the rows of the rank it belongs to."""
     heads_first = rank.out[:, rows].swapaxes(1, 2)
     merged, rank.lse[:, :, rows] = merge(heads_first, rank.lse[:, :, rows], out.swapaxes(1, 2), lse)
     rank.out[:, rows] = merged.swapaxes(1, 2)
@@ -269,7 +274,6 @@ def _hop[T](held: list[T], hop: int | None) -> list[T]:
 
 
 def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
-    """Give every rank its slices."""
     q, k, v = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
@@ -282,10 +286,10 @@ def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
         q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
         k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
         rows = QueryRows(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
-        q_local = q[:, q_at]
-        out = np.zeros((*q_local.shape[:3], v.shape[3]), q.dtype)
-        lse = np.full((q_local.shape[0], q_local.shape[2], q_local.shape[1]), -np.inf, q.dtype)
-        ranks.append(Rank(q_local, rows, Message(r, k[:, k_at], v[:, k_at], k_side), out, lse))
+        batch, _, heads, _ = q.shape
+        out = np.zeros((batch, q_at.size, heads, v.shape[3]), q.dtype)
+        lse = np.full((batch, heads, q_at.size), -np.inf, q.dtype)
+        ranks.append(Rank(q[:, q_at], rows, Message(r, k[:, k_at], v[:, k_at], k_side), out, lse))
     return ranks
 
 

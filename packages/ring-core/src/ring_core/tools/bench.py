@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from ring_core.base.strategy import STRATEGIES, StrategyConfig
+from ring_core.base.config import STRATEGIES, StrategyConfig
 from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
@@ -120,8 +120,10 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
         ValueError: A size is not positive, or does not fit the others.
     """
     names = ("ranks", "seq_len", "heads", "kv_heads", "head_dim")
-    given = {name: getattr(args, name) for name in (*names, "dtype")}
-    values = {name: getattr(defaults, name) if x is None else x for name, x in given.items()}
+    values = {
+        name: getattr(defaults if getattr(args, name) is None else args, name)
+        for name in (*names, "dtype")
+    }
     for name in names:
         if values[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
@@ -133,10 +135,12 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
     setting = BenchCase(
         **values, window=args.window, layout=args.layout, strategy=args.strategy, kernel=args.kernel
     )
-    plan = make_plan(  # refuses what cannot be planned
-        setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout
+    ring_program(  # refuses what cannot be planned
+        make_plan(
+            setting.mask, seq_len=setting.seq_len, cp_size=setting.ranks, layout=setting.layout
+        ),
+        StrategyConfig(setting.strategy).ring_strategy,
     )
-    ring_program(plan, StrategyConfig(setting.strategy).ring_strategy)
     return setting
 
 
@@ -167,7 +171,6 @@ def timings(
 
 
 def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
-    """Of the ``n``-th pass."""
     one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
     return Timing(what, one, ring, checked, work_fraction)
 
@@ -190,7 +193,6 @@ class _Lines:
     done: int = 0
 
     def update(self) -> None:
-        """Another one is done."""
         self.done += 1
         sys.stderr.write(f"{self.unit} {self.done} of at most {self.total}\n")
 
@@ -201,10 +203,7 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
         from tqdm import tqdm
     except ImportError:
         return nullcontext(_Lines(total, unit))
-    bar: AbstractContextManager[Progress] = tqdm(
-        total=total, desc=f"{unit}s", unit=unit, file=sys.stderr
-    )
-    return bar
+    return tqdm(total=total, desc=f"{unit}s", unit=unit, file=sys.stderr)
 
 
 def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
@@ -223,8 +222,10 @@ def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
     lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
     for timing in found:
         one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
-        words = f"{timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds"
-        lines.append(f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  ({words})")
+        lines.append(
+            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds)"
+        )
     cost = found[-1].check_cost
     lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ring_core import __version__, viz
-from ring_core.base.strategy import RING_STRATEGIES, RingStrategy, pairs_of
+from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask, Window
@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     if args.command == "doctor":
-        return _doctor(as_json=args.json)
+        found = doctor.diagnose()
+        facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
+        print(json.dumps(facts, indent=2) if args.json else doctor.shown(found))
+        return 0 if found.healthy else 1
     try:
         print(_plan(args))
     except (ValueError, ImportError, OSError) as error:
@@ -62,24 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--color", choices=("auto", "always", "never"), default="auto")
     add("--advise", action="store_true", help="what every layout would cost")
     for option, default in MODEL_OPTIONS.items():
-        flag, words = f"--{option.replace('_', '-')}", f"to advise on; default {default}"
-        add(flag, type=int, metavar="N", help=words)
+        add(
+            f"--{option.replace('_', '-')}", type=int, metavar="N",
+            help=f"to advise on; default {default}",
+        )  # fmt: skip
     add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
     report = commands.add_parser("doctor", help="show versions, and test what is installed")
     report.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
-def _doctor(*, as_json: bool) -> int:
-    """What the ``doctor`` command prints and returns."""
-    found = doctor.diagnose()
-    facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(facts, indent=2) if as_json else doctor.shown(found))
-    return 0 if found.healthy else 1
-
-
 def _plan(args: argparse.Namespace) -> str:
-    """What the ``plan`` command prints."""
     named = args.layout not in (None, "all")
     ranks = [_integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
@@ -103,7 +99,6 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> None:
-    """Refuse options that would be without effect."""
     given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
     if given and not args.advise:
         raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
@@ -124,8 +119,9 @@ def _one_program(
     args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
 ) -> RingProgram:
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
-    plan = make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes)
-    return ring_program(plan, strategy)
+    return ring_program(
+        make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes), strategy
+    )
 
 
 def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
@@ -139,48 +135,50 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
     )
     rows: list[tuple[str, ...]] = []
     found: list[ValueError] = []
-    pairs = tuple(pairs_of(ALL_LAYOUTS))
-    for layout, strategy in pairs:
+    for layout, strategy in pairs_of(ALL_LAYOUTS):
         try:
             program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
             found.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
-        helped = sum(step.helps != "none" for step in program.steps)
         rows.append((
             f"{layout}/{strategy}", f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}", str(helped),
+            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}",
+            str(sum(step.helps != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip
-    if len(found) == len(pairs):
+    if len(found) == len(rows):
         raise found[0]
     return _table(header, rows)
 
 
 def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
     """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
-    given = {name: getattr(args, name) for name in MODEL_OPTIONS}
     heads, kv_heads, head_dim = (
-        MODEL_OPTIONS[name] if value is None else value for name, value in given.items()
+        default if getattr(args, name) is None else getattr(args, name)
+        for name, default in MODEL_OPTIONS.items()
     )
     device = hardware(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     model = Model(heads, kv_heads, head_dim)
-    sizes = {"seq_len": args.seq_len, "kv_seq_len": args.kv_seq_len}
-    costs = {n: compare(mask, **sizes, cp_size=n, model=model, hardware=device) for n in ranks}
+    costs = {
+        n: compare(
+            mask, seq_len=args.seq_len, kv_seq_len=args.kv_seq_len, cp_size=n, model=model,
+            hardware=device,
+        )
+        for n in ranks
+    }  # fmt: skip
     if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
         raise ValueError(next(iter(costs[ranks[0]].values())))
-    words = (
-        f"mask: {mask.describe()}; {heads} query and {kv_heads} key/value heads of {head_dim}, "
-        f"bfloat16; forward and backward"
-    )
     parts = [
-        f"{args.seq_len} tokens over {n} ranks, {words}\n{_cost_table(of_pairs)}"
+        f"{args.seq_len} tokens over {n} ranks, mask: {mask.describe()}; {heads} query and {kv_heads} "
+        f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_pairs)}"
         for n, of_pairs in costs.items()
     ]
     if args.png and draw:
-        title = f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled"
-        viz.plot_costs(costs, title, args.png)
+        viz.plot_costs(
+            costs, f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled", args.png
+        )
     return "\n\n".join(parts) + f"\n{device.name}: {device.source}"
 
 
@@ -198,10 +196,11 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
     if isinstance(cost, str):
         return (cost,)
-    times = (f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s))
-    sent, memory = (f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes))
-    steps = (f"{cost.imbalance:.3f}", str(cost.active_steps), str(cost.messages))
-    return (*times, *steps, sent, memory)
+    return (
+        *(f"{1e3 * s:.3f}" for s in (cost.time_s, cost.compute_s, cost.exposed_s)),
+        f"{cost.imbalance:.3f}", str(cost.active_steps), str(cost.messages),
+        *(f"{n / 2**20:.1f}" for n in (cost.bytes_sent, cost.memory_bytes)),
+    )  # fmt: skip
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -211,12 +210,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     sizes[0] = max(len(row[0]) for row in (header, *rows))
     lines = []
     for row in (header, *rows):
-        cells = [row[0].ljust(sizes[0])]
+        cells = row[1:]
         if len(row) == len(header):
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], sizes[1:], strict=True)]
-        else:
-            cells.append(row[1])
-        lines.append("  ".join(cells))
+            cells = [cell.rjust(width) for cell, width in zip(cells, sizes[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(sizes[0]), *cells]))
     return "\n".join(lines)
 
 
@@ -224,9 +221,8 @@ def _window(text: str | None) -> Window | None:
     """``LEFT`` or ``LEFT,RIGHT``, keys besides a query's own."""
     if text is None:
         return None
-    words = [word.strip().lower() for word in text.split(",")]
     try:
-        sides = [None if word == "none" else size(word) for word in words]
+        sides = [None if x.strip().lower() == "none" else size(x) for x in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--window: {error}") from error
     if len(sides) > 2:
@@ -248,6 +244,6 @@ def _integer(option: str, text: str) -> int:
 
 
 def _has_color(choice: str) -> bool:
-    if choice == "auto":
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return choice == "always"
+    return choice == "always" or (
+        choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )

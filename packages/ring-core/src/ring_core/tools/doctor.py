@@ -10,20 +10,18 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import ring_core
 from ring_core import reference
-from ring_core.base.strategy import pairs_of
+from ring_core.base.arguments import Floats as Floats
+from ring_core.base.config import pairs_of
 from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
-
-Floats = npt.NDArray[np.floating[Any]]
 
 RESULTS = ("out", "dq", "dk", "dv")
 OURS = ("ring-core", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu")
@@ -79,8 +77,7 @@ def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
     """The example of these inputs, which may have been rounded to a narrower type."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
     out = reference.attention(q, k, v, mask=mask)[0]
-    grads = reference.attention_grads(dout, q, k, v, mask=mask)
-    return Example((q, k, v, dout), (out, *grads[:3]))
+    return Example((q, k, v, dout), (out, *reference.attention_grads(dout, q, k, v, mask=mask)[:3]))
 
 
 def compared(
@@ -101,8 +98,11 @@ def compared(
             float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near)
         )
         limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
-        number = error if error < float("inf") else None  # neither is NaN less
-        yield Check(name, where, what, number, limit, passed=error <= limit)
+        yield Check(
+            name, where, what,
+            error if error < float("inf") else None,  # neither is NaN less
+            limit, passed=error <= limit,
+        )  # fmt: skip
 
 
 def failed(name: str, where: str, trace: str) -> Check:
@@ -186,18 +186,17 @@ def _self_test(ranks: int) -> Iterator[Check]:
     example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
     q, k, v, dout = example.inputs
     for layout, strategy in pairs_of(LAYOUTS):
-        plan = make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=ranks, layout=layout)
+        plan = make_plan(CAUSAL, seq_len=q.shape[1], cp_size=ranks, layout=layout)
         out, _, *grads = reference.simulate(ring_program(plan, strategy), q, k, v, dout=dout)
-        where, eps = f"numpy, {ranks} ranks", float(np.finfo(np.float64).eps)
         yield from compared(
-            f"{layout}/{strategy}", where, example, (out, *grads), example.expected, eps
-        )
+            f"{layout}/{strategy}", f"numpy, {ranks} ranks", example, (out, *grads),
+            example.expected, float(np.finfo(np.float64).eps),
+        )  # fmt: skip
 
 
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:
     """The first lines of what a doctor says."""
-    unknown = "not known: pip install packaging"
-    found = (unknown,) if clashes is None else tuple(clashes) or ("none",)
+    found = ("not known: pip install packaging",) if clashes is None else clashes or ("none",)
     return [
         *(f"{name:14}{has}" for name, has in versions.items()),
         *(f"{'clashes':14}{words}" for words in found),
@@ -211,15 +210,18 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
     for check in checks:
         result = "ok" if check.passed else "FAILED"
         error = "not finite" if check.error is None else f"{check.error:.1e}"
-        numbers = f"error {error}, limit {check.limit:.1e}"
-        name = f"{check.name:{names}}{check.where:18}{check.what:6}"
-        lines.append(f"  {name}{result:8}{check.trace or numbers}")
+        lines.append(
+            f"  {check.name:{names}}{check.where:18}{check.what:6}{result:8}"
+            f"{check.trace or f'error {error}, limit {check.limit:.1e}'}"
+        )
     return [*lines, "", "all is well" if healthy else "something is wrong"]
 
 
 def shown(found: Diagnosis) -> str:
     """A diagnosis for people."""
-    lines = shown_versions(found.versions, found.clashes)
     return "\n".join(
-        lines + shown_checks("a causal ring in float64", found.checks, healthy=found.healthy)
+        [
+            *shown_versions(found.versions, found.clashes),
+            *shown_checks("a causal ring in float64", found.checks, healthy=found.healthy),
+        ]
     )

@@ -33,7 +33,7 @@ from ring_core.triton.scores import (
     swizzled_block_and_head,
     visible_cells,
 )
-from ring_core.triton.tile_sizes import FLAGS_TOGETHER as _FLAGS_TOGETHER
+from ring_core.triton.tile_configs import FLAGS_TOGETHER as _FLAGS_TOGETHER
 
 FLAGS_TOGETHER = tl.constexpr(_FLAGS_TOGETHER)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ring_core.triton.tile_sizes import NAN_SAFE_BLOCK
+from ring_core.triton.tile_configs import NAN_SAFE_BLOCK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

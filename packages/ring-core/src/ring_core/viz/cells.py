@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
-from ring_core.base.tiles import EMPTY, FULL, TILE
+from ring_core.base.arguments import EMPTY, FULL, TILE, Bools, Ints
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 NOBODY, WRONG = -1, -2  # stand in for the rank of a cell
 
@@ -33,18 +27,16 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
     k_rank, k_local = (x[None, :] for x in rank_and_index(plan.k_layout, k))
     visible = plan.mask.dense(q + plan.q_offset, k)
-    same = _same_cell(plan, q, k)
-    pairs = _Pairs(*np.broadcast_arrays(q_rank, q_local, k_rank, k_local, same))
+    pairs = np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
     ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
         own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
         if not (own.any() or helped.any()):
             continue
-        table = program.table(n)
-        for by, which in ((pairs.q_rank, own), (pairs.k_rank, helped)):
-            some = _Pairs(*(x[which] for x in pairs))
-            shown = _shown(table[by[which]].astype(np.int64), some)
+        table = program.table(n).astype(np.int64)
+        for by, which in ((pairs[0], own), (pairs[2], helped)):
+            shown = _shown(table[by[which]], *(x[which, None] for x in pairs))
             counts[which] += shown
             rank[which] = np.where(shown > 0, by[which], rank[which])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
@@ -53,31 +45,21 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     return np.where((counts > 1) | ((counts > 0) != visible), WRONG, np.where(counts, rank, NOBODY))
 
 
-class _Pairs(NamedTuple):
-    q_rank: Ints
-    q_local: Ints
-    k_rank: Ints
-    k_local: Ints
-    same_cell: Bools
-
-
 def _same_cell(plan: Plan, q: Ints, k: Ints) -> Bools:
     """Whether each pair lies in one document and chunk, ``[n, m]``."""
     if plan.boundaries is None:
         return np.ones((q.size, k.size), dtype=bool)
-    q_cell = np.searchsorted(plan.boundaries, q + plan.q_offset, side="right")
-    k_cell = np.searchsorted(plan.boundaries, k, side="right")
-    return np.equal(q_cell[:, None], k_cell[None, :])
+    cells = (np.searchsorted(plan.boundaries, x, side="right") for x in (q + plan.q_offset, k))
+    return np.equal.outer(*cells)
 
 
-def _shown(rows: Ints, pairs: _Pairs) -> Ints:
-    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs."""
-    q_rank, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
-    q, k = pairs.q_local[:, None], pairs.k_local[:, None]
+def _shown(rows: Ints, q_rank: Ints, q: Ints, k_rank: Ints, k: Ints, same_cell: Bools) -> Ints:
+    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs, at local ``q, k``."""
+    by, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
     diagonal = (q - q0) - (k - k0)
-    shown = (q_rank == pairs.q_rank[:, None]) & (kv_rank == pairs.k_rank[:, None])
+    shown = (by == q_rank) & (kv_rank == k_rank)
     shown &= (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= diagonal) & (diagonal <= hi)
-    shown &= pairs.same_cell[:, None] | (doc_start == doc_stop)
+    shown &= same_cell | (doc_start == doc_stop)
     return np.asarray(shown.sum(axis=1), dtype=np.int64)
 
 
@@ -96,23 +78,18 @@ def count_pieces(layout: Layout) -> int:
     return layout.cp_size * len(layout.run_starts)
 
 
-def _cells(layout: Layout, most: int) -> int:
-    """Cells to sample a sequence in: where they can, each lies in one piece."""
-    pieces = count_pieces(layout)
-    return min(most // pieces * pieces or most, layout.seq_len)
-
-
 def _sample_indices(layout: Layout, most: int) -> Ints:
     """Three indices in every cell, ``[cells, 3]``: near the middle, first, last.
 
-    In a striped layout the first drifts from cell to cell, so that all ranks show.
+    Where they can, cells lie in one piece each. In a striped layout the first drifts from cell to
+    cell, so that all ranks show.
     """
-    cells = _cells(layout, most)
+    pieces = count_pieces(layout)
+    cells = min(most // pieces * pieces or most, layout.seq_len)
     edges = np.arange(cells + 1) * layout.seq_len // cells
     start, size = edges[:-1], np.diff(edges)
     shift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
-    middle = start + (size // 2 + shift) % size
-    return np.stack([middle, start, edges[1:] - 1], axis=1)
+    return np.stack([start + (size // 2 + shift) % size, start, edges[1:] - 1], axis=1)
 
 
 def sampled(program: RingProgram, most: int) -> Ints:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ring_core.base.arguments import check_kind, check_text
 from ring_core.cost import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
@@ -20,19 +23,63 @@ if TYPE_CHECKING:
 _MOST_CELLS, _MOST_SHOWN, _MOST_LABELS = 192, 256, 16
 
 
-def draw_program(program: RingProgram, figure: Figure) -> None:
-    """Draw a ring's program on a figure."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
+def plot(program: RingProgram, path: str | Path) -> None:
+    """Draw a ring's program to a file: who computes what, who holds what, who works when.
+
+    The format follows the name (``.png``, ``.svg``, ``.pdf``); equal plans give equal SVG files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    check_kind("program", program, RingProgram)
+    _save(partial(_draw_program, program), (11, 6), path)
+
+
+def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: str | Path) -> None:
+    """Draw what layouts cost to a file: their time, and the memory they take beyond the inputs.
+
+    Args:
+        costs: For numbers of ranks, what :func:`ring_core.cost.compare` returned.
+        title: A line above it.
+        path: The file; its name gives the format, as in :func:`plot`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    check_text("title", title)
+    if not isinstance(costs, Mapping) or not costs:
+        raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
+    for name, found in costs.items():
+        check_kind(f"costs[{name!r}]", found, Mapping)
+    _save(partial(_draw_costs, costs, title), (9, 4.5), path)
+
+
+def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path must be text or a Path, got {type(path).__name__}")
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: install ring-core[viz]") from error
+    svg = Path(path).suffix.lower() in (".svg", ".svgz")
+    with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        figure.savefig(path, dpi=144, metadata={"Date": None} if svg else None)
+
+
+def _draw_program(program: RingProgram, figure: Figure) -> None:
+    from matplotlib import colormaps, colors
 
     plan = program.plan
-    base = colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size))
     # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
-    colors = ListedColormap(0.7 * base + 0.3).with_extremes(under="black")
+    pale = 0.7 * colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size)) + 0.3
+    of_rank = colors.ListedColormap(pale).with_extremes(under="black")
     parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)
     left = parts[0].subgridspec(2, 1, height_ratios=(1, 18))
-    _draw_layout(plan, figure.add_subplot(left[0]), colors)
-    _draw_mask(program, figure.add_subplot(left[1]), colors)
+    _draw_layout(plan, figure.add_subplot(left[0]), of_rank)
+    _draw_mask(program, figure.add_subplot(left[1]), of_rank)
     _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
     strategy = "" if program.strategy == "ring" else f", {program.strategy}"
@@ -64,8 +111,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS)
-    ranks = sampled(program, most if striped else _MOST_CELLS)
+    most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
+    ranks = sampled(program, most)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -84,33 +131,38 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
         for layout, draw in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
             for n in range(1, count_pieces(layout)):
                 draw(n * layout.run_length, color="white", linewidth=0.5)
-    handles = [Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)]
     axes.legend(
-        handles=handles, title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
+        handles=[Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)], title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
         ncols=min(plan.cp_size, 8), frameon=False, handlelength=1, handleheight=1,
     )  # fmt: skip
 
 
 def _draw_work(program: RingProgram, axes: Axes) -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
+    from matplotlib import colormaps, colors
 
     work, cp_size = program.work(), program.plan.cp_size
     rank_every, step_every = -(-cp_size // _MOST_SHOWN), -(-program.num_steps // _MOST_SHOWN)
     share = work[::step_every, ::rank_every].T * (100 / (work.mean() or 1))
-    colors = colormaps["RdYlBu_r"](np.linspace(0, 1, 256))
-    box = (-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5)
+    pale = 0.75 * colormaps["RdYlBu_r"](np.linspace(0, 1, 256)) + 0.25
     axes.patch.set(hatch="////", edgecolor="silver", linewidth=0)
     image = axes.imshow(
-        np.ma.masked_equal(share, 0), cmap=ListedColormap(0.75 * colors + 0.25), vmin=0, vmax=200,
-        aspect="auto", interpolation="nearest", extent=box,
+        np.ma.masked_equal(share, 0), cmap=colors.ListedColormap(pale), vmin=0, vmax=200,
+        aspect="auto", interpolation="nearest", extent=(-0.5, program.num_steps - 0.5, cp_size - 0.5, -0.5),
     )  # fmt: skip
-    bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40, extend="max")
-    bar.set_label("pairs a rank and step, % of the mean of all")
+    axes.figure.colorbar(
+        image, ax=axes, location="bottom", aspect=40, extend="max",
+        label="pairs a rank and step, % of the mean of all",
+    )  # fmt: skip
     if cp_size <= SHOWN_RANKS and program.num_steps <= SHOWN_STEPS:
         for (rank, step), value in np.ndenumerate(share):
-            text = percent(float(value)) if value else ""
-            axes.text(step, rank, text, ha="center", va="center", fontsize=8)
+            axes.text(
+                step,
+                rank,
+                percent(float(value)) if value else "",
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     steps = (
         np.linspace(0, program.num_steps - 1, min(program.num_steps, SHOWN_STEPS))
         .astype(int)
@@ -119,11 +171,10 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
-    words = " (hatched: idle)" if (share == 0).any() else ""
-    axes.set_title(f"who works when{words}", loc="left")
+    axes.set_title(f"who works when{' (hatched: idle)' if (share == 0).any() else ''}", loc="left")
 
 
-def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
+def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
     """A group of bars for each number of ranks; a layout that cannot divide has none."""
     from matplotlib import colormaps
 
@@ -137,8 +188,7 @@ def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure
             if not isinstance(cost, Cost):
                 continue
             kwargs = {"width": 0.9 * width, "color": colors[pair]}
-            label = pair if n == 0 else None
-            times.bar(x, 1e3 * cost.compute_s, label=label, **kwargs)
+            times.bar(x, 1e3 * cost.compute_s, label=pair if n == 0 else None, **kwargs)
             times.bar(
                 x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",
                 edgecolor="white", **kwargs,
@@ -147,7 +197,6 @@ def draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure
     for axes, what in ((times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB")):
         axes.set_title(what, loc="left")
         axes.set_xticks(range(len(costs)), [str(ranks) for ranks in costs])
-        axes.set_xlabel("ranks")
-        axes.margins(y=0.05)
+        axes.set(xlabel="ranks", ymargin=0.05)
     times.legend(frameon=False)
     figure.suptitle(title, fontsize=10)

@@ -46,14 +46,16 @@ def describe(
     )
     if not pictures:
         return "\n".join([title, *_figure_lines(program)])
-    parts = [
-        [title],
-        _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
-        _layout_lines(plan, color, width),
-        _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
-        _figure_lines(program),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    return "\n\n".join(
+        "\n".join(lines)
+        for lines in (
+            [title],
+            _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
+            _layout_lines(plan, color, width),
+            _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
+            _figure_lines(program),
+        )
+    )
 
 
 def _symbol(plan: Plan, rank: int) -> str:
@@ -93,8 +95,8 @@ def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
 def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
     layout, pieces = plan.q_layout, count_pieces(plan.q_layout)
     if layout.stride > 1:
-        title = f"striped, the first {min(width, layout.seq_len)} tokens"
         index = np.arange(min(width, layout.seq_len))
+        title = f"striped, the first {index.size} tokens"
     else:
         tokens = f"{layout.run_length} tokens"
         if plan.kv_seq_len != plan.seq_len:
@@ -108,7 +110,6 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
 
 
 def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
-    """One row per rank, one column per live step."""
     work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
     steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)

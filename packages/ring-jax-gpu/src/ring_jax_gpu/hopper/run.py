@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import local_devices, numpy as jnp
 
-from ring_core.triton.tile_sizes import FLAGS_TOGETHER
+from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
 from ring_jax_gpu.hopper.stream_k import (
     KEYS,

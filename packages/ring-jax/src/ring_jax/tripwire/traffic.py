@@ -18,7 +18,7 @@ from jax import lax, numpy as jnp
 
 from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
-from ring_core.programs.steps import Stage
+from ring_core.programs.ring import Stage
 from ring_core.tripwire import peak_tflops
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import remote_table, step_table

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
-from ring_core.base.capabilities import kernel_config
-from ring_core.base.strategy import strategy_config
+from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
 from ring_torch.hf.masks import LayerMask, ring_mask, sharded

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
-from ring_core.triton.tile_sizes import Flags, parts_of_tiles
+from ring_core.triton.tile_configs import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 
 Kinds = npt.NDArray[np.int8]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import EMPTY, FULL, TILE, WorkItem
 from ring_core.base.arguments import not_none
-from ring_core.base.capabilities import EVERYTHING
+from ring_core.base.config import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import (

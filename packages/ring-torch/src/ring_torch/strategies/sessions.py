@@ -8,7 +8,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from ring_core import GatherProgram
-from ring_core.triton.tile_sizes import positions_aligned8
+from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.signature import CallSignature

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
-from ring_core.base.capabilities import EVERYTHING
-from ring_core.triton.tile_configs import Pass
-from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
+from ring_core.base.config import EVERYTHING
+from ring_core.triton.tile_configs import Pass, choose_blocks, stages_that_fit
 from ring_torch.kernels.api import KernelBase
 from ring_torch.kernels.flash import capability, old_gpu_reason
 from ring_torch.kernels.triton.launch import Launch

@@ -14,8 +14,14 @@ from torch import Tensor
 from ring_core import BlockGeometry, KernelConfig, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
-from ring_core.triton.tile_configs import Blocks, Pass
-from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, stages_that_fit
+from ring_core.triton.tile_configs import (
+    Blocks,
+    Pass,
+    choose_blocks,
+    heads_per_swizzle,
+    padded,
+    stages_that_fit,
+)
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
