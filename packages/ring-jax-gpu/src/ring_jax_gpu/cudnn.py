@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple, cast
 
-from jax import lax, numpy as jnp
+import jax.numpy as jnp
+from jax import lax
 
 from ring_core import Capabilities, KernelConfig, RingProgram
 from ring_core.base.arguments import not_none

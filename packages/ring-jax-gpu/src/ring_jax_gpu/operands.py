@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax, numpy as jnp
+from jax import lax
 
 from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS, TILE, Plan, UnsupportedError
 from ring_core.base.arguments import not_none

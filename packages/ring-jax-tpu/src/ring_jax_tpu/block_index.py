@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax import lax, numpy as jnp
+import jax.numpy as jnp
+from jax import lax
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
 from ring_jax.kernels.block_index import Flags, kinds_of

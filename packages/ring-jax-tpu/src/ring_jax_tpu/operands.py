@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from jax import lax, numpy as jnp, tree, typeof
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -181,7 +183,7 @@ class Launch:
         steps = None if isinstance(index.steps, int) else index.steps
         arrays = (index.words, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
-        before = 1 + len(tree.leaves((scalars, operands, extra)))
+        before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
 
         def launch(
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
@@ -191,7 +193,7 @@ class Launch:
             number = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
-                out_shape=(tree.map(_result_type, into, into_specs),),
+                out_shape=(jax.tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
                     grid=tuple(number if size is None else size for size in grid.sizes),
@@ -199,7 +201,7 @@ class Launch:
                     out_specs=(into_specs,),
                     scratch_shapes=(*scratch, *room),
                 ),
-                input_output_aliases={before + n: n for n in range(len(tree.leaves(into)))},
+                input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
                     dimension_semantics=[
                         pltpu.PARALLEL if n < 2 else pltpu.ARBITRARY for n in range(len(grid.sizes))
@@ -282,8 +284,10 @@ class Launch:
         return Operands(
             self.query_rows(grid, self.consts.static.head_dim),
             kv,
-            tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
-            tree.map(lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns),
+            jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
+            jax.tree.map(
+                lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns
+            ),
             None if x.bias is None else self.bias_block(grid),
         )
 
@@ -352,7 +356,7 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
     """What a kernel copies from itself has to lie in main memory, where XLA may not move it."""
-    return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else typeof(x)
+    return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
 
 
 def _dropout_words(rows: QueryBlock) -> Array | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from jax import lax, numpy as jnp
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep

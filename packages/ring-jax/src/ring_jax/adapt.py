@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jax import lax, numpy as jnp, random, tree_util
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
@@ -25,7 +27,7 @@ Attention = Callable[..., Any]
 BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
-@partial(tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
 @dataclass(frozen=True)
 class Segments:
     """Which tokens see each other, passed where a framework takes a ``mask``; a pytree.
@@ -113,7 +115,7 @@ def bind(attention: Attention) -> Bound:
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:
     """Dropout by a random key, typed or raw, which may be traced: its bits are the seed."""
-    return {"dropout_p": rate, "dropout_seed": random.bits(key, (2,), jnp.uint32)}
+    return {"dropout_p": rate, "dropout_seed": jax.random.bits(key, (2,), jnp.uint32)}
 
 
 def flat(x: Array, kept: int) -> Array:

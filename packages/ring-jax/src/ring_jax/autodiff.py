@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from jax import custom_vjp, jit, nn, numpy as jnp, tree
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import tripwire
@@ -43,10 +44,10 @@ def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
             static, x._replace(slopes=None if x.slopes is None else _without_gradient(x.slopes))
         )
 
-    return jit(run, inline=True)  # within other programs as if it were not there
+    return jax.jit(run, inline=True)  # within other programs as if it were not there
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
     return _forward(static, inputs)[0]
 
@@ -65,7 +66,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
     if turn is not None:
         tripwire.check_forward(turn, static, inputs, out, lse)
         tripwire.check_rate(turn, static, inputs, "forward", at, out, lse)
-    last = tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
+    last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
     return (out, lse), Saved(inputs, out, lse, last)
 
 
@@ -104,7 +105,7 @@ _attend.defvjp(_forward, _backward)
 def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
     """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
     out, lse = result
-    folded = nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
+    folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
     with_sinks = jnp.logaddexp(lse, folded[None, :, None])
     weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
     return AttentionState(out * weight[..., None], with_sinks)
@@ -120,7 +121,7 @@ def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
     return jnp.stack(grads, axis=1).reshape(sinks.shape).astype(sinks.dtype)
 
 
-@custom_vjp
+@jax.custom_vjp
 def _without_gradient(slopes: Array) -> Array:
     """ALiBi slopes; asking for their gradient is an error, not a zero."""
     return slopes

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array, core, custom_vjp, lax, numpy as jnp, reshard, tree, typeof
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AnyMesh = Mesh | AbstractMesh
@@ -21,7 +23,7 @@ Axes = str | tuple[str, ...] | None
 Order = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-@partial(custom_vjp, nondiff_argnums=(1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def in_order(x: Array, order: Order, dim: int) -> Array:
     """The slices of a dimension in another order, a permutation.
 
@@ -48,7 +50,7 @@ def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) 
 def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
     """Lay an array out over the mesh."""
     explicit = AxisType.Explicit in mesh.axis_types
-    lay_out: Any = reshard if explicit else lax.with_sharding_constraint
+    lay_out: Any = jax.reshard if explicit else lax.with_sharding_constraint
     return cast("Array", lay_out(x, NamedSharding(mesh, spec)))
 
 
@@ -83,10 +85,10 @@ def size_of(mesh: AnyMesh, axes: Axes) -> int:
 
 def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
     """What splits each dimension; of auto axes only the compiler knows while it is traced."""
-    traced = isinstance(x, core.Tracer)
+    traced = isinstance(x, jax.core.Tracer)
     if traced and AxisType.Explicit not in mesh.axis_types:
         return [PartitionSpec.UNCONSTRAINED] * x.ndim
-    sharding = typeof(x).sharding if traced else getattr(x, "sharding", None)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     known = [part if set(names_of(part)) <= set(mesh.axis_names) else None for part in spec]
     return [*known, *[None] * (x.ndim - len(known))]
@@ -115,9 +117,9 @@ class Ranks:
         to = range(self.size) if receivers is None else receivers
         pairs = [((r - hop) % self.size, r) for r in to]
         if self.axis_name is None or not pairs:
-            return cast("T", tree.map(jnp.zeros_like, x))
+            return cast("T", jax.tree.map(jnp.zeros_like, x))
 
-        return cast("T", tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
+        return cast("T", jax.tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
         """The arrays of all ranks, one behind the other along a dimension."""
@@ -145,16 +147,16 @@ def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
         missing = axes - _varying(x)
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
-    return cast("T", tree.map(mark, arrays))
+    return cast("T", jax.tree.map(mark, arrays))
 
 
 def varying_axes(arrays: Any) -> frozenset[Any]:
     """The mesh axes over which any of the arrays varies."""
-    return frozenset().union(*(_varying(x) for x in tree.leaves(arrays)))
+    return frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
 
 
 def _varying(x: Array) -> frozenset[Any]:
-    kind: Any = typeof(x)
+    kind: Any = jax.typeof(x)
     return cast(
         "frozenset[Any]", kind.mat.varying if hasattr(kind, "mat") else kind.vma
     )  # jax < 0.12
@@ -193,7 +195,7 @@ def _order_after[M](moved: M, results: Any) -> M:
         first = lax.slice(x, at, (1,) * x.ndim)
         return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), at)
 
-    return cast("M", tree.map(order, moved))
+    return cast("M", jax.tree.map(order, moved))
 
 
 def reload_after[A](arrays: A, results: Any) -> A:
@@ -204,12 +206,12 @@ def reload_after[A](arrays: A, results: Any) -> A:
     never = _opaque_false(results)
     if never is None:
         return arrays
-    return cast("A", tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
+    return cast("A", jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays))
 
 
 def _opaque_false(results: Any) -> Array | None:
     """A condition on results that never holds, though the compiler cannot know that."""
-    corners = [x[(0,) * x.ndim] for x in tree.leaves(results) if x.size > 0]
+    corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:
         return None
     return jnp.stack([jnp.isnan(x) & (x == jnp.inf) for x in corners]).any()

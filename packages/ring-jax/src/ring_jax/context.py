@@ -7,8 +7,9 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax, numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import (

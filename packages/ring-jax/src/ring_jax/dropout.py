@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jax import Array, numpy as jnp
+import jax.numpy as jnp
+from jax import Array
 
 from ring_core.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 

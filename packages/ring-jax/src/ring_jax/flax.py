@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax, numpy as jnp
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from ring_core import Mask, checks

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax, numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import numpy as jnp, vmap
 
 from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, RingProgram
 from ring_jax.records import (
@@ -201,4 +202,4 @@ def local_positions(layout: Layout, rank: Array) -> Array:
 
 def all_positions(layout: Layout) -> Array:
     """Those of all ranks, int32 ``[P, T_local]``."""
-    return vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))

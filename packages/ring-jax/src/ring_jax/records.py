@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
-from jax import Array as Array, numpy as jnp
+import jax.numpy as jnp
+from jax import Array as Array
 
 from ring_core import (
     TABLE_UNBOUNDED,

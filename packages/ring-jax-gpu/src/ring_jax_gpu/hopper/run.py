@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import local_devices, numpy as jnp
 
 from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
@@ -211,5 +212,5 @@ def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Pa
 
 
 def _processors() -> int:
-    (device, *_) = local_devices(backend="cuda")
+    (device, *_) = jax.local_devices(backend="cuda")
     return int(getattr(device, "core_count", None) or _DEFAULT_PROCESSORS)

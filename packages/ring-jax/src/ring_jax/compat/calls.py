@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jax import lax, numpy as jnp, tree_util
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -262,7 +264,7 @@ class OperationMetadata:
 
 
 @partial(
-    tree_util.register_dataclass,
+    jax.tree_util.register_dataclass,
     data_fields=["attention_outputs", "attention_weights", "cache_view"],
     meta_fields=[],
 )

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array as Array, core, numpy as jnp, typeof
+from jax import Array as Array
 from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, UnsupportedError
@@ -207,7 +209,7 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
 
 def logits_dtype_of(dtype: DTypeLike, query: Array) -> tuple[object, str]:
     """What :func:`refuse` takes of the dtype of scores."""
-    taken = [jnp.dtype("float32"), *[typeof(query).dtype] * (query.dtype == jnp.float64)]
+    taken = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
     return None if jnp.dtype(dtype) in taken else dtype, (
         "scores are float32, and float64 where the inputs are; cast the inputs for another"
     )
@@ -257,5 +259,5 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 def _are_equal(a: Array, b: Array) -> bool:
     """Whether two arrays are known to be equal while a call is traced."""
-    traced = any(isinstance(x, core.Tracer) for x in (a, b))
+    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
     return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))

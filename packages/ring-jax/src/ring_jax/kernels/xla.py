@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
+import jax.numpy as jnp
 import numpy as np
-from jax import lax, numpy as jnp
+from jax import lax
 
 from ring_core import TILE
 from ring_core.base.config import EVERYTHING

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax, nn, numpy as jnp, tree
+from jax import lax
 
 from ring_core import Mask
 from ring_jax.collectives import match_varying, varying_axes
@@ -85,14 +87,14 @@ class Partial(NamedTuple):
 
     def with_sinks(self, sinks: Array) -> Partial:
         """Softmax mass taken by sinks ``[H]`` or ``[H, s]``, logits that yield no value."""
-        folded = nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
+        folded = jax.nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
         lse = jnp.logaddexp(self.lse, folded)
         return Partial(lse, self.means * _weight(self.lse, lse)[..., None])
 
 
 def merged(parts: Partial) -> Partial:
     """Means over the keys of all parts, which lie along a first dimension."""
-    lse = nn.logsumexp(parts.lse, axis=0)
+    lse = jax.nn.logsumexp(parts.lse, axis=0)
     return Partial(lse, (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0))
 
 
@@ -251,9 +253,9 @@ def _finite(
 
 def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     """A function of blocks of arrays along their first dimension, all results stacked."""
-    length = len(tree.leaves(arrays)[0])
+    length = len(jax.tree.leaves(arrays)[0])
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
-    blocks = tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
     return match_varying(lax.map(function, blocks), varying_axes(arrays))
 
 

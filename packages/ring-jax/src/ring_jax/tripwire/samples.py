@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import debug, enable_x64, lax, numpy as jnp, numpy_rank_promotion
+from jax import lax
 
 from ring_core import WrongResultError
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
@@ -98,7 +100,7 @@ def check_backward(
 
 
 def _in_float64(run: Callable[[], None]) -> None:
-    with enable_x64(True), numpy_rank_promotion("allow"):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         run()
 
 
@@ -239,7 +241,7 @@ class _Sample(NamedTuple):
             for x in results[kind][name]
         ]
         shapes = result_shapes(*(x.shape for x in self.inputs[:3]))
-        debug.callback(
+        jax.debug.callback(
             partial(_compare, self.static, which, shapes, names),
             self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip

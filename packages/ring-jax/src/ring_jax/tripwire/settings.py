@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 
 import jax
-from jax import lax, numpy as jnp
+import jax.numpy as jnp
+from jax import lax
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import check_size

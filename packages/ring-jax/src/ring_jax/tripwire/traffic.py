@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax, numpy as jnp
+from jax import lax
 
 from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
