@@ -148,7 +148,7 @@ def _sink_per_step() -> Patches:
         return right(*right(out, lse, sinks), sinks)
 
     patches: Patches = [(simulator, "finalize", wrong)]
-    if loop := _torch("finalize"):
+    if loop := _torch("call"):
         add = loop.add_sinks
         patches.append((loop, "add_sinks", lambda *state: add(*add(*state), state[2])))
     if autodiff := _jax("autodiff"):
@@ -418,6 +418,6 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [
-        (_torch("peer_copies"), "fits_one_kernel", lambda *_: False)
+        (_torch("one_kernel"), "fits_one_kernel", lambda *_: False)
     ],  # short calls, too
 }

@@ -3,6 +3,7 @@
 from ring_torch import (
     attention as attention,
     autograd as autograd,
+    call as call,
     capture as capture,
     compiled as compiled,
     context as context,
@@ -18,11 +19,13 @@ from ring_torch.call import (
     Call as Call,
     Operands as Operands,
     Options as CallOptions,
+    add_sinks as add_sinks,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
 from ring_torch.comm.handshake import (
     _COMPARED as _COMPARED,
+    CallSignature as CallSignature,
     Header as Header,
     _check_on_stream as _check_on_stream,
     agree as agree,
@@ -36,14 +39,8 @@ from ring_torch.comm.ranks import (
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
-from ring_torch.comm.signature import CallSignature as CallSignature
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
-from ring_torch.head_groups import (
-    ONE_GROUP as ONE_GROUP,
-    HeadGroups as HeadGroups,
-    head_groups_of as head_groups_of,
-)
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
@@ -89,7 +86,6 @@ from ring_torch.records import (
     runs_of as runs_of,
 )
 from ring_torch.strategies import (
-    finalize as finalize,
     gather as gather_strategy,
     ring as ring_strategy,
     sessions as sessions,
@@ -98,7 +94,11 @@ from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,
 )
-from ring_torch.strategies.finalize import add_sinks as add_sinks
+from ring_torch.strategies.gather import (
+    ONE_GROUP as ONE_GROUP,
+    HeadGroups as HeadGroups,
+    head_groups_of as head_groups_of,
+)
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
 from ring_torch.strategies.ulysses import Ulysses as Ulysses

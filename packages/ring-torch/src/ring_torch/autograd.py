@@ -11,12 +11,11 @@ from torch.autograd.function import once_differentiable
 
 from ring_core import WrongResultError
 from ring_torch import tripwire
-from ring_torch.call import Call, Saved
+from ring_torch.call import Call, Saved, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
 from ring_torch.records import BackwardInputs, Inputs, folded
-from ring_torch.strategies.finalize import attend
 
 _DELTA_ROWS = 4096
 _NO_WATCH: AbstractContextManager[None] = nullcontext()

@@ -1,4 +1,4 @@
-"""Everything static about one call, and the options it was made with."""
+"""Everything static about one call, the options it was made with, and its forward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import positions_aligned8
+from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.signature import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (
@@ -25,6 +25,7 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     QueryGrads,
+    folded,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -186,6 +187,22 @@ class Options(NamedTuple):
 @lru_cache(maxsize=256)
 def _positions_aligned8(plan: Plan, rank: int) -> bool:
     return positions_aligned8(plan.k_positions(rank))
+
+
+def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+    """A call's forward by its strategy, sinks included."""
+    state, saved = call.strategy.forward(call, inputs)
+    if inputs.sinks is not None and not call.strategy.adds_sinks:
+        state = add_sinks(state.out.to(call.acc_dtype), state.lse, inputs.sinks)
+    return state, saved
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
+    """:func:`ring_core.finalize`, ``out`` in place: sinks take softmax mass and yield no value."""
+    with_sinks = torch.logaddexp(lse, folded(sinks, lse.dtype)[:, None])
+    weight = (lse - with_sinks.masked_fill(with_sinks == -torch.inf, 0.0)).exp_()
+    out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+    return AttentionState(out, with_sinks)
 
 
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:

@@ -1,4 +1,4 @@
-"""What a kernel is: one work item, no rank, no group, no step in sight.
+"""What a kernel is: one work item, no rank, no group, no step in sight; and how results merge.
 
 Shapes are in ``ring_torch.records``.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.merge import merge_into
+from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -27,6 +27,8 @@ from ring_torch.records import (
     acc_dtype,
     empty_state,
 )
+
+_MERGED_ROWS = 512
 
 
 class SplitBackward(Protocol):
@@ -135,6 +137,32 @@ class Selection:
             for can, why in self.rejected
         ]
         return "\n".join(lines)
+
+
+def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
+    """Merge a kernel's ``(out, lse)`` into what was accumulated, in place.
+
+    The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
+    """
+    if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
+        from ring_torch.memory_ops import merge_on_gpu
+
+        merge_on_gpu(into.out, into.lse, out, lse)
+        return
+    for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
+        rows = slice(start, start + _MERGED_ROWS)
+        _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+
+
+def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
+    lse = lse.to(into.lse.dtype)
+    merged = torch.logaddexp(into.lse, lse)
+    safe = merged.masked_fill(merged == -torch.inf, 0.0)
+    old = (into.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    into.out.mul_(old)
+    into.out.add_(torch.where(new > 0, out * new, 0.0))
+    into.lse.copy_(merged)
 
 
 class KernelBase:

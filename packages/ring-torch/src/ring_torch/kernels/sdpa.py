@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel
+from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.flash_library import Options, rounded_to_8
-from ring_torch.kernels.merge import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

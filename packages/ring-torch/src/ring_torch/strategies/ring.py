@@ -15,7 +15,7 @@ from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Saved, Shapes, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.kernels.merge import merge_into
+from ring_torch.kernels.api import merge_into
 from ring_torch.payload import keys_of, packing_of
 from ring_torch.records import (
     AttentionState,

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes
+from ring_torch.call import Call, Saved, Shapes, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
-from ring_torch.strategies.finalize import attend
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ring_core import Fetch, GatherProgram, Plan, gather_program
+from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.signature import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
