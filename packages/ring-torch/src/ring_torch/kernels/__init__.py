@@ -64,8 +64,8 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
     times = expected(cases, request, program, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
     others = [kernel.capabilities for kernel in able if kernel is not chosen]
-    rejected = (*((can, (times.time(can.name),)) for can in others), *refused)
-    return Selection(chosen, rejected, times, has_predicate)
+    slower = ((can, (times.time(can.name),)) for can in others)
+    return Selection(chosen, (*slower, *refused), times, has_predicate)
 
 
 def _split_by_reasons(
@@ -81,10 +81,11 @@ def _split_by_reasons(
     for kernel in in_order(request.device):
         if able and kernel.capabilities.name not in known:
             continue
-        reasons = refusals(kernel.capabilities, request, program) or _unavailable_reasons(
-            kernel, request
+        reasons = (
+            refusals(kernel.capabilities, request, program)
+            or _unavailable_reasons(kernel, request)
+            or kernel.config_refusals(config, request, program)
         )
-        reasons = reasons or kernel.config_refusals(config, request, program)
         if reasons:
             refused.append((kernel.capabilities, reasons))
         else:
@@ -118,8 +119,7 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
     """The kernel of a name; it never falls back."""
     name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
-    able = [kernel for kernel in named if request.device in kernel.capabilities.devices]
-    kernel = (able or named)[0]
+    kernel = next((k for k in named if request.device in k.capabilities.devices), named[0])
     here = [k.capabilities for k in KERNELS if not _unavailable_reasons(k, request)]
     require(kernel.capabilities, request, program, others=here)
     if reasons := _unavailable_reasons(kernel, request):
@@ -132,7 +132,6 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
 
 
 def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
-    """Why a kernel cannot run on this machine; empty if it can."""
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:
         return (f"runs on {', '.join(devices)}",)

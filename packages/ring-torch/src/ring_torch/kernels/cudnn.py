@@ -76,9 +76,9 @@ def _missing() -> str | None:
 def _limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Head dims that were measured to be right on Hopper, with one version."""
     dims = request.head_dim, request.v_head_dim
-    if dims[0] == dims[1] <= _WIDE:
-        return ()
-    if capability()[0] == 9 and (torch.backends.cudnn.version() or 0) >= _WIDE_FROM:
+    if dims[0] == dims[1] <= _WIDE or (
+        capability()[0] == 9 and (torch.backends.cudnn.version() or 0) >= _WIDE_FROM
+    ):
         return ()
     return (f"has head dims above {_WIDE}, and unlike ones, on Hopper from cuDNN 9.19 on",)
 

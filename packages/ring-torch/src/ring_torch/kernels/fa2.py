@@ -13,12 +13,11 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
+from ring_torch.kernels.flash_library import DOCUMENT_ARGUMENTS, Options, Pass, rounded_to_8
 from ring_torch.records import AttentionState
 
 
@@ -35,8 +34,7 @@ class Flash2:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        name = "_flash_attn_forward" if options.documents is None else "_flash_attn_varlen_forward"
-        out, lse, *_ = _call(name, q=q, k=k, v=v, return_softmax=False, **_arguments(options))
+        out, lse, *_ = _call("forward", options, q=q, k=k, v=v, return_softmax=False)
         return out, lse
 
     def backward(
@@ -44,32 +42,25 @@ class Flash2:
         options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        name = (
-            "_flash_attn_backward" if options.documents is None else "_flash_attn_varlen_backward"
-        )
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         _call(
-            name, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            deterministic=options.deterministic, **_arguments(options),
+            "backward", options, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk,
+            dv=dv, deterministic=options.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
 
-def _arguments(options: Options) -> dict[str, Any]:
-    left, right = (unbounded(side) for side in options.window)
-    return {
-        "dropout_p": 0.0, "softmax_scale": options.scale, "causal": False, "alibi_slopes": None,
-        "window_size_left": left, "window_size_right": right, "softcap": 0.0,
-        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
-    }  # fmt: skip
-
-
-def _call(name: str, **given: Any) -> Any:
+def _call(direction: Pass, options: Options, **given: Any) -> Any:
     """Call one of its functions: 2.6 takes a window as one pair, later ones as two numbers."""
-    function, names = _function(name)
-    if "window_size" in names:
-        given["window_size"] = (given.pop("window_size_left"), given.pop("window_size_right"))
-    return function(**given)
+    packed = "" if options.documents is None else "varlen_"
+    function, names = _function(f"_flash_attn_{packed}{direction}")
+    left, right = (unbounded(side) for side in options.window)
+    sides: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
+    return function(
+        **given, **({"window_size": (left, right)} if "window_size" in names else sides),
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
+        dropout_p=0.0, softmax_scale=options.scale, causal=False, alibi_slopes=None, softcap=0.0,
+    )  # fmt: skip
 
 
 @cache

@@ -12,7 +12,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ring_core import Capabilities
@@ -42,12 +41,11 @@ class Flash3:
         options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        tensors = {
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        _call("_flash_attn_backward", {
             "dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq,
             "dk": dk, "dv": dv, "deterministic": options.deterministic,
-        }  # fmt: skip
-        _call("_flash_attn_backward", tensors, options)
+        }, options)  # fmt: skip
         return dq, dk, dv
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
@@ -128,8 +127,9 @@ class FlashKernel(KernelBase):
             grads = self._backward(dout, q, k, v, result, lse, options, out)
             return Grads(*grads, None)
         batch = rows.q.shape[0]
-        documents = _documents(item, batch, rows.q.device)
-        options = _options(item, params, item.documents_window, documents)
+        options = _options(
+            item, params, item.documents_window, _documents(item, batch, rows.q.device)
+        )
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         inside = out[0] if out is not None and batch == 1 else None
@@ -192,7 +192,7 @@ class FlashKernel(KernelBase):
         whole = unseen_state(rows.q, columns.v.shape[3])
         for one in pieces:
             part = whole.take(one.q_slice)
-            result = self.attend(*_part(rows, columns, one), one, params)
+            result = self.attend(rows.take(one.q_slice), columns.take(one.k_slice), one, params)
             part.out.copy_(result.out)
             part.lse.copy_(result.lse)
         return whole
@@ -205,7 +205,7 @@ class FlashKernel(KernelBase):
         dq = torch.zeros_like(rows.q)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
         for one in pieces:
-            part = *_part(rows, columns, one), upstream.take(one.q_slice)
+            part = rows.take(one.q_slice), columns.take(one.k_slice), upstream.take(one.q_slice)
             grads = self.grads(*part, one, params)
             dq[:, one.q_slice].copy_(grads.dq)
             dk[:, one.k_slice].add_(grads.dk)
@@ -227,7 +227,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def padded(x: Tensor, dim: int) -> Tensor:
     """A tensor with zeros added to its last dimension, which change no score and no output."""
-    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
@@ -265,18 +265,15 @@ def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
     return torch.as_tensor(hidden, device=device) if hidden.any() else None
 
 
-def _part(rows: QueryBlock, columns: KeyBlock, item: WorkItem) -> tuple[QueryBlock, KeyBlock]:
-    return rows.take(item.q_slice), columns.take(item.k_slice)
-
-
 def _options(
     item: WorkItem,
     params: KernelParams,
     window: Window | None = None,
     documents: Documents | None = None,
 ) -> Options:
-    sides = item.window if window is None else window
-    return Options(params.scale, params.softcap, sides, documents, params.deterministic)
+    return Options(
+        params.scale, params.softcap, window or item.window, documents, params.deterministic
+    )
 
 
 def _with_mods(
@@ -292,10 +289,10 @@ def _with_mods(
             apart = rows.runs[0].position - columns.runs[0].position
     behind = apart is not None and item.lo is not None and item.lo + apart >= 0
     masked = item if segments is not None or item.tiles is not None else None
-    geometry = None if item.tiles is None else params.blocks
-    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     if masked is None and rows.slopes is None and params.sinks is None:
         return options
+    geometry = None if item.tiles is None else params.blocks
+    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 
 

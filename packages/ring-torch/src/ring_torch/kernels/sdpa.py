@@ -141,9 +141,7 @@ def _lengths(
     q: Tensor, k: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Documents as the operators take them."""
-    if options.documents is None:
-        return None, None, q.shape[1], k.shape[1]
-    return options.documents
+    return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
 def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
@@ -152,7 +150,6 @@ def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
 
 
 def _has_nonfinite(*tensors: Tensor) -> bool:
-    """Whether some number is NaN or infinite."""
     return not all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
@@ -160,5 +157,5 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-    spans = [slice(start, None, group) for start in range(group)]
+    spans = (slice(start, None, group) for start in range(group))
     return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in spans]

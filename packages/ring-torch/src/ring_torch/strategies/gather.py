@@ -37,6 +37,7 @@ from ring_torch.records import (
     Grads,
     Inputs,
     KeyBlock,
+    KeyGrads,
     QueryBlock,
     QueryGrads,
     head_group,
@@ -112,8 +113,9 @@ class Gather:
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = gathered_columns(call, gather, keys, arriving.tensors)
-            part = rows.share(n, groups), columns, _in_place(call, gather, inputs, n, groups)
-            results.append(_attend(call, *part, gather, arriving, whole.share(n, groups)))
+            in_place = _in_place(call, gather, inputs, n, groups)
+            part, place = head_group(rows, n, groups), head_group(whole, n, groups)
+            results.append(_attend(call, part, columns, in_place, gather, arriving, place))
             arriving.wait(None)
         if len(results) == 1:
             whole = results[0]
@@ -140,29 +142,31 @@ class Gather:
         if rows.bias is not None and call.params.bias_grad:
             dbias = torch.zeros_like(rows.bias, dtype=call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows), dbias)
-        shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (
-            torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
-            for x in (inputs.k, inputs.v)
+            torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         home: list[Tensor | None] = []
 
         def finish(n: int) -> None:
-            places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
+            places = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
 
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
-            part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
+            part = (
+                head_group(rows, n, groups), head_group(upstream, n, groups),
+                head_group(row_grads, n, groups),
+            )  # fmt: skip
             for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
                 work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
                 _differentiate(call, work, *part, sums, room[n], gather.length)
-                sent = session.return_grads(
-                    gather, sums, room[n], n, early=early, overlapped=overlapped
+                in_flight[n].append(
+                    session.return_grads(
+                        gather, sums, room[n], n, early=early, overlapped=overlapped
+                    )
                 )
-                in_flight[n].append(sent)
             in_place = _in_place(call, gather, inputs, n, groups)
             home.append(_differentiate_in_place(call, in_place, *part, sums))
             if n > 0:
@@ -172,14 +176,13 @@ class Gather:
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """The gathered keys; none where another plan may need more of them."""
-        groups = self.groups.forward
-        keys = KVPayload.of(inputs, groups)
+        keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self._saves(call, keys):
             return []
         length = gather_program(call.plan, call.ring.rank).length
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
-        return (both + ids) * groups
+        return (both + ids) * self.groups.forward
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Whether the forward leaves the keys it gathered to the backward."""
@@ -253,7 +256,10 @@ def _differentiate(
             call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
         else:
             result = call.kernel.grads(*part, item, call.params, into[0].dq)
-            _put_rows(result, into[0])
+            if result.dq.data_ptr() != into[0].dq.data_ptr():
+                into[0].dq.copy_(result.dq)
+            if into[0].dbias is not None and result.dbias is not None:
+                into[0].dbias.add_(result.dbias)
             _put_columns(result, into[1], item, fresh)
 
 
@@ -273,12 +279,12 @@ def _keys_by_group(
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
         columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])
-        yield from (columns.share(n, cuts) for n in range(cuts))
+        yield from (head_group(columns, n, cuts) for n in range(cuts))
 
 
 def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
-    in_flight: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
+    in_flight: Sequence[PendingGrads], places: KeyGrads,
 ) -> None:  # fmt: skip
     """Add what comes home to the own sums, and round them into dK and dV.
 
@@ -306,7 +312,7 @@ def _finish_own_grads(
         pending.add_to(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
-        into = places[0][:, one.source], places[1][:, one.source]
+        into = places.take(one.source)
         if sums.head_major and call.kernel.parts is not None:
             call.kernel.parts.round(mine, into, call.params)
         else:
@@ -329,14 +335,6 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
 
-def _put_rows(result: Grads, into: QueryGrads) -> None:
-    """Put the gradients of an item's rows in their places, unless they are there."""
-    if result.dq.data_ptr() != into.dq.data_ptr():
-        into.dq.copy_(result.dq)
-    if into.dbias is not None and result.dbias is not None:
-        into.dbias.add_(result.dbias)
-
-
 def _put_columns(
     result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
@@ -357,5 +355,5 @@ def _in_place(
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
-    own = call.columns(call.ring.rank, keys_of(inputs.share(n, groups)))
+    own = call.columns(call.ring.rank, keys_of(head_group(inputs, n, groups)))
     return [(own, item) for item in gather.in_place]

@@ -54,10 +54,9 @@ class Ring:
         own = columns = call.columns(ring.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         packing = packing_of(keys)
-        kv: Tensor | None = None
-        spare: Tensor | None = None
+        slots: list[Tensor] = []
         if program.num_steps > 1:
-            kv, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+            slots = [packing.pack(keys, call.device), packing.buffer(call.device)]
         remote = RemoteQueries(
             call,
             program.forward,
@@ -70,14 +69,13 @@ class Ring:
             theirs = helped_rows(call, item, rows, tensors)
             result = empty_state(theirs.q, inputs.v.shape[3])
             if theirs.q.shape[0] > 0:
-                keys = own.take(item.k_slice)
-                call.kernel.attend_into(theirs, keys, item, call.params, result)
+                call.kernel.attend_into(theirs, own.take(item.k_slice), item, call.params, result)
             return result
 
         for stage in program.forward:
             transfer = DONE
             if stage.kv_hop is not None:
-                assert kv is not None and spare is not None
+                kv, spare = slots
                 transfer = ring.start(
                     [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
                 )
@@ -87,13 +85,12 @@ class Ring:
                 remote.help(stage.step, attend_remote)
             transfer.wait()
             if stage.kv_hop is not None:
-                assert kv is not None and spare is not None
-                kv, spare = spare, kv
+                slots.reverse()
                 columns = call.columns(
-                    ring.behind(program.steps[stage.step + 1].shift), packing.views(kv)
+                    ring.behind(program.steps[stage.step + 1].shift), packing.views(slots[0])
                 )
         remote.finish()
-        return into, () if kv is None else (kv,)
+        return into, tuple(slots[:1])
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype.
@@ -111,8 +108,9 @@ class Ring:
             columns = call.columns(ring.behind(program.steps[-1].shift), packing.views(kv))
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        grads = row_grads, key_grads
-        remote, differentiate_remote = _remote_backward(call, rows, own, upstream, *grads)
+        remote, differentiate_remote = _remote_backward(
+            call, rows, own, upstream, row_grads, key_grads
+        )
         for stage in program.backward:
             transfer, arriving = DONE, kv
             if stage.kv_hop is not None:
@@ -149,9 +147,9 @@ def _attend(
     """Run a step's items for this rank's own queries."""
     for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
-            keys = own if item.kv_rank == call.ring.rank else columns
-            part = rows.take(item.q_slice), keys.take(item.k_slice)
-            call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
+            keys = (own if item.kv_rank == call.ring.rank else columns).take(item.k_slice)
+            place = into.take(item.q_slice)
+            call.kernel.attend_into(rows.take(item.q_slice), keys, item, call.params, place)
 
 
 class RotatingKeyGrads:
@@ -161,37 +159,29 @@ class RotatingKeyGrads:
     """
 
     def __init__(self, call: Call, packing: BufferSpec) -> None:
-        self._call = call
-        self._packing = packing
-        self._home: Tensor | None = None
-        self._current: Tensor | None = None
+        self._call, self._packing = call, packing
+        self._sums: dict[bool, Tensor] = {}  # by whether they are of the own keys
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
         """Accumulators of the own keys, or of those it holds for now; zero when first asked for."""
-        buffer = self._home if home else self._current
-        if buffer is None:
-            buffer = self._packing.buffer(self._call.device).zero_()
-            if home:
-                self._home = buffer
-            else:
-                self._current = buffer
-        return KeyGrads(*self._packing.views(buffer))
+        if home not in self._sums:
+            self._sums[home] = self._packing.buffer(self._call.device).zero_()
+        return KeyGrads(*self._packing.views(self._sums[home]))
 
     def hop(self, hop: int | None, *, home: bool) -> None:
         """Add what arrived to what was computed, and send the sum on."""
         self._transfer.wait()
-        computed, arrived = self._home if home else self._current, self._arriving
-        if computed is None or arrived is None:
-            total = computed if arrived is None else arrived
-        else:
+        total, arrived = self._sums.pop(home, None), self._arriving
+        self._arriving, self._transfer = None, DONE
+        if total is None:
+            total = arrived
+        elif arrived is not None:
             acc_dtype = self._call.acc_dtype
-            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
-            total = computed
-        self._current, self._arriving, self._transfer = None, None, DONE
-        if home:
-            self._home = total
+            total.view(acc_dtype).add_(arrived.view(acc_dtype))
+        if home and total is not None:
+            self._sums[home] = total
         if hop is None:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
@@ -212,16 +202,17 @@ def _remote_backward(
         if theirs.q.shape[0] > 0:
             dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
             given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-            part = theirs, own.take(item.k_slice), given
             column_grads = key_grads.grads(home=True).take(item.k_slice)
-            call.kernel.grads_into(*part, item, call.params, grads, column_grads)
+            call.kernel.grads_into(
+                theirs, own.take(item.k_slice), given, item, call.params, grads, column_grads
+            )
         return _row_grad_tensors(grads)
 
     def add(part: slice, tensors: list[Tensor]) -> None:
         for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
             total.add_(x)
 
-    remote = RemoteQueries(
+    return RemoteQueries(
         call,
         call.program.backward,
         take=lambda part: [
@@ -230,8 +221,7 @@ def _remote_backward(
         ],
         like=lambda part: _row_grad_tensors(row_grads.take(part)),
         add=add,
-    )
-    return remote, differentiate_remote
+    ), differentiate_remote
 
 
 def _differentiate(
@@ -243,12 +233,10 @@ def _differentiate(
     for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             is_own = item.kv_rank == call.ring.rank
-            keys = own if is_own else columns
+            keys, column_grads = own if is_own else columns, key_grads.grads(home=is_own)
             part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
-            column_grads = key_grads.grads(home=is_own).take(item.k_slice)
-            call.kernel.grads_into(
-                *part, item, call.params, row_grads.take(item.q_slice), column_grads
-            )
+            into = row_grads.take(item.q_slice), column_grads.take(item.k_slice)
+            call.kernel.grads_into(*part, item, call.params, *into)
 
 
 def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:

@@ -13,7 +13,7 @@ from ring_torch.call import Call
 from ring_torch.comm.handshake import CallSignature, agree, has_agreed
 from ring_torch.payload import KVPayload
 from ring_torch.positions import gathered_positions, gathered_runs
-from ring_torch.records import Inputs, KeyBlock, Run
+from ring_torch.records import Inputs, KeyBlock
 from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.p2p import Messages
 
@@ -58,22 +58,23 @@ def open_session(
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    spec = SessionSpec(
+    return TRANSPORTS[call.transport](SessionSpec(
         call.ring, call.plan, own, KVPayload.of(inputs, groups), groups, call.device,
         call.acc_dtype, call.needs_grad, signature, call.number, call.seed,
-    )  # fmt: skip
-    return TRANSPORTS[call.transport](spec)
+    ))  # fmt: skip
 
 
 def gathered_columns(
     call: Call, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
 ) -> KeyBlock:
     """The keys of the buffer and all that belongs to them."""
-    position, aligned8 = None, False
-    runs: tuple[Run, ...] = ()
-    if call.needs_index:
-        which = call.plan, call.ring.rank, gather.own
-        position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
-        aligned8 = positions_aligned8(gather.positions)
     segments = tensors[1] if keys.segments else None
-    return KeyBlock(*keys.split(tensors[0]), position, segments, aligned8, runs)
+    columns = KeyBlock(*keys.split(tensors[0]), None, segments)
+    if not call.needs_index:
+        return columns
+    which = call.plan, call.ring.rank, gather.own
+    return columns._replace(
+        position=gathered_positions(*which, call.device),
+        aligned8=positions_aligned8(gather.positions),
+        runs=gathered_runs(*which),
+    )

@@ -73,13 +73,11 @@ def only_item(
     plan: Plan, kernel: Kernel, *, batch: int, sinks: bool, segment_ids: bool
 ) -> WorkItem | None:
     """The one launch of a plan, if it is of one rank, and all that there is to do."""
-    if plan.cp_size > 1 or kernel.capabilities.bands != "any" or batch == 0:
-        return None
-    items = plan.items(0, 0)
-    if len(items) != 1:
+    has_bands = kernel.capabilities.bands == "any"
+    if plan.cp_size > 1 or not has_bands or batch == 0 or len(plan.items(0, 0)) != 1:
         return None
     # The launch can add sinks where every row sees something, as nothing is masked.
-    (item,) = items
+    (item,) = plan.items(0, 0)
     banded = not segment_ids and item.cu_q is None and item.tiles is None
     whole = item.q_stop - item.q_start == plan.seq_len
     return None if sinks and not (kernel.adds_sinks and banded and whole) else item

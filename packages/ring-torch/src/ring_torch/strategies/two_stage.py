@@ -45,8 +45,9 @@ class TwoStageGather:
         for keys, item, waits_for in work:
             arriving.wait(waits_for)
             if rows.q.shape[0] > 0:
-                part = rows.take(item.q_slice), keys.take(item.k_slice)
-                call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
+                call.kernel.attend_into(
+                    rows.take(item.q_slice), keys.take(item.k_slice), item, call.params, into.take(item.q_slice)
+                )  # fmt: skip
         arriving.wait(None)
         return into, ()
 
@@ -57,6 +58,7 @@ class TwoStageGather:
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
         plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
         gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
+        own = call.columns(rank, keys_of(inputs))
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
@@ -75,7 +77,6 @@ class TwoStageGather:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
         pending = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, rank):
-            own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         pending.add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)

@@ -25,7 +25,7 @@ from ring_core.choose.rates import Case, Option, Rates, Times, default, read, wr
 from ring_core.tools.bench import progress
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import capability_number, in_order
-from ring_torch.kernels.philox import dropout_keep
+from ring_torch.kernels.eager import dropout_keep
 
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}

@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_core import GatherProgram
 from ring_torch.comm.handshake import agree
 from ring_torch.payload import KeyGradBuffer
-from ring_torch.records import Inputs
+from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
@@ -46,7 +46,7 @@ class Messages:
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Start all messages; any of a group means waiting for all of it."""
         groups = self.spec.groups
-        return iter([self._fetch(gather, inputs.share(n, groups)) for n in range(groups)])
+        return iter([self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)])
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
         ring, keys = self.spec.ranks, self.spec.keys

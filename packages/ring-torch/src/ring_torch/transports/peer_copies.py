@@ -17,7 +17,7 @@ from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
-from ring_torch.records import Inputs
+from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
@@ -71,7 +71,7 @@ class PeerCopies:
             window.stream.wait_event(ready)
             window.wait_reusable()
             for n, span in product(every, spans):
-                keys.write([x[:, span] for x in own[n]], inputs.share(n, groups), span)
+                keys.write([x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         pending: list[PendingKV] = []

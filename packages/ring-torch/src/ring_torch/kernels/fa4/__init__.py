@@ -100,11 +100,10 @@ def _forward(
     """By the library's own way."""
     needs_lse = place is None or _has_lse(q, v, options)
     where = {} if place is None else {"out": place.out, "lse": place.lse if needs_lse else None}
-    q, k, v = q.detach(), k.detach(), v.detach()
     out, lse, *_ = _module()._flash_attn_fwd(
-        q, k, v, return_lse=needs_lse, learnable_sink=modded.sinks, score_mod=modded.score_mod,
-        mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-        **where, **_arguments(options),
+        q.detach(), k.detach(), v.detach(), return_lse=needs_lse, learnable_sink=modded.sinks,
+        score_mod=modded.score_mod, mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists,
+        aux_scalars=modded.numbers, **where, **_arguments(options),
     )  # fmt: skip
     return out, lse if place is None else place.lse
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -59,10 +59,9 @@ class HopperSplitBackward:
         given = tuple(side is not None for side in sides)
         compiled = _compiled(q.dtype, dim, heads // k.shape[2], is_causal, given)
         padded = -(-length // compiled.tile) * compiled.tile
-        size = (batch, heads, padded * compiled.dim)
-        dq_sums = torch.empty(size, dtype=torch.float32, device=q.device)
-        room = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-        delta, lse_log2 = room.unbind()
+        new = partial(torch.empty, dtype=torch.float32, device=q.device)
+        dq_sums = new(batch, heads, padded * compiled.dim)
+        delta, lse_log2 = new(2, batch, heads, padded).unbind()
         compiled.prepare(
             upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, dq_sums,
             None, None, None, None, None, 1.0, None, None,
@@ -109,14 +108,14 @@ def _compiled(
     """Run the library once on small tensors, and keep what it compiled."""
     module = import_module("flash_attn.cute.interface")
     left, right = (64 if side else None for side in given)
-    shape = (2, 512, 2 * group, dim)
-    q, out, dout = (torch.zeros(shape, dtype=dtype, device="cuda") for _ in range(3))
+    q, out, dout = (
+        torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
+    )
     k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
     lse = torch.zeros(2, 2 * group, 512, device="cuda")
-    functions = (
-        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert,
-    )  # fmt: skip
-    with calls_of(*functions) as (before, main, after):
+    with calls_of(
+        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
+    ) as (before, main, after):
         module._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=1.0, causal=causal, window_size_left=left,
             window_size_right=right,

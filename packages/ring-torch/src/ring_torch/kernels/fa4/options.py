@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
@@ -62,19 +61,19 @@ class Modded(NamedTuple):
         found = found._replace(numbers=numbers.as_args(), kept=tuple(kept.values()))
         if masked is None:
             return found
-        lists = _lists(direction, q, v, masked, mods)
         mask_mod = functions.mask_mod(
             mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
             None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
         )  # fmt: skip
-        return found._replace(mask_mod=mask_mod, lists=lists)
+        return found._replace(mask_mod=mask_mod, lists=_lists(direction, q, v, masked, mods))
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What a launch is compiled for."""
         size = None if self.lists is None else self.lists.block_size
-        has = self.numbers is not None, self.sinks is not None
-        return self.score_mod, self.mask_mod, size, *has
+        return (
+            self.score_mod, self.mask_mod, size, self.numbers is not None, self.sinks is not None,
+        )  # fmt: skip
 
     def launch_lists(self, q: Tensor) -> tuple[Any, ...] | None:
         """The lists as a compiled function takes them, for each sequence and head."""
@@ -141,7 +140,7 @@ def _tensors(
         rows, columns = mods.positions
         # From the first row on: float32 has all integers up to 2^24 only.
         for name, x in (("q_at", rows), ("k_at", columns)):
-            found[name] = pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+            found[name] = torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
     if mods.segments is not None:
         found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
@@ -151,7 +150,6 @@ def _tensors(
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
-    """The other numbers that the functions read."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
         slopes = kept["slopes"]
@@ -176,9 +174,9 @@ def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) ->
         block_k = _least_keys(item, mods.geometry, block_k)
     size = _BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
-    lists = block_lists(item, grid, mods.segments)
+    lists = (x.unsqueeze(1) for x in block_lists(item, grid, mods.segments))
     module = import_module("flash_attn.cute.block_sparsity")
-    return module.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+    return module.BlockSparseTensorsTorch(*lists, block_size=size)
 
 
 @lru_cache(maxsize=256)

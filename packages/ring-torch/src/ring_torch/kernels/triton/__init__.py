@@ -92,32 +92,36 @@ class TritonKernel(KernelBase):
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         launch = Launch(rows, columns, item, params)
-        if params.fused_backward:
-            launch.bwd_fused(upstream, row_grads.dq, *column_grads, fresh=False)
-        else:
-            launch.bwd_dq(upstream, row_grads.dq, fresh=False)
-            launch.bwd_dkv(upstream, *column_grads, fresh=False)
-        if row_grads.dbias is not None:
-            launch.bwd_dbias(upstream, row_grads.dbias)
+        _differentiate(launch, upstream, row_grads, column_grads, fresh=False)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
-        launch = Launch(rows, columns, item, params)
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
-        if params.fused_backward:
-            launch.bwd_fused(upstream, dq.zero_(), dk, dv, fresh=True)
-        else:
-            launch.bwd_dq(upstream, dq, fresh=True)
-            launch.bwd_dkv(upstream, dk, dv, fresh=True)
         dbias = None
         if rows.bias is not None and params.bias_grad:
             dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
-            launch.bwd_dbias(upstream, dbias)
+        launch, into = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
+        _differentiate(launch, upstream, into, KeyGrads(dk, dv), fresh=True)
         return Grads(dq, dk, dv, dbias)
+
+
+def _differentiate(
+    launch: Launch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
+    fresh: bool,
+) -> None:  # fmt: skip
+    """Add an item's gradients, or, if ``fresh``, write them, but for the bias's."""
+    if launch.params.fused_backward:
+        dq = row_grads.dq.zero_() if fresh else row_grads.dq
+        launch.bwd_fused(upstream, dq, *column_grads, fresh=fresh)
+    else:
+        launch.bwd_dq(upstream, row_grads.dq, fresh=fresh)
+        launch.bwd_dkv(upstream, *column_grads, fresh=fresh)
+    if row_grads.dbias is not None:
+        launch.bwd_dbias(upstream, row_grads.dbias)
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
@@ -127,7 +131,7 @@ def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
         passes += ("bwd_fused",) if config.fused_backward else ("bwd_dq", "bwd_dkv")
         passes += ("bwd_dbias",) if request.bias else ()
     dims = request.head_dim, request.v_head_dim
-    itemsize = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
+    itemsize = getattr(torch, request.dtype).itemsize
     major, minor = capability()
     try:
         for name in passes:

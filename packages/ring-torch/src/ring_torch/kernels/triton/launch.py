@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,7 +70,6 @@ class Launch:
         self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False,
         numbers: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel."""
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
@@ -84,15 +84,13 @@ class Launch:
             **(numbers or {}),
         }  # fmt: skip
         if name == "bwd_dbias":
-            bias = self.rows.bias
-            assert bias is not None
-            programs = (num_k_blocks, num_q_blocks, bias.shape[0] * bias.shape[1])
+            programs = (num_k_blocks, num_q_blocks, math.prod(given["dbias"].shape[:2]))
         else:
             values |= self._block_index(blocks, k_major=k_major)
-            row = (dim + v.shape[3]) * q.element_size()
             values["heads_per_swizzle"] = heads_per_swizzle(
-                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
-            )
+                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
+                row=(dim + v.shape[3]) * q.element_size(),
+            )  # fmt: skip
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
         consts = self._consts(name, blocks, tensors, fresh=fresh)
@@ -101,19 +99,18 @@ class Launch:
     def blocks(self, name: Pass) -> Blocks:
         """How large blocks are."""
         q, v, params = self.rows.q, self.columns.v, self.params
-        config = KernelConfig("triton", params.block_q, params.block_k)
         per_score_inputs = (
             self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
         )
-        widest = max(q.shape[3], v.shape[3])
         return choose_blocks(
-            config, name, widest, q.element_size(), per_score_inputs=per_score_inputs
-        )
+            KernelConfig("triton", params.block_q, params.block_k), name,
+            max(q.shape[3], v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
+        )  # fmt: skip
 
     @property
     def _is_indexed(self) -> bool:
-        by_ids, by_bias = self.rows.segments is not None, self.params.bias_masks
-        return self.item.tiles is not None or by_ids or by_bias
+        by_host = self.item.tiles is not None
+        return by_host or self.rows.segments is not None or self.params.bias_masks
 
     def _consts(
         self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
@@ -139,7 +136,6 @@ class Launch:
         }  # fmt: skip
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
-        """The index of blocks, if there is one."""
         if not self._is_indexed:
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
@@ -187,9 +183,13 @@ class Launch:
             found["k_at"] = columns.position.to(torch.int32)
         if rows.bias is not None:
             bias = _with_rows(rows.bias)
-            strides = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
-            found |= dict(zip(("bias_batch", "bias_head"), strides, strict=True))
-            found |= {"bias": bias, "bias_row": bias.stride(2)}
+            batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
+            found |= {
+                "bias": bias,
+                "bias_batch": batch,
+                "bias_head": head,
+                "bias_row": bias.stride(2),
+            }
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
@@ -227,8 +227,8 @@ def _launch(
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
     arguments = {name: both.get(name) for name in kernel.arg_names}
-    itemsize = values["q"].element_size()
-    stages = stages_that_fit(name, blocks, (constexprs.D, constexprs.DV), itemsize, capability)
+    dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
+    stages = stages_that_fit(name, blocks, dims, itemsize, capability)
     with on_device(device):
         _start(
             kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
