@@ -418,6 +418,6 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [
-        (_torch("one_kernel"), "fits_one_kernel", lambda *_: False)
+        (_torch("peer_copies"), "fits_one_kernel", lambda *_: False)
     ],  # short calls, too
 }

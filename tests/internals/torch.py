@@ -105,7 +105,6 @@ from ring_torch.strategies.ulysses import Ulysses as Ulysses
 from ring_torch.tools import doctor as doctor, rates as rates
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (
-    one_kernel as one_kernel,
     p2p as p2p,
     peer_copies as peer_copies,
     symm_buffer as symm_buffer,

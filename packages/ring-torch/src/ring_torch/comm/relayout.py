@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_torch.comm.ranks import Ranks, others, peer_errors
 
@@ -67,14 +66,12 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
     after = np.empty(len(arriving), dtype=np.int64)
     after[np.argsort(target[rank])] = np.argsort(arriving)
     before = np.argsort(to, kind="stable")
-    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, came))
-    sent, received = (tuple(count) for count in counts)
+    sent, received = (tuple(np.bincount(x, minlength=ring.size).tolist()) for x in (to, came))
     return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip
 
 
 def _owner_of(positions: Ints) -> Ints:
-    """The rank of each position."""
     owner = np.empty(positions.size, dtype=np.int64)
     for rank, row in enumerate(positions):
         owner[row] = rank
@@ -86,14 +83,12 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
-        """Send the rows."""
         ctx.moves, ctx.guard = moves, guard
         return _move(x, moves, guard)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Send their gradients back."""
         return _move(grad, ctx.moves.back(), ctx.guard), None, None
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 _SAME = b"the same"
 _PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
@@ -103,7 +102,7 @@ def clear_failure(group: dist.ProcessGroup) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
-    groups = distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
+    groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
     if group not in groups:
         raise RuntimeError("the process group was destroyed")
     return groups[group][1]
@@ -122,7 +121,6 @@ def _ask_store(what: Callable[[], Any]) -> Any:
 
 
 def _read(store: Any, key: str) -> bytes | None:
-    """What is written under a key, if anything."""
     return store.get(key) if store.check([key]) else None
 
 
@@ -154,5 +152,5 @@ def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's members wait for each other."""
     options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
-    timeout: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

@@ -157,5 +157,5 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-    spans = (slice(start, None, group) for start in range(group))
+    spans = [slice(start, None, group) for start in range(group)]
     return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in spans]

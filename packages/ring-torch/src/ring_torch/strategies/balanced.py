@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ring_core import HELP_PIECES, Stage, WorkItem
@@ -81,7 +80,10 @@ class RemoteQueries:
         helped = _piece(program.remote_items(ring.rank, step), piece)
         sends = [(x.contiguous(), peer) for item in helped for x in self.take(item.q_slice)]
         others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
-        arriving = [(i, [_like(x) for x in self.take(i.q_slice)]) for i in _piece(others, piece)]
+        arriving = [
+            (item, [x.new_empty(x.shape) for x in self.take(item.q_slice)])
+            for item in _piece(others, piece)
+        ]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
         return QueryChunk(ring.start(sends, receives), arriving)
 
@@ -92,7 +94,7 @@ class RemoteQueries:
         ring, program = self.call.ring, self.call.program
         peer = ring.ahead(program.steps[step].shift)
         helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
-        expected = [(rows, [_like(x) for x in self.like(rows)]) for rows in helped]
+        expected = [(rows, [x.new_empty(x.shape) for x in self.like(rows)]) for rows in helped]
         transfer = ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],
             [(x, peer) for _, tensors in expected for x in tensors],
@@ -104,10 +106,6 @@ def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
     """The piece of each item that has so many."""
     pieces = [item.cut(HELP_PIECES) for item in items]
     return [cut[number] for cut in pieces if number < len(cut)]
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:

@@ -27,8 +27,7 @@ def _out_of_peers(spec: SessionSpec) -> GatherSession:
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-    from ring_torch.transports.peer_copies import PeerCopies, room_of
+    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, room_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
 
     ranks, keys, signature = spec.ranks, spec.keys, spec.signature
@@ -37,6 +36,8 @@ def _out_of_peers(spec: SessionSpec) -> GatherSession:
     room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
     digest = signature.as_int64(spec.number, spec.seed)
     if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+        from ring_torch.transports.one_kernel import OneKernel
+
         return OneKernel.of(spec, room, digest)
     window = symm_buffer_of(ranks)
     window.reserve(spec.groups * (keys.message.size + room))

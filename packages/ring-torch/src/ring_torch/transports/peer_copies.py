@@ -35,6 +35,9 @@ Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # a copy, by the stream it was made on
 
+MOST_RANKS = 32  # that exchange in one kernel
+_MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
+
 
 @dataclass(frozen=True)
 class PeerCopies:
@@ -136,8 +139,7 @@ class PeerCopies:
         for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
             theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
-        for parts in theirs:
-            note_reads(parts)
+        note_reads(x for parts in theirs for x in parts)
         copied = overlapped or not has_triton()
         staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)
@@ -167,9 +169,8 @@ class PeerCopies:
             for span, all_parts in came.items():
                 add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
             if last and not copied:
-                done = main.record_event()
                 with on_stream(main):
-                    window.release([done])
+                    window.release([main.record_event()])
                 window.join(main)
 
         return PendingGrads(add_to)
@@ -185,6 +186,20 @@ def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = longest_gather(plan).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
+
+
+@lru_cache(maxsize=256)
+def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
+    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
+
+    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
+    """
+    longest = longest_gather(plan)
+    fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
+    plain = keys.dtype != torch.float64 and not keys.segments and groups == 1
+    aligned = keys.width * keys.dtype.itemsize % 16 == 0
+    runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
+    return fits and plain and aligned and not longest.in_place and runs
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
@@ -216,11 +231,10 @@ def copy(target: Tensor, source: Tensor) -> None:
             to.copy_(x)
         return
     width = target[0].numel() * target.itemsize
-    kind = module.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    stream = torch.cuda.current_stream(target.device).cuda_stream
     (error,) = module.cudaMemcpy2DAsync(
-        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0], kind,
-        stream,
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
+        module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+        torch.cuda.current_stream(target.device).cuda_stream,
     )  # fmt: skip
     if error != module.cudaError_t.cudaSuccess:
         raise RuntimeError(f"a copy out of a peer's memory failed: {error}")

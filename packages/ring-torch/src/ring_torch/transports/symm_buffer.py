@@ -84,9 +84,11 @@ class SymmetricMemory:
     def headers(self) -> list[Tensor]:
         """Each rank's header, int64."""
         words = self.header // torch.int64.itemsize
-        ranks = range(self.ring.size)
         with torch.inference_mode(mode=False):
-            return [self.handle.get_buffer(rank, (words,), torch.int64, 0) for rank in ranks]
+            return [
+                self.handle.get_buffer(rank, (words,), torch.int64, 0)
+                for rank in range(self.ring.size)
+            ]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
         """The tensors of a message in a rank's buffer, behind the header."""
@@ -94,9 +96,10 @@ class SymmetricMemory:
         if len(self._views) > _MOST_VIEWS:
             self._views.clear()
         if key not in self._views:
-            at = self.header + start
             with torch.inference_mode(mode=False):
-                part = self.handle.get_buffer(rank, (packing.size,), torch.uint8, at)
+                part = self.handle.get_buffer(
+                    rank, (packing.size,), torch.uint8, self.header + start
+                )
                 self._views[key] = packing.views(part)
         return self._views[key]
 
@@ -145,7 +148,6 @@ class SymmBuffer:
         self._patience = timeout_of(group, cuda) // timedelta(milliseconds=1)
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers."""
         mine = torch.tensor(numbers, device=torch.device("cuda", self.device))
         every = [torch.empty_like(mine) for _ in range(self.ring.size)]
         dist.all_gather(every, mine, group=self.ring.group)
@@ -196,8 +198,9 @@ class SymmBuffer:
             self._free = self.stream.record_event()
 
     def _barrier(self) -> None:
-        channel = _CAPTURE_CHANNEL if is_capturing() else _CHANNEL
-        self.memory.handle.barrier(channel=channel, timeout_ms=self._patience)
+        self.memory.handle.barrier(
+            channel=_CAPTURE_CHANNEL if is_capturing() else _CHANNEL, timeout_ms=self._patience
+        )
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """While a CUDA graph is captured, a stream has to wait for all that it set off."""
