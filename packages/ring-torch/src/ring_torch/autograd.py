@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_core import WrongResultError
 from ring_torch import tripwire
@@ -42,7 +41,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the strategy's backward."""
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
@@ -87,14 +86,11 @@ def backward_pass(
         _without_autocast(out.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
-        needs_delta = call.kernel.needs_delta
-        delta = _delta(dout, out, dlse, call.acc_dtype) if needs_delta else None
+        delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
-        dsinks = None
-        if inputs.sinks is not None:
-            dsinks = _sink_grads(inputs.sinks, upstream, dlse)
+        dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
         dq, dk, dv = (as_own(grad.to(call.dtype).contiguous()) for grad in found[:3])
         wrong = None
         if seen is not None:

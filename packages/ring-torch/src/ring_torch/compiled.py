@@ -55,7 +55,7 @@ def static_text(
     """What is static about a call, as text, which the compiler takes for a constant."""
     ring = ranks_of(group)
     peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
-    facts = {
+    return json.dumps({
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
         "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
@@ -63,8 +63,7 @@ def static_text(
         "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
         "strategy": asdict(strategy) if isinstance(strategy, StrategyConfig) else strategy,
         **dict(zip(PLAIN, plain, strict=True)),
-    }
-    return json.dumps(facts)
+    })  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -123,7 +122,6 @@ class _Static(NamedTuple):
         return ring
 
     def options(self, numbers: Numbers) -> Options:
-        """The options of a call."""
         window = (numbers.left, numbers.right)
         documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
         return Options(
@@ -142,10 +140,10 @@ def _read(text: str) -> _Static:
         layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
     strategy = StrategyConfig(**strategy) if isinstance(strategy, dict) else strategy
-    plain = {name: facts[name] for name in PLAIN}
     return _Static(
-        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy, plain
-    )
+        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy,
+        {name: facts[name] for name in PLAIN},
+    )  # fmt: skip
 
 
 def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
@@ -299,7 +297,6 @@ def _attention_backward_like(
     slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
     *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Tensors like the inputs."""
     del dout, dlse, q_ids, k_ids, slopes, out, lse, saved, text, numbers
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 

@@ -272,15 +272,14 @@ def _check_options(
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
-    request = Request(
+    return Request(
         device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
         v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
         softcap=cap is not None, bias=tensors.bias is not None,
         alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-    )  # fmt: skip
-    return request, kernel_config(options.kernel, KERNEL_NAMES)
+    ), kernel_config(options.kernel, KERNEL_NAMES)  # fmt: skip
 
 
 def _params(
@@ -301,7 +300,6 @@ def _fields(
     grads: tuple[bool, bool],
 ) -> dict[str, Any]:  # fmt: skip
     """What has to be equal on all ranks, beside what is chosen."""
-    shapes = {name: x for name, x in tensors._asdict().items() if not name.endswith("_ids")}
     return {
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _in_words(plan.mask.cu_seqlens),
@@ -310,7 +308,10 @@ def _fields(
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
         "rates": rates_in_use().digest, "check": options.check,
-        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes.items()},
+        **{
+            name: None if x is None else [*x.shape, x.dtype]
+            for name, x in tensors._asdict().items() if not name.endswith("_ids")
+        },
     }  # fmt: skip
 
 

@@ -165,21 +165,19 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
-    batch, length, heads, _ = q.shape
-    dtype = acc_dtype(q.dtype)
-    out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
-    lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
-    return AttentionState(out, lse)
+    return unseen_state(q, v_dim, acc_dtype(q.dtype))
 
 
-def unseen_state(q: Tensor, v_dim: int, *, covered: bool = False) -> AttentionState:
-    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype.
+def unseen_state(
+    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, covered: bool = False
+) -> AttentionState:
+    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype or the one given.
 
     They see nothing, unless they are ``covered``: all will be written.
     """
     batch, length, heads, _ = q.shape
-    out = q.new_empty(batch, length, heads, v_dim)
-    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
+    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(out.dtype, torch.float32))
     if not covered:
         out.zero_()
         lse.fill_(-torch.inf)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_core import Layout, LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
@@ -105,7 +104,6 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        """All-gather, then put the runs where they belong."""
         ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
         x = x.contiguous()
         parts = [x]
@@ -119,15 +117,10 @@ class _Unshard(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's slice of the gradient."""
-        return (
-            grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)),
-            None,
-            None,
-            None,
-        )
+        own = grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device))
+        return own, None, None, None
 
 
 class _Gather(_Unshard):
@@ -135,14 +128,12 @@ class _Gather(_Unshard):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        """As without."""
         ctx.ring = ring
         return _Unshard.forward(ctx, x, dim, layout, ring)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's slice of the sum."""
         total = grad.contiguous().clone()
         if ctx.ring.size > 1:
             with collective(ctx.ring, "gather"):
@@ -166,5 +157,4 @@ def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 def _every(ndim: int, dim: int, stride: int) -> tuple[slice, ...]:
     """An index that takes every ``stride``-th entry along ``dim``."""
-    at = dim % ndim
-    return tuple(slice(None, None, stride) if n == at else slice(None) for n in range(ndim))
+    return tuple(slice(None, None, stride if n == dim % ndim else 1) for n in range(ndim))
