@@ -64,7 +64,7 @@ from ring_torch.kernels.block_index import (
     kinds_on as kinds_on,
 )
 from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as ScoreBlocks
-from ring_torch.kernels.fa4 import FA4 as FA4, Flash4 as Flash4, hopper as fa4_hopper
+from ring_torch.kernels.fa4 import FA4 as FA4, hopper as fa4_hopper
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.flash_library import (
     HeadDims as HeadDims,

@@ -315,15 +315,12 @@ def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def show(*names: str, major: int = 9) -> None:
         gpu(major, 0)
-        for kernel in kernels.KERNELS:
-            name, kind = kernel.capabilities.name, type(kernel)
-            if isinstance(kernel, FlashKernel):
-                why = None if name in names else "is not there"
-                monkeypatch.setattr(
-                    type(kernel.flash), "unavailable_reason", lambda _, why=why: why
-                )
-            elif isinstance(kernel, TritonKernel):
-                monkeypatch.setattr(kind, "unavailable_reason", lambda _: None)
+        missing = "is not there"
+        monkeypatch.setattr(
+            FlashKernel, "unavailable_reason",
+            lambda kernel: None if kernel.capabilities.name in names else missing,
+        )  # fmt: skip
+        monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     return show

@@ -41,6 +41,7 @@ def _limits(
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
     monkeypatch.setattr(fa4, "version", lambda _: version)
     program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
+    assert fa4.FA4.limits is not None
     return fa4.FA4.limits(replace(CALL, **options), program)
 
 
@@ -79,4 +80,5 @@ def test_cudnn(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     request = replace(CALL, head_dim=dims[0], v_head_dim=dims[1])
     program = ring_program(make_plan(CAUSAL, seq_len=512, cp_size=1))
-    assert (cudnn.CUDNN.limits(request, program) == ()) is takes
+    limits = cudnn.CUDNN.limits
+    assert limits is not None and (limits(request, program) == ()) is takes

@@ -26,6 +26,7 @@ from ring_torch.records import (
     QueryBlock,
     QueryGrads,
     folded,
+    zero_bias_grad,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -39,17 +40,9 @@ class Strategy(Protocol):
     hand plain tensors on: autograd stands around them.
     """
 
-    @property
-    def name(self) -> StrategyName:
-        """What ``strategy=`` calls it."""
-
-    @property
-    def depends_on_kernel(self) -> bool:
-        """Whether what travels is another with another kernel."""
-
-    @property
-    def adds_sinks(self) -> bool:
-        """Whether the state that the forward returns includes the sinks."""
+    name: StrategyName  # what ``strategy=`` calls it
+    depends_on_kernel: bool = False  # whether what travels is another with another kernel
+    adds_sinks: bool = False  # whether the state that the forward returns includes the sinks
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
@@ -61,6 +54,8 @@ class Strategy(Protocol):
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
+        del call, inputs, plan_known
+        return []
 
 
 class Call(NamedTuple):
@@ -112,17 +107,25 @@ class Call(NamedTuple):
 
     def rows(self, inputs: Inputs) -> QueryBlock:
         """This rank's queries."""
-        index, position, _ = self.positions(self.ring.rank)
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        runs = query_runs(self.plan, self.ring.rank) if self.needs_index else ()
-        return QueryBlock(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
+        rows = QueryBlock(inputs.q, None, None, inputs.q_ids, inputs.bias, slopes)
+        if not self.needs_index:
+            return rows
+        indices, position, _ = self.positions(self.ring.rank)
+        runs = query_runs(self.plan, self.ring.rank)
+        return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
         segments = tensors[2] if len(tensors) > 2 else None
-        aligned8 = self.needs_index and _positions_aligned8(self.plan, rank)
-        runs = key_runs(self.plan, rank) if self.needs_index else ()
-        return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, aligned8, runs)
+        columns = KeyBlock(tensors[0], tensors[1], None, segments)
+        if not self.needs_index:
+            return columns
+        return columns._replace(
+            position=self.positions(rank)[2],
+            aligned8=_positions_aligned8(self.plan, rank),
+            runs=key_runs(self.plan, rank),
+        )
 
 
 Window = tuple[int | None, int | None]
@@ -208,7 +211,4 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
-    dbias = None
-    if rows.bias is not None and call.params.bias_grad:
-        dbias = torch.zeros(rows.bias.shape, dtype=call.acc_dtype, device=call.device)
-    return QueryGrads(dq, dbias)
+    return QueryGrads(dq, zero_bias_grad(rows, call.params, call.acc_dtype))

@@ -147,6 +147,13 @@ class QueryGrads(NamedTuple):
         return QueryGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
 
 
+def zero_bias_grad(rows: QueryBlock, params: KernelParams, dtype: torch.dtype) -> Tensor | None:
+    """Where the gradient of the bias is added up; ``None`` if none is wanted."""
+    if rows.bias is None or not params.bias_grad:
+        return None
+    return torch.zeros(rows.bias.shape, dtype=dtype, device=rows.bias.device)
+
+
 class KeyGrads(NamedTuple):
     """Accumulators of the columns' gradients; wide floats."""
 

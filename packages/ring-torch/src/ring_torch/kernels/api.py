@@ -26,6 +26,7 @@ from ring_torch.records import (
     QueryGrads,
     acc_dtype,
     empty_state,
+    zero_bias_grad,
 )
 
 _MERGED_ROWS = 512
@@ -54,35 +55,31 @@ class SplitBackward(Protocol):
 
 
 class Kernel(Protocol):
-    """A way to compute work items. Stateless."""
+    """A way to compute work items. Stateless.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it can do; it is only ever given calls that fit."""
+    A kernel has to say what it can do, and write ``attend`` and ``grads``. The rest is as most are:
+    it runs everywhere, and what the two methods give is merged and added.
+    """
 
-    @property
-    def parts(self) -> SplitBackward | None:
-        """Its backward by parts, if it has one."""
-
-    @property
-    def needs_delta(self) -> bool:
-        """Whether its backward is given ``delta``, or computes it from the global ``out``."""
-
-    @property
-    def adds_sinks(self) -> bool:
-        """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
+    capabilities: Capabilities  # it is only ever given calls that fit
+    #: Whether its backward is given ``delta``, or computes it from the global ``out``.
+    needs_delta: bool = True
+    #: Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``).
+    adds_sinks: bool = False
+    #: Its backward by parts, if it has one.
+    parts: SplitBackward | None = None
+    #: About how long the first call with a predicate compiles; 0 where nothing is.
+    predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
-
-    @property
-    def predicate_compile_seconds(self) -> int:
-        """About how long the first call with a predicate compiles; 0 where nothing is."""
+        return None
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram, /
+        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call and its settings ask of it that it cannot do on this machine."""
+        return ()
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -105,12 +102,19 @@ class Kernel(Protocol):
         into: AttentionState,
     ) -> None:  # fmt: skip
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
+        merge_into(into, *self.attend(rows, columns, item, params))
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
+        grads = self.grads(rows, columns, upstream, item, params)
+        row_grads.dq.add_(grads.dq)
+        column_grads.dk.add_(grads.dk)
+        column_grads.dv.add_(grads.dv)
+        if row_grads.dbias is not None:
+            row_grads.dbias.add_(not_none(grads.dbias))
 
 
 @dataclass(frozen=True)
@@ -165,52 +169,11 @@ def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     into.lse.copy_(merged)
 
 
-class KernelBase:
-    """What a kernel has unless it says otherwise: it runs everywhere, and items are added up.
-
-    A kernel has to write ``attend`` and ``grads``.
-    """
-
-    needs_delta = True
-    adds_sinks = False
-    parts: SplitBackward | None = None
-    predicate_compile_seconds = 0
-
-    def unavailable_reason(self) -> str | None:
-        """None: it comes with torch."""
-        return None
-
-    def config_refusals(
-        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
-    ) -> tuple[str, ...]:
-        """None: its ``Capabilities`` say it all."""
-        return ()
-
-    def attend_into(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        into: AttentionState,
-    ) -> None:  # fmt: skip
-        """Merge what ``attend`` gives."""
-        merge_into(into, *self.attend(rows, columns, item, params))
-
-    def grads_into(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
-        """Add what ``grads`` gives."""
-        grads = self.grads(rows, columns, upstream, item, params)
-        row_grads.dq.add_(grads.dq)
-        column_grads.dk.add_(grads.dk)
-        column_grads.dv.add_(grads.dv)
-        if row_grads.dbias is not None:
-            row_grads.dbias.add_(not_none(grads.dbias))
-
-
-class AccumulatingKernel(KernelBase):
+class AccumulatingKernel(Kernel, Protocol):
     """A kernel that merges and adds as it computes: it has to write the other two methods."""
 
     def attend(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, wide."""
@@ -220,16 +183,14 @@ class AccumulatingKernel(KernelBase):
         return into
 
     def grads(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """The item's gradients, wide."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-        dbias = None
-        if rows.bias is not None and params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=dtype)
+        dbias = zero_bias_grad(rows, params, dtype)
         into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
         self.grads_into(rows, columns, upstream, item, params, *into)
         return Grads(dq, dk, dv, dbias)

@@ -20,12 +20,6 @@ _WIDE_FROM = 91900  # cuDNN's version
 class Cudnn:
     """Torch's operators for it; whole and square causal blocks, as they take no window."""
 
-    clips_right_window = False
-
-    def unavailable_reason(self) -> str | None:
-        """A GPU before Ampere, or a torch without cuDNN."""
-        return _missing()
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
@@ -90,5 +84,6 @@ CUDNN = FlashKernel(
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
     head_dims=rounded_to_8,
+    missing=_missing,
     limits=_limits,
 )  # fmt: skip

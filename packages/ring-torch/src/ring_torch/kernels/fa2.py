@@ -24,12 +24,6 @@ from ring_torch.records import AttentionState
 class Flash2:
     """The functions of ``flash_attn.flash_attn_interface``."""
 
-    clips_right_window = True
-
-    def unavailable_reason(self) -> str | None:
-        """Not installed, of another version, or a GPU before Ampere."""
-        return _missing()
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
@@ -92,4 +86,6 @@ FA2 = FlashKernel(
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
     head_dims=rounded_to_8,
+    missing=_missing,
+    clips_right_window=True,
 )  # fmt: skip

@@ -23,12 +23,6 @@ from ring_torch.records import AttentionState
 class Flash3:
     """The functions of ``flash_attn_interface``."""
 
-    clips_right_window = False
-
-    def unavailable_reason(self) -> str | None:
-        """Not installed, or a GPU it has no kernels for."""
-        return _missing()
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
@@ -94,4 +88,5 @@ FA3 = FlashKernel(
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
     head_dims=rounded_to_8,
+    missing=_missing,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import KernelBase, SplitBackward
+from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.flash_library import (
     Documents,
     Flash,
@@ -27,7 +27,6 @@ from ring_torch.kernels.flash_library import (
     Pass,
     Window,
     as_given,
-    no_limits,
 )
 from ring_torch.optional import has_triton
 from ring_torch.records import (
@@ -41,8 +40,20 @@ from ring_torch.records import (
 )
 
 
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a CUDA device, of the current one by default."""
+    return torch.cuda.get_device_capability(device)
+
+
+def old_gpu_reason() -> str | None:
+    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
+    if capability()[0] >= 8:
+        return None
+    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+
+
 @dataclass(frozen=True)
-class FlashKernel(KernelBase):
+class FlashKernel(Kernel):
     """A kernel made of a library's calls.
 
     Attributes:
@@ -53,6 +64,11 @@ class FlashKernel(KernelBase):
         head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
             that are right or faster there, to which zeros are added; ``None`` if there are none.
         limits: What it cannot do together, or not on this GPU.
+        missing: Why the library cannot be called on this machine; ``None`` if it can.
+        clips_right_window: Whether it changes a window on the right where there are more queries
+            than keys. FlashAttention-2 takes a right side that is no less than the number of keys,
+            or none beside a left one, for the number of keys, or forgets it: then rows see fewer
+            keys, or more.
         adds_sinks: As for every kernel.
         predicate_compile_seconds: About how long the first call with a predicate compiles.
     """
@@ -62,13 +78,15 @@ class FlashKernel(KernelBase):
     needs_delta: bool = False
     parts: SplitBackward | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
-    limits: Callable[[Request, RingProgram], tuple[str, ...]] = no_limits
+    limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
+    missing: Callable[[], str | None] = old_gpu_reason
+    clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
-        return self.flash.unavailable_reason()
+        return self.missing()
 
     def config_refusals(
         self, _config: KernelConfig, request: Request, program: RingProgram, /
@@ -77,7 +95,7 @@ class FlashKernel(KernelBase):
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
-        return self.limits(request, program)
+        return () if self.limits is None else self.limits(request, program)
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -183,7 +201,7 @@ class FlashKernel(KernelBase):
     def _clips(self, window: Window, queries: int, keys: int) -> bool:
         left, right = window
         beyond = left is not None if right is None else right >= keys
-        return self.flash.clips_right_window and beyond and queries > keys
+        return self.clips_right_window and beyond and queries > keys
 
     def _attend_each(
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
@@ -305,18 +323,6 @@ def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     )
     cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in every)
     return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
-
-
-def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default."""
-    return torch.cuda.get_device_capability(device)
-
-
-def old_gpu_reason() -> str | None:
-    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
-    if capability()[0] >= 8:
-        return None
-    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
 def unbounded(side: int | None) -> int:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ring_core import BlockGeometry, Request, RingProgram, WorkItem
+from ring_core import BlockGeometry, WorkItem
 from ring_torch.records import AttentionState
 
 Window = tuple[int | None, int | None]
@@ -84,11 +84,6 @@ def padded_to(dim: int, by: int) -> int:
     return -(-dim // by) * by
 
 
-def no_limits(_request: Request, _program: RingProgram) -> tuple[str, ...]:
-    """Nothing to refuse, for libraries that take all they can do together."""
-    return ()
-
-
 class Flash(Protocol):
     """The calls of a library.
 
@@ -96,17 +91,6 @@ class Flash(Protocol):
     With documents there is no batch: ``q [n, H, D]``, ``lse [H, n]``, and where a row sees nothing
     ``lse`` is either infinity.
     """
-
-    @property
-    def clips_right_window(self) -> bool:
-        """Whether a window is changed on the right where there are more queries than keys.
-
-        FlashAttention-2 takes a right side that is no less than the number of keys, or none beside
-        a left one, for the number of keys, or forgets it: then rows see fewer keys, or more.
-        """
-
-    def unavailable_reason(self) -> str | None:
-        """Why it cannot be called on this machine; ``None`` if it can."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /

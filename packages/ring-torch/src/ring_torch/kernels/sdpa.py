@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import Capabilities, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.flash import FlashKernel, unbounded
 from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.records import (
     AttentionState,
@@ -93,12 +93,6 @@ class CpuFlashKernel(AccumulatingKernel):
 class Flash:
     """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
 
-    clips_right_window = True
-
-    def unavailable_reason(self) -> str | None:
-        """A GPU before Ampere."""
-        return old_gpu_reason()
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
@@ -134,6 +128,7 @@ CUDA_FLASH = FlashKernel(
         bands="any", documents=True, exact_nan=False,
     ),
     head_dims=rounded_to_8,
+    clips_right_window=True,
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.checks import Sizes
-from ring_torch.call import Call, Saved, Shapes
+from ring_torch.call import Call, Saved, Shapes, Strategy
 from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
 from ring_torch.records import (
     AttentionState,
@@ -42,6 +42,7 @@ from ring_torch.records import (
     QueryGrads,
     head_group,
     unseen_state,
+    zero_bias_grad,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
@@ -92,13 +93,12 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Strategy):
     """For kernels that know bands. Gathered keys are saved where they are few."""
 
     groups: HeadGroups
     name: StrategyName = "gather"
     depends_on_kernel = True
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
@@ -138,9 +138,7 @@ class Gather:
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        dbias = None
-        if rows.bias is not None and call.params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=call.acc_dtype)
+        dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows), dbias)
         dk, dv = (
             torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_core import StrategyName, WorkItem
 from ring_torch.buffers import BufferSpec
-from ring_torch.call import Call, Saved, Shapes, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.kernels.api import merge_into
@@ -32,15 +32,13 @@ from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tens
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Strategy):
     """A ring whose plan says who computes what: each rank for itself, or for others too.
 
     What a forward saves is the packed K/V that arrived last, if any travelled.
     """
 
     name: StrategyName
-    depends_on_kernel = False
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed K/V that arrived last, if any did.

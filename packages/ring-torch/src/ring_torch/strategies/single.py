@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, StrategyName, WorkItem
-from ring_torch.call import Call, Saved, Shapes
+from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.payload import keys_of
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 
 
 @dataclass(frozen=True)
-class Single:
+class Single(Strategy):
     """The one launch of a call of one rank, which is all that there is to do.
 
     The launch adds the sinks: results are in the inputs' dtype, to which nothing may be added.
@@ -23,7 +23,6 @@ class Single:
 
     item: WorkItem
     name: StrategyName
-    depends_on_kernel = False
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -62,11 +61,6 @@ class Single:
             _whole(found.dv, inputs.v, item.k_slice, dim=1),
             dbias,
         )
-
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Nothing."""
-        del call, inputs, plan_known
-        return []
 
 
 def only_item(

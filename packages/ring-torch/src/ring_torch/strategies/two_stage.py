@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import StrategyName, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Shapes, zero_row_grads
+from ring_torch.call import Call, Saved, Strategy, zero_row_grads
 from ring_torch.payload import KeyGradBuffer, keys_of
 from ring_torch.records import (
     AttentionState,
@@ -24,12 +24,11 @@ from ring_torch.records import (
 from ring_torch.strategies.sessions import gathered_columns, open_session
 
 
-class TwoStageGather:
+class TwoStageGather(Strategy):
     """Nothing is saved: the backward fetches the keys again."""
 
     name: StrategyName = "gather"
     depends_on_kernel = True
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype."""
@@ -80,8 +79,3 @@ class TwoStageGather:
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         pending.add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
-
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Nothing."""
-        del call, inputs, plan_known
-        return []

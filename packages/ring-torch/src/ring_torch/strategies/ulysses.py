@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes, attend
+from ring_torch.call import Call, Saved, Shapes, Strategy, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
@@ -25,7 +25,7 @@ from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Strategy):
     """All tokens of some heads, by a call of one rank.
 
     What a forward saves is what that call computed with, and its results.

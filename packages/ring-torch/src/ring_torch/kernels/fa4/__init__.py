@@ -31,14 +31,8 @@ _COUNTS_PACKED = "4.0.0b36"  # the version whose backward does (_fa4_options._pa
 class Flash4:
     """The functions of ``flash_attn.cute.interface``, and what they compiled for calls so far."""
 
-    clips_right_window = False
-
     def __init__(self) -> None:
         self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}
-
-    def unavailable_reason(self) -> str | None:
-        """Not installed, shadowed by another package, or a GPU it has no backward for."""
-        return _missing()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
@@ -198,6 +192,7 @@ FA4 = FlashKernel(
     ),
     parts=HopperSplitBackward(),
     head_dims=_head_dims,
+    missing=_missing,
     limits=_limits,
     adds_sinks=True,
     predicate_compile_seconds=10,

@@ -6,16 +6,15 @@ Only blocks that are not empty are visited, and full ones skip their mask. Trito
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
+from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.capabilities import EVERYTHING
 from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
-from ring_torch.kernels.api import KernelBase
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import capability, old_gpu_reason
 from ring_torch.kernels.triton.launch import Launch
 from ring_torch.optional import has_triton
@@ -29,17 +28,18 @@ from ring_torch.records import (
     QueryBlock,
     QueryGrads,
     unseen_state,
+    zero_bias_grad,
 )
 
 
-class TritonKernel(KernelBase):
+class TritonKernel(Kernel):
     """See the module's text.
 
     A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
     to run.
     """
 
-    capabilities: ClassVar[Capabilities] = replace(
+    capabilities = replace(
         EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
     )  # fmt: skip
@@ -101,9 +101,7 @@ class TritonKernel(KernelBase):
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
-        dbias = None
-        if rows.bias is not None and params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
+        dbias = zero_bias_grad(rows, params, torch.float32)
         launch, into = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
         _differentiate(launch, upstream, into, KeyGrads(dk, dv), fresh=True)
         return Grads(dq, dk, dv, dbias)
