@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_torch.buffers import BufferSpec
@@ -129,7 +128,9 @@ class Ranks:
         return state.calls
 
     def start(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
     ) -> Transfer:
         """Start moving contiguous tensors, which may not be touched until that is done.
 
@@ -155,7 +156,7 @@ class Transfer:
     """Transfers under way, with the tensors they read kept alive."""
 
     pending: tuple[dist.Work, ...] = ()
-    sent: tuple[Tensor, ...] = ()
+    sent: tuple[torch.Tensor, ...] = ()
     peers: tuple[int, ...] = ()
 
     def wait(self) -> None:
@@ -201,8 +202,8 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
 
 
 def exchange(
-    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
-) -> list[list[Tensor]]:
+    ring: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
+) -> list[list[torch.Tensor]]:
     """Send part ``n`` of each tensor to rank ``n``; all parts of a tensor have one shape.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,12 +12,8 @@ from ring_torch.call import Call
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import QueryBlock
 
-
-class QueryChunk(NamedTuple):
-    """What arrives at a helper: the tensors of the rows of each piece of an item."""
-
-    transfer: Transfer
-    arriving: list[tuple[WorkItem, list[Tensor]]]
+#: What arrives at a helper, and where: the tensors of the rows of each piece of an item.
+Chunk = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
 
 
 @dataclass
@@ -54,10 +49,10 @@ class RemoteQueries:
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
         for piece in range(HELP_PIECES):
-            chunk, self._next_chunk = self._next_chunk, QueryChunk(DONE, [])
-            chunk.transfer.wait()
+            transfer, arriving = self._next_chunk
+            transfer.wait()
             self._next_chunk = self._send_queries()
-            results = [(item.out_rank, compute(item, x)) for item, x in chunk.arriving]
+            results = [(item.out_rank, compute(item, x)) for item, x in arriving]
             self.finish()
             self._return_results(step, piece, results)
 
@@ -69,11 +64,11 @@ class RemoteQueries:
                 self.add(rows, tensors)
         self._in_flight.clear()
 
-    def _send_queries(self) -> QueryChunk:
+    def _send_queries(self) -> Chunk:
         """Start sending the next piece that others compute, and receiving the next one to do."""
         found = next(self._ahead, None)
         if found is None:
-            return QueryChunk(DONE, [])
+            return DONE, []
         step, piece = found
         ring, program = self.call.ring, self.call.program
         peer = ring.ahead(program.steps[step].shift)
@@ -85,7 +80,7 @@ class RemoteQueries:
             for item in _piece(others, piece)
         ]
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
-        return QueryChunk(ring.start(sends, receives), arriving)
+        return ring.start(sends, receives), arriving
 
     def _return_results(
         self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from ring_core import Plan, StrategyName, WorkItem
 from ring_torch.call import Call, Saved, Strategy
@@ -77,7 +76,7 @@ def only_item(
     return None if sinks and not (kernel.adds_sinks and banded and whole) else item
 
 
-def _whole(part: Tensor, like: Tensor, span: slice, *, dim: int) -> Tensor:
+def _whole(part: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
     """A gradient of some rows or columns, with zeros for the others."""
     if part.shape[dim] == like.shape[dim]:
         return part

@@ -7,7 +7,6 @@ others', and then the own ones while the others' gradients travel home.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ring_core import StrategyName, WorkItem, gather_program
 from ring_torch.call import Call, Saved, Strategy, zero_row_grads
@@ -66,7 +65,7 @@ class TwoStageGather(Strategy):
         columns = gathered_columns(call, gather, keys, arriving.tensors)
         arriving.wait(None)
 
-        def differentiate(of: KeyBlock, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
+        def differentiate(of: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor) -> None:
             if rows.q.shape[0] > 0:
                 part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
                 into = row_grads.take(item.q_slice), KeyGrads(dk, dv)

@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
@@ -47,10 +46,10 @@ class SymmetricMemory:
     ring: Ranks
     header: int  # bytes, zero at first
     handle: Any = None  # of all ranks' buffers
-    _memory: Tensor | None = None
+    _memory: torch.Tensor | None = None
     _in_graphs: bool = False  # whether CUDA graphs hold addresses of this memory
     _kept: list[object] = field(default_factory=list)  # what they hold that no call needs any more
-    _views: dict[tuple[int, int, BufferSpec], list[Tensor]] = field(default_factory=dict)
+    _views: dict[tuple[int, int, BufferSpec], list[torch.Tensor]] = field(default_factory=dict)
 
     def reserve(self, size: int) -> bool:
         """Make room for so many bytes after the header, on all ranks alike; whether it is new.
@@ -81,7 +80,7 @@ class SymmetricMemory:
         torch.cuda.synchronize()  # it is zero before any peer writes there
         self.handle = symm_mem.rendezvous(self._memory, self.ring.group)
 
-    def headers(self) -> list[Tensor]:
+    def headers(self) -> list[torch.Tensor]:
         """Each rank's header, int64."""
         words = self.header // torch.int64.itemsize
         with torch.inference_mode(mode=False):
@@ -90,7 +89,7 @@ class SymmetricMemory:
                 for rank in range(self.ring.size)
             ]
 
-    def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
+    def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
         """The tensors of a message in a rank's buffer, behind the header."""
         key = (rank, start, packing)
         if len(self._views) > _MOST_VIEWS:
@@ -117,35 +116,30 @@ def known_buffer(ring: Ranks) -> SymmBuffer | None:
     return None if ring.group is None else _window_of.get(ring.group)
 
 
-@dataclass
 class SymmBuffer:
-    """A buffer of this rank's that its peers read."""
+    """A buffer of this rank's that its peers read.
 
-    ring: Ranks
-    refusals: tuple[str, ...] = field(init=False)  # why peers' memory cannot be read, if it cannot
-    device: int = field(init=False)
-    memory: SymmetricMemory = field(init=False)
-    stream: torch.cuda.Stream = field(init=False)  # where ranks meet
-    near: torch.cuda.Stream = field(init=False)  # for copies out of the own memory
-    #: For copies out of peers' memory, one after the other: they share an engine, which takes those
-    #: of several streams in an order of its own.
-    far: torch.cuda.Stream = field(init=False)
-    _patience: int = 0  # milliseconds
-    _free: torch.cuda.Event | None = None  # peers have read all that was put here
-    _left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
-    _headers: list[Tensor] = field(default_factory=list)
+    Attributes:
+        refusals: Why peers' memory cannot be read, if it cannot.
+        stream: Where ranks meet.
+        near: For copies out of the own memory.
+        far: For copies out of peers' memory, one after the other: they share an engine, which takes
+            those of several streams in an order of its own.
+    """
 
-    def __post_init__(self) -> None:
-        self.device = device = torch.cuda.current_device()
-        places = [Place(*x) for x in self._gathered(here(device))]
-        reaches = [int(_reaches(device, other, places[self.ring.rank])) for other in places]
+    def __init__(self, ring: Ranks) -> None:
+        assert ring.group is not None
+        self.ring, self.device = ring, torch.cuda.current_device()
+        places = [Place(*x) for x in self._gathered(here(self.device))]
+        reaches = [int(_reaches(self.device, other, places[ring.rank])) for other in places]
         self.refusals = tuple(refusals(places, self._gathered(reaches)))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
-        self.memory = SymmetricMemory(self.ring, _HEADER)
-        group, cuda = self.ring.group, torch.device("cuda")
-        assert group is not None
-        self._patience = timeout_of(group, cuda) // timedelta(milliseconds=1)
+        self.memory = SymmetricMemory(ring, _HEADER)
+        self._patience = timeout_of(ring.group, torch.device("cuda"))
+        self._free: torch.cuda.Event | None = None  # peers have read all that was put here
+        self._left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
+        self._headers: list[torch.Tensor] = []
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device=torch.device("cuda", self.device))
@@ -199,7 +193,8 @@ class SymmBuffer:
 
     def _barrier(self) -> None:
         self.memory.handle.barrier(
-            channel=_CAPTURE_CHANNEL if is_capturing() else _CHANNEL, timeout_ms=self._patience
+            channel=_CAPTURE_CHANNEL if is_capturing() else _CHANNEL,
+            timeout_ms=self._patience // timedelta(milliseconds=1),
         )
 
     def join(self, stream: torch.cuda.Stream) -> None:

@@ -16,7 +16,7 @@ from ring_core.triton.tile_configs import Pass
 from ring_core.triton.tile_sizes import choose_blocks, stages_that_fit
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import capability, old_gpu_reason
-from ring_torch.kernels.triton.launch import Launch
+from ring_torch.kernels.triton.launch import Launch, given_to_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -72,7 +72,7 @@ class TritonKernel(Kernel):
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, in ``out`` if there is one."""
         into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
-        Launch(rows, columns, item, params).fwd(into, fresh=True)
+        Launch(rows, columns, item, params).run("fwd", into._asdict(), fresh=True)
         return into
 
     def attend_into(
@@ -84,7 +84,7 @@ class TritonKernel(Kernel):
         into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, in one pass."""
-        Launch(rows, columns, item, params).fwd(into, fresh=False)
+        Launch(rows, columns, item, params).run("fwd", into._asdict())
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -112,14 +112,15 @@ def _differentiate(
     fresh: bool,
 ) -> None:  # fmt: skip
     """Add an item's gradients, or, if ``fresh``, write them, but for the bias's."""
+    given, dq = given_to_backward(upstream), row_grads.dq
     if launch.params.fused_backward:
-        dq = row_grads.dq.zero_() if fresh else row_grads.dq
-        launch.bwd_fused(upstream, dq, *column_grads, fresh=fresh)
+        dq = dq.zero_() if fresh else dq
+        launch.run("bwd_fused", {**given, "dq": dq, **column_grads._asdict()}, fresh=fresh)
     else:
-        launch.bwd_dq(upstream, row_grads.dq, fresh=fresh)
-        launch.bwd_dkv(upstream, *column_grads, fresh=fresh)
+        launch.run("bwd_dq", {**given, "dq": dq}, fresh=fresh)
+        launch.run("bwd_dkv", {**given, **column_grads._asdict()}, fresh=fresh)
     if row_grads.dbias is not None:
-        launch.bwd_dbias(upstream, row_grads.dbias)
+        launch.run("bwd_dbias", {**given, "dbias": row_grads.dbias})
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from ring_core.triton.tile_configs import Blocks, Pass
 from ring_core.triton.tile_sizes import choose_blocks, heads_per_swizzle, padded, stages_that_fit
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
-from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 _LEAST_CAPABILITY = 80  # compute capability
 
@@ -38,38 +37,12 @@ class Launch:
     item: WorkItem
     params: KernelParams
 
-    def fwd(self, into: AttentionState, *, fresh: bool) -> None:
-        """Merge what the queries see into a result, or, if ``fresh``, write it there."""
-        self._run("fwd", {"out": into.out, "lse": into.lse}, fresh=fresh)
+    def run(self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False) -> None:
+        """Launch the kernel of a pass, on its own tensors by their names there.
 
-    def bwd_dq(self, upstream: BackwardInputs, dq: Tensor, *, fresh: bool) -> None:
-        """Add the gradient of the queries, or, if ``fresh``, write it."""
-        self._run("bwd_dq", {**_given(upstream), "dq": dq}, fresh=fresh)
-
-    def bwd_dkv(self, upstream: BackwardInputs, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
-        """Add the gradients of keys and values, or, if ``fresh``, write them."""
-        self._run("bwd_dkv", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
-
-    def bwd_fused(
-        self, upstream: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
-    ) -> None:
-        """Both in one kernel; only ``dk`` and ``dv`` may be fresh."""
-        self._run("bwd_fused", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
-
-    def bwd_dbias(self, upstream: BackwardInputs, dbias: Tensor) -> None:
-        """Add the gradient of the bias."""
-        batch, _, heads, _ = self.rows.q.shape
-        numbers = {
-            "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
-            "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
-            "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
-        }  # fmt: skip
-        self._run("bwd_dbias", {**_given(upstream), "dbias": dbias}, numbers=numbers)
-
-    def _run(
-        self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False,
-        numbers: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        What it computes is merged or added into them, or, if ``fresh``, written there. But
+        ``bwd_fused`` always adds to ``dq``, and ``bwd_dbias`` to ``dbias``.
+        """
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
@@ -81,10 +54,15 @@ class Launch:
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
-            **(numbers or {}),
         }  # fmt: skip
         if name == "bwd_dbias":
-            programs = (num_k_blocks, num_q_blocks, math.prod(given["dbias"].shape[:2]))
+            dbias = given["dbias"]
+            values |= {
+                "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
+                "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
+                "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
+            }  # fmt: skip
+            programs = (num_k_blocks, num_q_blocks, dbias.shape[0] * dbias.shape[1])
         else:
             values |= self._block_index(blocks, k_major=k_major)
             values["heads_per_swizzle"] = heads_per_swizzle(
@@ -202,7 +180,7 @@ class Launch:
         return found
 
 
-def _given(upstream: BackwardInputs) -> dict[str, Tensor]:
+def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
     """What a backward starts from; ``lse`` and delta have to be alike in memory."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
