@@ -44,11 +44,9 @@ from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
-    cudnn as cudnn,
     eager as eager,
-    fa2 as fa2,
-    fa3 as fa3,
     fa4 as fa4,
+    flash_attn as flash_attn,
     sdpa as sdpa,
     triton as triton_kernel,
 )

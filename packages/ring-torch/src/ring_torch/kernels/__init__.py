@@ -19,13 +19,11 @@ from ring_core import (
 )
 from ring_core.choose.rates import Case, default, expected
 from ring_torch.kernels.api import Kernel, Selection
-from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.fa2 import FA2
-from ring_torch.kernels.fa3 import FA3
 from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.flash import capability
-from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
+from ring_torch.kernels.flash_attn import FA2, FA3
+from ring_torch.kernels.sdpa import CUDA_FLASH, CUDNN, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
 #: As fast as they are on Hopper and Blackwell, where nothing was timed.
