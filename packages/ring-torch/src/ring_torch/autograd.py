@@ -60,9 +60,8 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     ):
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             (out, lse), saved = attend(call, inputs)
-        out, wrong = out.to(call.dtype), None
-        if seen is not None:
-            wrong = tripwire.forward_faults(call, inputs, out, lse, seen)
+        out = out.to(call.dtype)
+        wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
     if wrong is not None:
         raise WrongResultError(wrong)
     return out, lse, saved

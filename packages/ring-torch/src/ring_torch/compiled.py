@@ -153,10 +153,9 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
     leaves to the backward does: ``auto`` decides as if there were none.
     """
     static = _read(text)
-    ids = None if inputs.q_ids is None or inputs.k_ids is None else (inputs.q_ids, inputs.k_ids)
-    x = Operands(
-        inputs.q, inputs.k, inputs.v, ids, inputs.sinks, inputs.bias, inputs.slopes
-    )  # fmt: skip
+    q, k, v, q_ids, k_ids, sinks, bias, slopes = inputs
+    ids = None if q_ids is None or k_ids is None else (q_ids, k_ids)
+    x = Operands(q, k, v, ids, sinks, bias, slopes)
 
     def checked(options: Options) -> tuple[Call, Inputs]:
         return check_call(static.ring, number, static.layout, x, options, grad=static.grad)
@@ -190,8 +189,10 @@ def attend_in_graph(
         else (segment_ids, segment_ids)
     )
     causal, numbers = _numbers(options)
-    given = (options.deterministic, options.return_lse, options.transport, options.bias_masks)
-    text = static_text(group, layout, options.kernel, options.strategy, (causal, *given), grad)
+    plain = (
+        causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
+    )  # fmt: skip
+    text = static_text(group, layout, options.kernel, options.strategy, plain, grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
 
@@ -281,11 +282,13 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-    numbers = Numbers(
-        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
-    )
-    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
+        Numbers(
+            left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+        ),
+        _read(text).ring.next_call(),
+    )  # fmt: skip
     grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [as_own(grad) for grad in grads if grad is not None]
 

@@ -130,7 +130,7 @@ class LocalRanks:
                 if self._pending[rank]:  # of a call before this one, too late
                     continue
                 answers[rank] = answer
-                if not answers[rank][0] and grace is not None:
+                if not answer[0] and grace is not None:
                     until = min(until, time.monotonic() + grace)
         return [answers.get(n, (False, "no answer in time")) for n in range(len(self._pipes))]
 

@@ -98,8 +98,7 @@ def check_call(
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    checked = number_checked(every, number) if every else 0
-    return call._replace(number=number, checked=checked), inputs
+    return call._replace(number=number, checked=every and number_checked(every, number)), inputs
 
 
 def _as_key(options: Options, every: int) -> Options:

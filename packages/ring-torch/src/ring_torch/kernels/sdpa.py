@@ -212,7 +212,6 @@ CUDNN = FlashKernel(
 def _lengths(
     q: Tensor, k: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Documents as the operators take them."""
     return options.documents or (None, None, q.shape[1], k.shape[1])
 
 

@@ -307,7 +307,7 @@ def _finish_own_grads(
         return slice(source.start + by, source.stop + by)
 
     for pending in in_flight:
-        pending.add_to(grads, length, where)
+        pending(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
         into = places.take(one.source)

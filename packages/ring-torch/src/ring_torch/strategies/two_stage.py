@@ -73,8 +73,8 @@ class TwoStageGather(Strategy):
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        pending = session.return_grads(gather, sums, others, 0, overlapped=True)
+        add_to = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, rank):
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-        pending.add_to(home, keys.length, lambda source: source)
+        add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)

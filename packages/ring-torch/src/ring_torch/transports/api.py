@@ -94,13 +94,9 @@ class PendingKV:
     wait: Callable[[int | None], None]
 
 
-@dataclass(frozen=True)
-class PendingGrads:
-    """Gradients on their way."""
-
-    #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
-    #: Called once, in the order in which they were sent.
-    add_to: Callable[[Tensor, int, Where], None]
+#: Gradients on their way: waits, and adds what came to the sums of so many tokens, of which the own
+#: ones lie somewhere. Called once, in the order in which they were sent.
+PendingGrads = Callable[[Tensor, int, Where], None]
 
 
 def requests_to(

@@ -166,8 +166,8 @@ class OneKernel:
         """All gradients go at the end."""
         del grads, group, overlapped
         if early:
-            return PendingGrads(lambda _total, _length, _where: None)
-        return PendingGrads(lambda *total: self._add(gather, sums, *total))
+            return lambda _total, _length, _where: None
+        return lambda *total: self._add(gather, sums, *total)
 
     def _add(
         self, gather: GatherProgram, sums: KeyGradBuffer, total: Tensor, length: int, where: Where

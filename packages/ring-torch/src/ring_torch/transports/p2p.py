@@ -119,4 +119,4 @@ class Messages:
             for (_, one), came in zip(requests, staged, strict=True):
                 add_staged(sums.parts(total, length, where(one.source)), [came])
 
-        return PendingGrads(add_to)
+        return add_to

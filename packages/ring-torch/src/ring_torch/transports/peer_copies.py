@@ -173,7 +173,7 @@ class PeerCopies:
                     window.release([main.record_event()])
                 window.join(main)
 
-        return PendingGrads(add_to)
+        return add_to
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)

@@ -122,8 +122,7 @@ def _compiled(
         )  # fmt: skip
     ((prepare, _),), ((launch, arguments),) = before, main
     (round_dq, _), (round_dkv, _), _ = after
-    local = not causal and any(given)
-    tile = module._tile_size_bwd_sm90(dim, dim, causal, local).m_block_size
+    tile = module._tile_size_bwd_sm90(dim, dim, causal, not causal and any(given)).m_block_size
     padded = arguments[6].shape[2] // (-(-512 // tile) * tile)
     return Compiled(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, tile, padded)
 

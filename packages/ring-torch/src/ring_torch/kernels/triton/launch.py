@@ -100,13 +100,13 @@ class Launch:
             step = f"{_KINDS.get(kind, kind).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
-        dropped = dropout_threshold(params.dropout_p) if params.dropout_p > 0 else None
+        p = params.dropout_p
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),
             "PADDED_V": padded(v.shape[3]), "ITEMS": 1,
             "INDEXED": self._is_indexed or name == "bwd_dbias",
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
-            "SOFTCAP": params.softcap, "DROPPED": dropped, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "SOFTCAP": params.softcap, "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "TMA": False, "Q_IS_MULTIPLE": q.shape[1] % blocks.q == 0,
             "K_IS_MULTIPLE": k.shape[1] % blocks.k == 0, "FUSED": name == "bwd_fused",
             "FRESH": fresh, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
@@ -126,8 +126,10 @@ class Launch:
             segments = rows.segments, columns.segments
         found = block_index(self.item, grid, segments, self._shown())
         count, outer, inner = found.blocks.shape
-        batch = outer * inner if count > 1 else 0
-        return {"block_index": found.blocks, "counts": found.counts, "block_index_batch": batch}
+        return {
+            "block_index": found.blocks, "counts": found.counts,
+            "block_index_batch": outer * inner if count > 1 else 0,
+        }  # fmt: skip
 
     def _shown(self) -> Tensor | None:
         """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
@@ -141,13 +143,12 @@ class Launch:
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
         if rows.segments is not None and columns.segments is not None:
-            found["q_ids"] = rows.segments.contiguous()
-            found["k_ids"] = columns.segments.contiguous()
+            q_ids, k_ids = rows.segments, columns.segments
+            found |= {"q_ids": q_ids.contiguous(), "k_ids": k_ids.contiguous()}
         if item.tiles is not None:
             geometry = self.params.blocks
             assert geometry is not None
-            found["bits"] = _bits(geometry, device)
-            found["tiles"] = _tiles(item, geometry, device)
+            found |= {"bits": _bits(geometry, device), "tiles": _tiles(item, geometry, device)}
         elif item.cu_q is not None:
             found["cells"] = _cells(item, k_major, device)
         return found
@@ -175,8 +176,8 @@ class Launch:
             found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
             assert rows.indices is not None
-            found["q_index"] = rows.indices.to(torch.int32)
-            found["dropout"] = _seed(params.dropout_seed, rows.q.device)
+            seed = _seed(params.dropout_seed, rows.q.device)
+            found |= {"q_index": rows.indices.to(torch.int32), "dropout": seed}
         return found
 
 
@@ -238,10 +239,9 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """From batch row to batch row and from head to head, by name."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
-        if name == "dbias":
-            continue
         kind, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
-        found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
+        if name != "dbias":
+            found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
     return found
 
 
