@@ -51,7 +51,10 @@ from ring_torch.kernels import (
     triton as triton_kernel,
 )
 from ring_torch.kernels.api import (
+    HeadDims as HeadDims,
     Kernel as Kernel,
+    Options as FlashOptions,
+    Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
 )
@@ -62,13 +65,8 @@ from ring_torch.kernels.block_index import (
     kinds_on as kinds_on,
 )
 from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as ScoreBlocks
-from ring_torch.kernels.fa4 import FA4 as FA4, hopper as fa4_hopper
+from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
-from ring_torch.kernels.flash_library import (
-    HeadDims as HeadDims,
-    Options as FlashOptions,
-    Pass as Pass,
-)
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
 from ring_torch.payload import KeyGradBuffer as KeyGradBuffer, KVPayload as KVPayload
 from ring_torch.prepare import _prepare as _prepare, check_call as check_call

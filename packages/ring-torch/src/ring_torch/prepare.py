@@ -265,7 +265,6 @@ def _check_options(
     sizes: checks.Sizes, tensors: Described, options: Options, grads: tuple[bool, bool], *,
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
-    """What a call asks of a kernel."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):

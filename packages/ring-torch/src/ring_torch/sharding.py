@@ -70,8 +70,9 @@ class Sharding:
         """The whole tensor, on every rank, from every rank's slice; differentiable."""
         _check_dim(x, dim)
         dim %= x.ndim
-        layout = self.layout(x.shape[dim] * self.ring.size)
-        whole: Tensor = _Unshard.apply(x, dim, layout, self.ring)
+        whole: Tensor = _Unshard.apply(
+            x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring
+        )
         return whole
 
     def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
@@ -80,8 +81,7 @@ class Sharding:
         Its gradient is the sum of all ranks' gradients; that of :meth:`unshard` is this rank's own.
         """
         dim %= x.ndim
-        layout = self.layout(x.shape[dim] * self.ring.size)
-        whole: Tensor = _Gather.apply(x, dim, layout, self.ring)
+        whole: Tensor = _Gather.apply(x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring)
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -52,7 +52,7 @@ class EagerKernel(AccumulatingKernel):
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
         blocks = ScoreBlocks(rows, columns, item, params)
-        v_clean = _is_clean(columns.v)
+        v_clean = is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
@@ -88,9 +88,9 @@ class EagerKernel(AccumulatingKernel):
         blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
-            "q": _is_clean(rows.q),
-            "k": _is_clean(columns.k),
-            "do": _is_clean(upstream.dout),
+            "q": is_clean(rows.q),
+            "k": is_clean(columns.k),
+            "do": is_clean(upstream.dout),
         }
         for i in _row_blocks(rows, params):
             q, do = (
@@ -325,7 +325,8 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
     return result
 
 
-def _is_clean(x: Tensor) -> bool:
+def is_clean(x: Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
     return bool(torch.isfinite(x).all())
 
 

@@ -1,6 +1,6 @@
 """What the fused CUDA kernels have in common: each is a forward and a backward of one call.
 
-A library gives its calls (:mod:`ring_torch.kernels.flash_library`); :class:`FlashKernel` makes a
+A library gives its calls (:class:`ring_torch.kernels.api.Flash`); :class:`FlashKernel` makes a
 kernel of them. Masked weights, which are 0, are multiplied with whatever stands in their tile, so a
 NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
 """
@@ -17,14 +17,15 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel, SplitBackward
-from ring_torch.kernels.flash_library import (
+from ring_torch.kernels.api import (
     Documents,
     Flash,
     HeadDims,
+    Kernel,
     Mods,
     Options,
     Pass,
+    SplitBackward,
     Window,
     as_given,
 )
@@ -109,8 +110,9 @@ class FlashKernel(Kernel):
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
             if out is not None and not params.needs_lse:
-                options = options._replace(needs_lse=False)
-                return AttentionState(*self._forward(q, k, v, options, out))
+                return AttentionState(
+                    *self._forward(q, k, v, options._replace(needs_lse=False), out)
+                )
             result, lse = self._forward(q, k, v, options, out)
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _numbers_where_seen(result, lse))

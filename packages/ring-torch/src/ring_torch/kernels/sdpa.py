@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel, merge_into
-from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.api import AccumulatingKernel, Options, merge_into, rounded_to_8
+from ring_torch.kernels.eager import EagerKernel, is_clean
 from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
-from ring_torch.kernels.flash_library import Options, rounded_to_8
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -57,7 +56,8 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, columns.v):
+        is_odd = not (is_clean(rows.q) and is_clean(columns.k))
+        if is_odd or _reads_nonfinite(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -73,8 +73,8 @@ class CpuFlashKernel(AccumulatingKernel):
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
-        others = columns.v, upstream.dout, upstream.out
-        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, *others):
+        is_odd = not (is_clean(rows.q) and is_clean(columns.k))
+        if is_odd or _reads_nonfinite(item, columns.v, upstream.dout, upstream.out):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -217,11 +217,7 @@ def _lengths(
 
 def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
-    return not item.is_full and _has_nonfinite(*tensors)
-
-
-def _has_nonfinite(*tensors: Tensor) -> bool:
-    return not all(bool(torch.isfinite(x).all()) for x in tensors)
+    return not (item.is_full or all(map(is_clean, tensors)))
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

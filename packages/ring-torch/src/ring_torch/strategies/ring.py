@@ -227,7 +227,6 @@ def _differentiate(
     row_grads: QueryGrads,
     key_grads: RotatingKeyGrads,
 ) -> None:  # fmt: skip
-    """Run a step's items for this rank's own queries."""
     for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             is_own = item.kv_rank == call.ring.rank

@@ -14,8 +14,8 @@ from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
+from ring_torch.kernels.api import Mods, Options, Pass
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
-from ring_torch.kernels.flash_library import Mods, Options, Pass
 
 _BLOCK_Q = 128  # queries of a block in lists, in both passes
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
@@ -96,7 +96,7 @@ def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
 
 
 def _alibi(mods: Mods | None) -> str | None:
-    """How ALiBi finds out how far keys are, if there is any (:data:`_fa4_mods.Alibi`)."""
+    """How ALiBi finds out how far keys are, if there is any (``mods.Alibi``)."""
     if mods is None or mods.slopes is None:
         return None
     if mods.apart is None:
@@ -139,22 +139,23 @@ def _tensors(
     if mods.positions is not None and mods.apart is None:
         rows, columns = mods.positions
         # From the first row on: float32 has all integers up to 2^24 only.
-        for name, x in (("q_at", rows), ("k_at", columns)):
-            found[name] = torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+        found |= {
+            name: torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+            for name, x in (("q_at", rows), ("k_at", columns))
+        }
     if mods.segments is not None:
         found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
-        found["bits"] = _bits(mods.geometry, by_columns, device)
-        found["tiles"] = _tiles(mods.masked, mods.geometry, device)
+        bits = _bits(mods.geometry, by_columns, device)
+        found |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
     return found
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
-        slopes = kept["slopes"]
-        found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
-        found["apart"] = mods.apart or 0
+        batch, heads = kept["slopes"].shape
+        found |= {"slopes_batch": heads if batch > 1 else 0, "apart": mods.apart or 0}
     if (item := mods.masked) is not None:
         found |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,

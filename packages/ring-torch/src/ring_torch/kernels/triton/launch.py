@@ -139,7 +139,6 @@ class Launch:
         return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
-        """What says who sees whom."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
         if rows.segments is not None and columns.segments is not None:
@@ -154,7 +153,6 @@ class Launch:
         return found
 
     def _options(self) -> dict[str, Any]:
-        """The tensors of options, and their strides."""
         rows, columns, params = self.rows, self.columns, self.params
         found: dict[str, Any] = {"bias_batch": 0, "bias_head": 0, "bias_row": 0, "slopes_batch": 0}
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
