@@ -117,8 +117,7 @@ class Call(NamedTuple):
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
-        segments = tensors[2] if len(tensors) > 2 else None
-        columns = KeyBlock(tensors[0], tensors[1], None, segments)
+        columns = KeyBlock(tensors[0], tensors[1], None, tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
         return columns._replace(

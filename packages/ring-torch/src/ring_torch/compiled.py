@@ -237,11 +237,13 @@ def attention(
     seed_low: int | None, seed_high: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``(out, lse)`` of a call, and what its backward starts from."""
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
     numbers = Numbers(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
     )
-    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), numbers,
+        _read(text).ring.next_call(),
+    )  # fmt: skip
     out, lse, saved = forward_pass(call, inputs)
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
@@ -259,12 +261,13 @@ def _attention_like(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Tensors of those shapes; what no number can make right is refused here."""
     del seed_high
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
     numbers = Numbers(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p,
         None if seed_low is None else 0, 0,
     )  # fmt: skip
-    call, inputs = _call(text, given, _widest(numbers), number=1)
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), _widest(numbers), number=1
+    )
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)

@@ -79,8 +79,11 @@ class LocalRanks:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, rendezvous, timeout, threads, cuda)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, rendezvous, timeout, threads, cuda),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -204,8 +204,9 @@ class AccumulatingKernel(Kernel, Protocol):
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
         dbias = zero_bias_grad(rows, params, dtype)
-        into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
-        self.grads_into(rows, columns, upstream, item, params, *into)
+        self.grads_into(
+            rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv)
+        )
         return Grads(dq, dk, dv, dbias)
 
 

@@ -56,8 +56,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        is_odd = not (is_clean(rows.q) and is_clean(columns.k))
-        if is_odd or _reads_nonfinite(item, columns.v):
+        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -73,8 +72,8 @@ class CpuFlashKernel(AccumulatingKernel):
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
-        is_odd = not (is_clean(rows.q) and is_clean(columns.k))
-        if is_odd or _reads_nonfinite(item, columns.v, upstream.dout, upstream.out):
+        others = columns.v, upstream.dout, upstream.out
+        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):

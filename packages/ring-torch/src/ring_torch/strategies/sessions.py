@@ -69,8 +69,7 @@ def gathered_columns(
     call: Call, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
 ) -> KeyBlock:
     """The keys of the buffer and all that belongs to them."""
-    segments = tensors[1] if keys.segments else None
-    columns = KeyBlock(*keys.split(tensors[0]), None, segments)
+    columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
     if not call.needs_index:
         return columns
     which = call.plan, call.ring.rank, gather.own

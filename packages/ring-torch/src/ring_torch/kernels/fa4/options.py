@@ -56,8 +56,9 @@ class Modded(NamedTuple):
         rule = _rule(masked, mods.geometry)
         by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
         kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
-        addresses = {name: x.data_ptr() for name, x in kept.items()}
-        numbers = functions.Numbers(**addresses, **_other_numbers(mods, kept, rule))
+        numbers = functions.Numbers(
+            **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
+        )
         found = found._replace(numbers=numbers.as_args(), kept=tuple(kept.values()))
         if masked is None:
             return found

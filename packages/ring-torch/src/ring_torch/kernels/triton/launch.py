@@ -71,8 +71,10 @@ class Launch:
             )  # fmt: skip
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
-        consts = self._consts(name, blocks, tensors, fresh=fresh)
-        _launch(name, programs, values, consts, blocks, _capability(q.device), q.device)
+        _launch(
+            name, programs, values, self._consts(name, blocks, tensors, fresh=fresh), blocks,
+            _capability(q.device), q.device,
+        )  # fmt: skip
 
     def blocks(self, name: Pass) -> Blocks:
         """How large blocks are."""
