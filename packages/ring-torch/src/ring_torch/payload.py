@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,8 +52,8 @@ class KVPayload:
 
     def size(self, length: int) -> int:
         """Bytes of the message for so many tokens."""
-        ids = 4 if self.segments else 0
-        return math.prod((self.batch, length, self.width * self.dtype.itemsize + ids))
+        token = self.width * self.dtype.itemsize + (4 if self.segments else 0)
+        return self.batch * length * token
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""

@@ -58,13 +58,12 @@ class Sharding:
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """This rank's slice, contiguous, of a whole tensor that every rank holds."""
         _check_dim(x, dim)
+        rows = x.transpose(0, dim)
         pieces = [
-            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
-                _every(x.ndim, dim, run.stride)
-            ]
+            rows[run.global_start : run.global_start + run.length * run.stride : run.stride]
             for run in self.layout(x.shape[dim]).runs(self.ring.rank)
         ]
-        return torch.cat(pieces, dim=dim).contiguous()
+        return torch.cat([piece.transpose(0, dim) for piece in pieces], dim=dim).contiguous()
 
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank, from every rank's slice; differentiable."""
@@ -153,8 +152,3 @@ def _check_dim(x: object, dim: object) -> None:
 
 def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
     return torch.as_tensor(layout.positions(rank), device=device)
-
-
-def _every(ndim: int, dim: int, stride: int) -> tuple[slice, ...]:
-    """An index that takes every ``stride``-th entry along ``dim``."""
-    return tuple(slice(None, None, stride if n == dim % ndim else 1) for n in range(ndim))

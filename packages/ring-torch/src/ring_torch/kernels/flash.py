@@ -233,8 +233,12 @@ class FlashKernel(Kernel):
 
 
 def _ready(x: Tensor, dim: int) -> Tensor:
-    """As a library takes a tensor: a view may be neither as wide nor as it has to lie."""
-    return aligned(padded(x, dim))
+    """As a library takes a tensor: a view may be neither as wide nor as it has to lie.
+
+    Zeros are added to the last dimension, which change no score and no output.
+    """
+    x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+    return aligned(x)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -242,11 +246,6 @@ def aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def padded(x: Tensor, dim: int) -> Tensor:
-    """A tensor with zeros added to its last dimension, which change no score and no output."""
-    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ring_core import Plan, StrategyName
 from ring_torch.call import Call, Saved, Shapes, Strategy, attend
@@ -78,8 +77,8 @@ class Ulysses(Strategy):
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
 
     def _to_heads(
-        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
-    ) -> list[Tensor]:
+        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
+    ) -> list[torch.Tensor]:
         """``[B, T_local, H, ...]`` of all heads as ``[B, T, H / P, ...]`` of all tokens.
 
         ``keys`` says which lie as keys do; tokens come in natural order.
@@ -90,8 +89,8 @@ class Ulysses(Strategy):
         return [x if at is None else x[:, at] for x, at in zip(found, orders, strict=True)]
 
     def _to_tokens(
-        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
-    ) -> list[Tensor]:
+        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
+    ) -> list[torch.Tensor]:
         """The inverse of :meth:`_to_heads`."""
         orders = [_orders(call.plan, which, call.device).by_rank for which in keys]
         moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
@@ -99,7 +98,9 @@ class Ulysses(Strategy):
         return [torch.cat(came, dim=2) for came in exchange(call.ring, parts, call.device)]
 
 
-def _of_heads(ring: Ranks, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+def _of_heads(
+    ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Inputs:
     """The inputs of the inner call, with the sinks and slopes of this rank's heads."""
     sinks, slopes = inputs.sinks, inputs.slopes
     if sinks is not None:
@@ -117,8 +118,8 @@ class Orders(NamedTuple):
         natural: The inverse.
     """
 
-    by_rank: Tensor | None
-    natural: Tensor | None
+    by_rank: torch.Tensor | None
+    natural: torch.Tensor | None
 
 
 @capture_safe_cache(maxsize=64)

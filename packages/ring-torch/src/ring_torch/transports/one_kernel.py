@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_core import Fetch, GatherProgram, gather_program
 from ring_torch.buffers import flat
@@ -51,7 +50,7 @@ class ExchangeState:
     memory: SymmetricMemory
     _place: exchange_kernel.Place | None = None
     _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
-    _tables: dict[object, Tensor] = field(default_factory=dict)
+    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
 
     def reserve(self, size: int) -> exchange_kernel.Place:
@@ -86,7 +85,9 @@ class ExchangeState:
             every, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
         )
 
-    def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+    def table(
+        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
+    ) -> torch.Tensor:
         """Numbers on the device, int64 ``[n, width]``, made once."""
         assert self._place is not None
         if len(self._tables) > _MOST_TABLES:
@@ -150,7 +151,7 @@ class OneKernel:
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Room where the keys' owners will read."""
         if gather.length == 0:  # nobody reads any
             room = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
@@ -160,7 +161,7 @@ class OneKernel:
         return [room]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """All gradients go at the end."""
@@ -170,9 +171,14 @@ class OneKernel:
         return lambda *total: self._add(gather, sums, *total)
 
     def _add(
-        self, gather: GatherProgram, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
+        self,
+        gather: GatherProgram,
+        sums: KeyGradBuffer,
+        total: torch.Tensor,
+        length: int,
+        where: Where,
     ) -> None:
-        requests = requests_to(self.spec, own=gather.own)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
         spans = _cut_spans([one for _, one in requests])
         starts = [where(span).start for span in spans]
         parts = max(self.spec.ranks.size - 1, 1)
@@ -227,10 +233,10 @@ class OneKernel:
             ])  # fmt: skip
         return _mixed(rows)
 
-    def _keys_of(self, rank: int) -> Tensor:
+    def _keys_of(self, rank: int) -> torch.Tensor:
         return self.meeting.memory.views(rank, 0, self.spec.keys.message)[0]
 
-    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> Tensor:
+    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.meeting.memory.views(rank, self.spec.keys.message.size, packing)[0]
 

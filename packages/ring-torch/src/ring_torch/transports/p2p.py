@@ -57,7 +57,7 @@ class Messages:
                 x[:, one.target] = mine[:, one.source]
         sends = [
             (x[:, one.source].contiguous(), peer)
-            for peer, one in requests_to(self.spec, own=gather.own)
+            for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
             for x in own
         ]
         places = [
@@ -105,7 +105,7 @@ class Messages:
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        requests = requests_to(self.spec, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
         staged = [room_for(sums, grads, one) for _, one in requests]
         receives = [
             (part, peer)

@@ -11,7 +11,6 @@ from itertools import product
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
@@ -61,7 +60,9 @@ class PeerCopies:
         window, keys, groups = self.window, self.spec.keys, self.spec.groups
         message, rank = keys.message, self.spec.ranks.rank
         every, in_window = range(groups), groups > 1
-        requests = [one for _, one in requests_to(self.spec, own=gather.own)]
+        requests = [
+            one for _, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+        ]
         spans = spans_of([*requests, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
@@ -93,7 +94,7 @@ class PeerCopies:
         window.join(main)
 
     def _fetch_group(
-        self, gather: GatherProgram, group: int, tensors: list[Tensor], met: Event,
+        self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
         """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
@@ -116,7 +117,7 @@ class PeerCopies:
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_reusable()
         spec, every = self.spec, range(self.spec.groups)
@@ -126,7 +127,7 @@ class PeerCopies:
         return [x.zero_() for x in room] if zero else room
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Let the owners fetch, and fetch what is this rank's.
@@ -134,7 +135,7 @@ class PeerCopies:
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
         """
         window, plan = self.window, self.spec.plan
-        requests = requests_to(self.spec, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
         theirs = []
         for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
@@ -160,10 +161,10 @@ class PeerCopies:
                 window.release(_last(home))
         window.join(main)
 
-        def add_to(total: Tensor, length: int, where: Where) -> None:
+        def add_to(total: torch.Tensor, length: int, where: Where) -> None:
             for event in _last(home):
                 main.wait_event(event)
-            came: dict[tuple[int, int], list[list[Tensor]]] = {}
+            came: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
             for (_, one), parts in zip(requests, staged, strict=True):
                 came.setdefault((one.source.start, one.source.stop), []).append(parts)
             for span, all_parts in came.items():
@@ -175,7 +176,7 @@ class PeerCopies:
 
         return add_to
 
-    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
+    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         start = self.spec.groups * self.spec.keys.message.size + group * self.room
         return self.window.memory.views(rank, start, packing)[0]
@@ -216,7 +217,7 @@ def _last(done: Sequence[Done]) -> list[Event]:
 _MOST_STRIDE = (1 << 31) - 1  # bytes from row to row that an engine steps over
 
 
-def copy(target: Tensor, source: Tensor) -> None:
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, on the current stream, ``[rows, ...]`` whose rows are contiguous and may lie apart.
 
     In one go, if torch brings NVIDIA's ``cuda.bindings`` as it does on Linux, else row by row.
