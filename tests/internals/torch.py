@@ -25,7 +25,6 @@ from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
 from ring_torch.comm.handshake import (
     _COMPARED as _COMPARED,
-    CallSignature as CallSignature,
     Header as Header,
     _check_on_stream as _check_on_stream,
     agree as agree,
@@ -39,6 +38,7 @@ from ring_torch.comm.ranks import (
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
+from ring_torch.comm.store import CallSignature as CallSignature
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
 from ring_torch.kernels import (
@@ -68,7 +68,12 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
-from ring_torch.payload import KeyGradBuffer as KeyGradBuffer, KVPayload as KVPayload
+from ring_torch.payload import (
+    ONE_GROUP as ONE_GROUP,
+    HeadGroups as HeadGroups,
+    KeyGradBuffer as KeyGradBuffer,
+    KVPayload as KVPayload,
+)
 from ring_torch.prepare import _prepare as _prepare, check_call as check_call
 from ring_torch.records import (
     AttentionState as AttentionState,
@@ -90,11 +95,7 @@ from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,
 )
-from ring_torch.strategies.gather import (
-    ONE_GROUP as ONE_GROUP,
-    HeadGroups as HeadGroups,
-    head_groups_of as head_groups_of,
-)
+from ring_torch.strategies.gather import head_groups_of as head_groups_of
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
 from ring_torch.strategies.ulysses import Ulysses as Ulysses

@@ -202,8 +202,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
 
     def forget() -> None:
         for kernel in kernels.KERNELS:
-            if isinstance(kernel, FlashKernel) and hasattr(kernel.missing, "cache_clear"):
-                kernel.missing.cache_clear()
+            if isinstance(kernel, FlashKernel) and hasattr(kernel.unavailable, "cache_clear"):
+                kernel.unavailable.cache_clear()
 
     forget()
     show(9, 0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
 from ring_core.triton.tile_sizes import positions_aligned8
-from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,18 @@ from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
 
 ALL = slice(None)
+
+
+class HeadGroups(NamedTuple):
+    """Into how many groups heads are cut; the backward cuts what the forward has cut."""
+
+    forward: int
+    backward: int
+    #: Whether, of the last group, what gradients are done before its last launch go home beside it.
+    early: bool
+
+
+ONE_GROUP = HeadGroups(1, 1, early=False)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for

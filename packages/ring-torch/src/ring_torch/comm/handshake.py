@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -32,6 +31,7 @@ from ring_torch.comm.ranks import (
     watch,
 )
 from ring_torch.comm.store import (
+    CallSignature,
     StoreAgreement,
     clear_failure,
     read_failure,
@@ -40,36 +40,11 @@ from ring_torch.comm.store import (
 )
 
 HEADER_BYTES = 2048
-_DIGEST_BYTES = 8
 _MOST_AGREED = 4096
 _LONGEST = 96  # characters of a field of a header
 _HEAD = struct.Struct("<4sIQ8sQ")
 _MAGIC = b"RING"
 _IN_WORDS, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
-
-
-@dataclass(frozen=True)
-class CallSignature:
-    """What must be equal on all ranks for a pass of a call, beside its number and seed."""
-
-    fields: dict[str, Any]  # anything that ``json`` writes
-    digest: bytes
-
-    @classmethod
-    def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
-        """The signature of the pass of this name."""
-        fields = {"pass": name, **fields}
-        text = json.dumps(fields, sort_keys=True).encode()
-        return cls(fields, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
-
-    def for_call(self, number: int, seed: int) -> bytes:
-        """What tells this call from any other: the digest of all, number and seed included."""
-        text = self.digest + struct.pack("<QQ", number, seed)
-        return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-
-    def as_int64(self, number: int, seed: int) -> int:
-        """The same as a number, int64."""
-        return int.from_bytes(self.for_call(number, seed), "little", signed=True)
 
 
 class Header(NamedTuple):

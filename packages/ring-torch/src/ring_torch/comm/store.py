@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their messages, through the store of their process group.
+"""What ranks compare of a call, and tell each other of it through their process group's store.
 
 A rank compares its call with that of the rank behind. Others would learn of a difference, or of a
 failure inside a pass, only by waiting in vain: so who finds one leaves a note, for who waits to
@@ -9,7 +9,10 @@ the same.
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import os
+import struct
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +25,32 @@ import torch
 import torch.distributed as dist
 
 _SAME = b"the same"
+_DIGEST_BYTES = 8
 _PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What must be equal on all ranks for a pass of a call, beside its number and seed."""
+
+    fields: dict[str, Any]  # anything that ``json`` writes
+    digest: bytes
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
+        """The signature of the pass of this name."""
+        fields = {"pass": name, **fields}
+        text = json.dumps(fields, sort_keys=True).encode()
+        return cls(fields, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+    def for_call(self, number: int, seed: int) -> bytes:
+        """What tells this call from any other: the digest of all, number and seed included."""
+        text = self.digest + struct.pack("<QQ", number, seed)
+        return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+
+    def as_int64(self, number: int, seed: int) -> int:
+        """The same as a number, int64."""
+        return int.from_bytes(self.for_call(number, seed), "little", signed=True)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class FlashKernel(Kernel):
         head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
             that are right or faster there, to which zeros are added; ``None`` if there are none.
         limits: What it cannot do together, or not on this GPU.
-        missing: Why the library cannot be called on this machine; ``None`` if it can.
+        unavailable: Why the library cannot be called on this machine; ``None`` if it can.
         clips_right_window: Whether it changes a window on the right where there are more queries
             than keys. FlashAttention-2 takes a right side that is no less than the number of keys,
             or none beside a left one, for the number of keys, or forgets it: then rows see fewer
@@ -80,14 +80,14 @@ class FlashKernel(Kernel):
     parts: SplitBackward | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
-    missing: Callable[[], str | None] = old_gpu_reason
+    unavailable: Callable[[], str | None] = old_gpu_reason
     clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
-        return self.missing()
+        return self.unavailable()
 
     def config_refusals(
         self, _config: KernelConfig, request: Request, program: RingProgram, /

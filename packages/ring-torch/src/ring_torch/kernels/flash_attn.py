@@ -111,7 +111,7 @@ FA2 = FlashKernel(
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
     head_dims=rounded_to_8,
-    missing=_missing_2,
+    unavailable=_missing_2,
     clips_right_window=True,
 )  # fmt: skip
 
@@ -139,5 +139,5 @@ FA3 = FlashKernel(
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
     head_dims=rounded_to_8,
-    missing=_missing_3,
+    unavailable=_missing_3,
 )  # fmt: skip

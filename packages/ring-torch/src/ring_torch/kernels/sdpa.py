@@ -203,7 +203,7 @@ CUDNN = FlashKernel(
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
     head_dims=rounded_to_8,
-    missing=_missing_cudnn,
+    unavailable=_missing_cudnn,
     limits=_cudnn_limits,
 )  # fmt: skip
 

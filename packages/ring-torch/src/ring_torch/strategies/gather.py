@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from ring_core import (
 )
 from ring_core.checks import Sizes
 from ring_torch.call import Call, Saved, Shapes, Strategy
-from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
+from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload, keys_of
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -63,18 +62,6 @@ MIN_BYTES_PER_FLOP = 1e-4
 
 #: FLOPs of a forward from which on gradients are sent in two parts.
 EARLY_RETURN_FLOPS = 3e11
-
-
-class HeadGroups(NamedTuple):
-    """Into how many groups heads are cut; the backward cuts what the forward has cut."""
-
-    forward: int
-    backward: int
-    #: Whether, of the last group, what gradients are done before its last launch go home beside it.
-    early: bool
-
-
-ONE_GROUP = HeadGroups(1, 1, early=False)
 
 
 def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:

@@ -30,7 +30,7 @@ from ring_torch.records import (
 )
 
 #: What arrives at a helper, and where: the tensors of the rows of each piece of an item.
-Chunk = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
+QueryChunk = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class RemoteQueries:
                 self.add(rows, tensors)
         self._in_flight.clear()
 
-    def _send_queries(self) -> Chunk:
+    def _send_queries(self) -> QueryChunk:
         """Start sending the next piece that others compute, and receiving the next one to do."""
         found = next(self._ahead, None)
         if found is None:

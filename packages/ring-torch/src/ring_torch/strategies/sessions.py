@@ -10,7 +10,8 @@ from torch import Tensor
 from ring_core import GatherProgram
 from ring_core.triton.tile_sizes import positions_aligned8
 from ring_torch.call import Call
-from ring_torch.comm.handshake import CallSignature, agree, has_agreed
+from ring_torch.comm.handshake import agree, has_agreed
+from ring_torch.comm.store import CallSignature
 from ring_torch.payload import KVPayload
 from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import Inputs, KeyBlock

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ring_core import Fetch, GatherProgram, Plan, gather_program
-from ring_torch.comm.handshake import CallSignature
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs

@@ -15,9 +15,8 @@ from ring_core.tripwire import peak_tflops
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.payload import KVPayload, keys_of, packing_of
+from ring_torch.payload import ONE_GROUP, KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
-from ring_torch.strategies.gather import ONE_GROUP
 from ring_torch.transports.api import counted_by
 
 _SEND = "c10d::send"  # all that strategies send are messages

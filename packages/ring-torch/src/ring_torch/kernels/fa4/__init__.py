@@ -341,7 +341,7 @@ FA4 = FlashKernel(
     ),
     parts=HopperSplitBackward(),
     head_dims=_head_dims,
-    missing=_missing,
+    unavailable=_missing,
     limits=_limits,
     adds_sinks=True,
     predicate_compile_seconds=10,
