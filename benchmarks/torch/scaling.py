@@ -44,9 +44,10 @@ from benchmarks.torch.methods import OVER_GPUS, Method, dense, method
 from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
-from ring_torch import head_groups, prepare, strategies
+from ring_torch import prepare, strategies
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.transports import one_kernel, peer_copies
+from ring_torch.strategies.gather import head_groups_of
+from ring_torch.transports import peer_copies
 
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 
@@ -78,8 +79,8 @@ def _as_long(setting: Setting) -> Iterator[None]:
     program = ring_program(make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag"))
     length = setting.seq_len // world
     sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
-    groups = head_groups.head_groups_of(program, sizes, 2)
-    fits_one_kernel = one_kernel.fits_one_kernel
+    groups = head_groups_of(program, sizes, 2)
+    fits_one_kernel = peer_copies.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
     with (
         patch.object(strategies, "head_groups_of", lambda *_: groups),

@@ -3,6 +3,7 @@
 from ring_torch import (
     attention as attention,
     autograd as autograd,
+    call as call,
     capture as capture,
     compiled as compiled,
     context as context,
@@ -17,6 +18,7 @@ from ring_torch.call import (
     Call as Call,
     Operands as Operands,
     Options as CallOptions,
+    add_sinks as add_sinks,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
@@ -35,27 +37,23 @@ from ring_torch.comm.ranks import (
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
-from ring_torch.comm.signature import CallSignature as CallSignature
+from ring_torch.comm.store import CallSignature as CallSignature
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
-from ring_torch.head_groups import (
-    ONE_GROUP as ONE_GROUP,
-    HeadGroups as HeadGroups,
-    head_groups_of as head_groups_of,
-)
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
-    cudnn as cudnn,
     eager as eager,
-    fa2 as fa2,
-    fa3 as fa3,
     fa4 as fa4,
+    flash_attn as flash_attn,
     sdpa as sdpa,
     triton as triton_kernel,
 )
 from ring_torch.kernels.api import (
+    HeadDims as HeadDims,
     Kernel as Kernel,
+    Options as FlashOptions,
+    Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
 )
@@ -66,15 +64,15 @@ from ring_torch.kernels.block_index import (
     kinds_on as kinds_on,
 )
 from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as ScoreBlocks
-from ring_torch.kernels.fa4 import FA4 as FA4, Flash4 as Flash4, hopper as fa4_hopper
+from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
-from ring_torch.kernels.flash_library import (
-    HeadDims as HeadDims,
-    Options as FlashOptions,
-    Pass as Pass,
-)
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
-from ring_torch.payload import KeyGradBuffer as KeyGradBuffer, KVPayload as KVPayload
+from ring_torch.payload import (
+    ONE_GROUP as ONE_GROUP,
+    HeadGroups as HeadGroups,
+    KeyGradBuffer as KeyGradBuffer,
+    KVPayload as KVPayload,
+)
 from ring_torch.prepare import _prepare as _prepare, check_call as check_call
 from ring_torch.records import (
     AttentionState as AttentionState,
@@ -88,7 +86,6 @@ from ring_torch.records import (
     runs_of as runs_of,
 )
 from ring_torch.strategies import (
-    finalize as finalize,
     gather as gather_strategy,
     ring as ring_strategy,
     sessions as sessions,
@@ -97,14 +94,13 @@ from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,
 )
-from ring_torch.strategies.finalize import add_sinks as add_sinks
+from ring_torch.strategies.gather import head_groups_of as head_groups_of
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
 from ring_torch.strategies.ulysses import Ulysses as Ulysses
 from ring_torch.tools import bench as bench, doctor as doctor
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (
-    one_kernel as one_kernel,
     p2p as p2p,
     peer_copies as peer_copies,
     symm_buffer as symm_buffer,

@@ -118,7 +118,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
         for place, of in zip(places, sums.of(room, gather.length, one.target), strict=True):
             place.add_(of)
     returning = session.return_grads(gather, sums, room, 0, overlapped=False)
-    returning.add_to(home, keys.length, lambda source: source)
+    returning(home, keys.length, lambda source: source)
     returned = sums.views(home, keys.length)
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
 

@@ -20,10 +20,8 @@ from internals.torch import (
     TritonKernel,
     _prepare,
     choose_strategy,
-    cudnn,
-    fa2,
-    fa3,
     fa4,
+    flash_attn,
     kernels,
     prepare,
     symm_buffer,
@@ -68,10 +66,12 @@ def chosen(
 @pytest.mark.parametrize("dim", [192, 256])
 def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
     request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
-    reasons = refusals(fa3.FA3.capabilities, request, program())
+    reasons = refusals(flash_attn.FA3.capabilities, request, program())
     wanted = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
     assert reasons == wanted
-    assert not refusals(fa3.FA3.capabilities, replace(request, deterministic=False), program())
+    assert not refusals(
+        flash_attn.FA3.capabilities, replace(request, deterministic=False), program()
+    )
 
 
 UNGATHERED = {
@@ -201,8 +201,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
 
     def forget() -> None:
-        for module in (fa4, fa3, cudnn, fa2):
-            module._missing.cache_clear()
+        for kernel in kernels.KERNELS:
+            if isinstance(kernel, FlashKernel) and hasattr(kernel.unavailable, "cache_clear"):
+                kernel.unavailable.cache_clear()
 
     forget()
     show(9, 0)
@@ -215,12 +216,14 @@ def _absent(name: str) -> str:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("module", "package"), [(fa4, "flash-attn-4"), (fa2, "flash-attn")])
+@pytest.mark.parametrize(
+    ("module", "name", "package"),
+    [(fa4, "fa4", "flash-attn-4"), (flash_attn, "fa2", "flash-attn")],
+)
 def test_what_is_not_installed_says_how_to(
-    module: Any, package: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "version", _absent)
-    name = module.__name__.rpartition(".")[2]
     with pytest.raises(UnsupportedError) as caught:
         kernels.choose(KernelConfig(name), BFLOAT16, program())
     message = str(caught.value)
@@ -315,15 +318,12 @@ def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def show(*names: str, major: int = 9) -> None:
         gpu(major, 0)
-        for kernel in kernels.KERNELS:
-            name, kind = kernel.capabilities.name, type(kernel)
-            if isinstance(kernel, FlashKernel):
-                why = None if name in names else "is not there"
-                monkeypatch.setattr(
-                    type(kernel.flash), "unavailable_reason", lambda _, why=why: why
-                )
-            elif isinstance(kernel, TritonKernel):
-                monkeypatch.setattr(kind, "unavailable_reason", lambda _: None)
+        missing = "is not there"
+        monkeypatch.setattr(
+            FlashKernel, "unavailable_reason",
+            lambda kernel: None if kernel.capabilities.name in names else missing,
+        )  # fmt: skip
+        monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     return show

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import FA4, KERNELS, AttentionState, EagerKernel, Flash4, doctor, main
+from internals.torch import FA4, KERNELS, AttentionState, EagerKernel, FlashKernel, doctor, main
 
 from ring_core.tools.doctor import RESULTS
 
@@ -111,7 +111,7 @@ def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
 
 @pytest.mark.parametrize("why", [None, "flash-attn 2.8 has put an older flash_attn/cute over it"])
 def test_what_a_kernel_says_of_itself(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Flash4, "unavailable_reason", lambda _: why)
+    monkeypatch.setattr(FlashKernel, "unavailable_reason", lambda _: why)
     report = doctor.kernel_report(FA4, "cuda")
     assert (report.available, report.why) == (why is None, why or "")
 
@@ -120,7 +120,7 @@ def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(_: Any) -> None:
         raise RuntimeError("undefined symbol")
 
-    monkeypatch.setattr(Flash4, "unavailable_reason", broken)
+    monkeypatch.setattr(FlashKernel, "unavailable_reason", broken)
     assert doctor.kernel_report(FA4, "cuda").why == (
         "looking for it failed: RuntimeError('undefined symbol')"
     )

@@ -57,9 +57,6 @@ class PlainFlash:
 
     clips_right_window: bool = False
 
-    def unavailable_reason(self) -> None:
-        """It runs everywhere."""
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
@@ -160,7 +157,7 @@ CAN = Capabilities(
     mixed_head_dims=True,
 )
 PLAIN, FORGETFUL = (
-    FlashKernel(PlainFlash(clips_right_window=drops), CAN) for drops in (False, True)
+    FlashKernel(PlainFlash(drops), CAN, clips_right_window=drops) for drops in (False, True)
 )
 
 

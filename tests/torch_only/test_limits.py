@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import prefix
-from internals.torch import cudnn, fa4
+from internals.torch import fa4, sdpa
 
 from ring_core import Mask, Request, make_plan, ring_program
 
@@ -41,6 +41,7 @@ def _limits(
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
     monkeypatch.setattr(fa4, "version", lambda _: version)
     program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
+    assert fa4.FA4.limits is not None
     return fa4.FA4.limits(replace(CALL, **options), program)
 
 
@@ -75,8 +76,9 @@ def test_cudnn(
     dims: tuple[int, int], gpu: tuple[int, int], version: int, takes: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cudnn, "capability", lambda: gpu)
+    monkeypatch.setattr(sdpa, "capability", lambda: gpu)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     request = replace(CALL, head_dim=dims[0], v_head_dim=dims[1])
     program = ring_program(make_plan(CAUSAL, seq_len=512, cp_size=1))
-    assert (cudnn.CUDNN.limits(request, program) == ()) is takes
+    limits = sdpa.CUDNN.limits
+    assert limits is not None and (limits(request, program) == ()) is takes

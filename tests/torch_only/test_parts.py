@@ -20,7 +20,7 @@ from internals.torch import (
     QueryBlock,
     Selection,
     SplitBackward,
-    fa4_hopper as hopper,
+    fa4,
     prepare,
     strategies,
 )
@@ -40,7 +40,7 @@ class Tiled:
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
         del q, k, v, params
-        self.used.append(hopper._in_whole_tiles(plan))
+        self.used.append(fa4._in_whole_tiles(plan))
         return self.used[-1]
 
     def accumulate(
@@ -94,7 +94,7 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
         patch.object(strategies, "head_groups_of", lambda *_: groups),
-        patch.object(hopper, "KEYS", KEYS),
+        patch.object(fa4, "KEYS", KEYS),
         patch.object(gather, "TILE", KEYS),
     ):
         out = cp.attention(*mine, mask=mask, strategy="gather")

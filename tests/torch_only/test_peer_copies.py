@@ -17,7 +17,6 @@ from internals.torch import (
     ONE_GROUP,
     HeadGroups,
     Ranks,
-    one_kernel,
     peer_copies,
     prepare,
     strategies,
@@ -63,7 +62,7 @@ def on_a_rank(
         patched.setattr(peer_copies, "_cuda", lambda: None)
         patched.setattr(peer_copies, "has_triton", lambda: triton)
         patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
-        patched.setattr(one_kernel, "fits_one_kernel", lambda *_: False)
+        patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
         patched.setattr(strategies, "head_groups_of", lambda *_: groups)
         if lost:

@@ -23,13 +23,13 @@ from internals.torch import (
     KVPayload,
     SessionSpec,
     agree,
-    one_kernel,
+    peer_copies,
     prepare,
     ranks as _comm,
     room_of,
     sessions,
 )
-from internals.torch_triton import exchange_kernel as kernels
+from internals.torch_triton import exchange_kernel as kernels, one_kernel
 from tolerances import assert_close
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
@@ -47,7 +47,7 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return one_kernel.fits_one_kernel(case.plan, keys, 1)
+    return peer_copies.fits_one_kernel(case.plan, keys, 1)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
@@ -68,7 +68,7 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert one_kernel.fits_one_kernel(spec.plan, spec.keys, spec.groups)
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(spec, room_of(spec.plan, spec.keys, spec.acc_dtype), digest)

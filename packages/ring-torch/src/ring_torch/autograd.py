@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_core import WrongResultError
 from ring_torch import tripwire
-from ring_torch.call import Call, Saved
+from ring_torch.call import Call, Saved, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
 from ring_torch.records import BackwardInputs, Inputs, folded
-from ring_torch.strategies.finalize import attend
 
 _DELTA_ROWS = 4096
 _NO_WATCH: AbstractContextManager[None] = nullcontext()
@@ -43,7 +41,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the strategy's backward."""
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
@@ -62,9 +60,8 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     ):
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             (out, lse), saved = attend(call, inputs)
-        out, wrong = out.to(call.dtype), None
-        if seen is not None:
-            wrong = tripwire.forward_faults(call, inputs, out, lse, seen)
+        out = out.to(call.dtype)
+        wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
     if wrong is not None:
         raise WrongResultError(wrong)
     return out, lse, saved
@@ -88,14 +85,11 @@ def backward_pass(
         _without_autocast(out.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
-        needs_delta = call.kernel.needs_delta
-        delta = _delta(dout, out, dlse, call.acc_dtype) if needs_delta else None
+        delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
-        dsinks = None
-        if inputs.sinks is not None:
-            dsinks = _sink_grads(inputs.sinks, upstream, dlse)
+        dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
         dq, dk, dv = (as_own(grad.to(call.dtype).contiguous()) for grad in found[:3])
         wrong = None
         if seen is not None:

@@ -1,4 +1,4 @@
-"""Everything static about one call, and the options it was made with."""
+"""Everything static about one call, the options it was made with, and its forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.signature import CallSignature
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.positions import key_runs, positions_of, query_runs
 from ring_torch.records import (
@@ -25,6 +25,8 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     QueryGrads,
+    folded,
+    zero_bias_grad,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -38,17 +40,9 @@ class Strategy(Protocol):
     hand plain tensors on: autograd stands around them.
     """
 
-    @property
-    def name(self) -> StrategyName:
-        """What ``strategy=`` calls it."""
-
-    @property
-    def depends_on_kernel(self) -> bool:
-        """Whether what travels is another with another kernel."""
-
-    @property
-    def adds_sinks(self) -> bool:
-        """Whether the state that the forward returns includes the sinks."""
+    name: StrategyName  # what ``strategy=`` calls it
+    depends_on_kernel: bool = False  # whether what travels is another with another kernel
+    adds_sinks: bool = False  # whether the state that the forward returns includes the sinks
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
@@ -60,6 +54,8 @@ class Strategy(Protocol):
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
+        del call, inputs, plan_known
+        return []
 
 
 class Call(NamedTuple):
@@ -111,17 +107,24 @@ class Call(NamedTuple):
 
     def rows(self, inputs: Inputs) -> QueryBlock:
         """This rank's queries."""
-        index, position, _ = self.positions(self.ring.rank)
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        runs = query_runs(self.plan, self.ring.rank) if self.needs_index else ()
-        return QueryBlock(inputs.q, index, position, inputs.q_ids, inputs.bias, slopes, runs)
+        rows = QueryBlock(inputs.q, None, None, inputs.q_ids, inputs.bias, slopes)
+        if not self.needs_index:
+            return rows
+        indices, position, _ = self.positions(self.ring.rank)
+        runs = query_runs(self.plan, self.ring.rank)
+        return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
-        segments = tensors[2] if len(tensors) > 2 else None
-        aligned8 = self.needs_index and _positions_aligned8(self.plan, rank)
-        runs = key_runs(self.plan, rank) if self.needs_index else ()
-        return KeyBlock(tensors[0], tensors[1], self.positions(rank)[2], segments, aligned8, runs)
+        columns = KeyBlock(tensors[0], tensors[1], None, tensors[2] if len(tensors) > 2 else None)
+        if not self.needs_index:
+            return columns
+        return columns._replace(
+            position=self.positions(rank)[2],
+            aligned8=_positions_aligned8(self.plan, rank),
+            runs=key_runs(self.plan, rank),
+        )
 
 
 Window = tuple[int | None, int | None]
@@ -188,10 +191,23 @@ def _positions_aligned8(plan: Plan, rank: int) -> bool:
     return positions_aligned8(plan.k_positions(rank))
 
 
+def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+    """A call's forward by its strategy, sinks included."""
+    state, saved = call.strategy.forward(call, inputs)
+    if inputs.sinks is not None and not call.strategy.adds_sinks:
+        state = add_sinks(state.out.to(call.acc_dtype), state.lse, inputs.sinks)
+    return state, saved
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
+    """:func:`ring_core.finalize`, ``out`` in place: sinks take softmax mass and yield no value."""
+    with_sinks = torch.logaddexp(lse, folded(sinks, lse.dtype)[:, None])
+    weight = (lse - with_sinks.masked_fill(with_sinks == -torch.inf, 0.0)).exp_()
+    out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+    return AttentionState(out, with_sinks)
+
+
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Accumulators of what a backward adds up for queries."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
-    dbias = None
-    if rows.bias is not None and call.params.bias_grad:
-        dbias = torch.zeros(rows.bias.shape, dtype=call.acc_dtype, device=call.device)
-    return QueryGrads(dq, dbias)
+    return QueryGrads(dq, zero_bias_grad(rows, call.params, call.acc_dtype))

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 
 import torch
-from torch import Tensor
 
 
 def is_capturing() -> bool:
@@ -22,7 +21,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def as_own(x: Tensor) -> Tensor:
+def as_own(x: torch.Tensor) -> torch.Tensor:
     """A tensor that shares no memory."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 

@@ -55,7 +55,7 @@ def static_text(
     """What is static about a call, as text, which the compiler takes for a constant."""
     ring = ranks_of(group)
     peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
-    facts = {
+    return json.dumps({
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
         "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
@@ -63,8 +63,7 @@ def static_text(
         "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
         "strategy": asdict(strategy) if isinstance(strategy, StrategyConfig) else strategy,
         **dict(zip(PLAIN, plain, strict=True)),
-    }
-    return json.dumps(facts)
+    })  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -123,7 +122,6 @@ class _Static(NamedTuple):
         return ring
 
     def options(self, numbers: Numbers) -> Options:
-        """The options of a call."""
         window = (numbers.left, numbers.right)
         documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
         return Options(
@@ -142,10 +140,10 @@ def _read(text: str) -> _Static:
         layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
     config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
     strategy = StrategyConfig(**strategy) if isinstance(strategy, dict) else strategy
-    plain = {name: facts[name] for name in PLAIN}
     return _Static(
-        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy, plain
-    )
+        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy,
+        {name: facts[name] for name in PLAIN},
+    )  # fmt: skip
 
 
 def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
@@ -155,10 +153,9 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
     leaves to the backward does: ``auto`` decides as if there were none.
     """
     static = _read(text)
-    ids = None if inputs.q_ids is None or inputs.k_ids is None else (inputs.q_ids, inputs.k_ids)
-    x = Operands(
-        inputs.q, inputs.k, inputs.v, ids, inputs.sinks, inputs.bias, inputs.slopes
-    )  # fmt: skip
+    q, k, v, q_ids, k_ids, sinks, bias, slopes = inputs
+    ids = None if q_ids is None or k_ids is None else (q_ids, k_ids)
+    x = Operands(q, k, v, ids, sinks, bias, slopes)
 
     def checked(options: Options) -> tuple[Call, Inputs]:
         return check_call(static.ring, number, static.layout, x, options, grad=static.grad)
@@ -192,8 +189,10 @@ def attend_in_graph(
         else (segment_ids, segment_ids)
     )
     causal, numbers = _numbers(options)
-    given = (options.deterministic, options.return_lse, options.transport, options.bias_masks)
-    text = static_text(group, layout, options.kernel, options.strategy, (causal, *given), grad)
+    plain = (
+        causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
+    )  # fmt: skip
+    text = static_text(group, layout, options.kernel, options.strategy, plain, grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
 
@@ -238,11 +237,13 @@ def attention(
     seed_low: int | None, seed_high: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``(out, lse)`` of a call, and what its backward starts from."""
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
     numbers = Numbers(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
     )
-    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), numbers,
+        _read(text).ring.next_call(),
+    )  # fmt: skip
     out, lse, saved = forward_pass(call, inputs)
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
@@ -260,12 +261,13 @@ def _attention_like(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Tensors of those shapes; what no number can make right is refused here."""
     del seed_high
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
     numbers = Numbers(
         left, right, chunk_size, offsets, documents, scale, softcap, dropout_p,
         None if seed_low is None else 0, 0,
     )  # fmt: skip
-    call, inputs = _call(text, given, _widest(numbers), number=1)
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), _widest(numbers), number=1
+    )
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
@@ -283,11 +285,13 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
-    given = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-    numbers = Numbers(
-        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
-    )
-    call, inputs = _call(text, given, numbers, _read(text).ring.next_call())
+    call, inputs = _call(
+        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
+        Numbers(
+            left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
+        ),
+        _read(text).ring.next_call(),
+    )  # fmt: skip
     grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [as_own(grad) for grad in grads if grad is not None]
 
@@ -299,7 +303,6 @@ def _attention_backward_like(
     slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
     *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Tensors like the inputs."""
     del dout, dlse, q_ids, k_ids, slopes, out, lse, saved, text, numbers
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 

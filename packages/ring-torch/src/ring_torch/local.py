@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ring_core import checks
@@ -80,8 +79,11 @@ class LocalRanks:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, rendezvous, timeout, threads, cuda)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, rendezvous, timeout, threads, cuda),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -131,7 +133,7 @@ class LocalRanks:
                 if self._pending[rank]:  # of a call before this one, too late
                     continue
                 answers[rank] = answer
-                if not answers[rank][0] and grace is not None:
+                if not answer[0] and grace is not None:
                     until = min(until, time.monotonic() + grace)
         return [answers.get(n, (False, "no answer in time")) for n in range(len(self._pipes))]
 
@@ -158,12 +160,7 @@ class LocalRanks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -21,13 +21,12 @@ _AT_ONCE = 4  # parts that one kernel adds
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators of these shapes."""
     batch, rows, heads, dim = acc.shape
-    if acc.numel() == 0:
-        return
-    _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-        acc, acc_lse, out, lse, rows,
-        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
-        DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
-    )  # fmt: skip
+    if acc.numel() > 0:
+        _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
+            acc, acc_lse, out, lse, rows,
+            *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
+        )  # fmt: skip
 
 
 def mark_on_gpu(out: Tensor, lse: Tensor) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
 
 ALL = slice(None)
+
+
+class HeadGroups(NamedTuple):
+    """Into how many groups heads are cut; the backward cuts what the forward has cut."""
+
+    forward: int
+    backward: int
+    #: Whether, of the last group, what gradients are done before its last launch go home beside it.
+    early: bool
+
+
+ONE_GROUP = HeadGroups(1, 1, early=False)
 
 
 @dataclass(frozen=True)
@@ -53,8 +65,8 @@ class KVPayload:
 
     def size(self, length: int) -> int:
         """Bytes of the message for so many tokens."""
-        ids = 4 if self.segments else 0
-        return math.prod((self.batch, length, self.width * self.dtype.itemsize + ids))
+        token = self.width * self.dtype.itemsize + (4 if self.segments else 0)
+        return self.batch * length * token
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""

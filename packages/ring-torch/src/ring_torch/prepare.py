@@ -29,7 +29,7 @@ from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import ALONE, Ranks
-from ring_torch.comm.signature import CallSignature
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
@@ -97,8 +97,7 @@ def check_call(
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    checked = number_checked(every, number) if every else 0
-    return call._replace(number=number, checked=checked), inputs
+    return call._replace(number=number, checked=every and number_checked(every, number)), inputs
 
 
 def _as_key(options: Options, every: int) -> Options:
@@ -265,21 +264,19 @@ def _check_options(
     sizes: checks.Sizes, tensors: Described, options: Options, grads: tuple[bool, bool], *,
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
-    """What a call asks of a kernel."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
-    request = Request(
+    return Request(
         device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
         v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
         softcap=cap is not None, bias=tensors.bias is not None,
         alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-    )  # fmt: skip
-    return request, kernel_config(options.kernel, KERNEL_NAMES)
+    ), kernel_config(options.kernel, KERNEL_NAMES)  # fmt: skip
 
 
 def _params(
@@ -300,7 +297,6 @@ def _fields(
     grads: tuple[bool, bool],
 ) -> dict[str, Any]:  # fmt: skip
     """What has to be equal on all ranks, beside what is chosen."""
-    shapes = {name: x for name, x in tensors._asdict().items() if not name.endswith("_ids")}
     return {
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _in_words(plan.mask.cu_seqlens),
@@ -309,7 +305,10 @@ def _fields(
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
         "rates": rates_in_use().digest, "check": options.check,
-        **{name: None if x is None else [*x.shape, x.dtype] for name, x in shapes.items()},
+        **{
+            name: None if x is None else [*x.shape, x.dtype]
+            for name, x in tensors._asdict().items() if not name.endswith("_ids")
+        },
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,6 @@ def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
 
 
 def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
-    """The runs of a slice of the tokens."""
     cut = ((max(x.start, part.start), min(x.stop, part.stop), x) for x in runs)
     return tuple(
         Run(a - part.start, b - part.start, x.position + a - x.start) for a, b, x in cut if a < b
@@ -86,11 +85,6 @@ class QueryBlock(NamedTuple):
             _runs_in(self.runs, part),
         )
 
-    def share(self, n: int, groups: int) -> QueryBlock:
-        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
-        assert groups == 1 or (self.bias is None and self.slopes is None)
-        return self._replace(q=head_group(self.q, n, groups, dim=2))
-
 
 class KeyBlock(NamedTuple):
     """Keys and values and all that belongs to them."""
@@ -113,11 +107,6 @@ class KeyBlock(NamedTuple):
             _runs_in(self.runs, part),
         )
 
-    def share(self, n: int, groups: int) -> KeyBlock:
-        """The same for the ``n``-th of so many groups of heads."""
-        k, v = (head_group(x, n, groups, dim=2) for x in (self.k, self.v))
-        return self._replace(k=k, v=v)
-
 
 class AttentionState(NamedTuple):
     """Where a forward kernel merges its part; wide floats."""
@@ -128,12 +117,6 @@ class AttentionState(NamedTuple):
     def take(self, part: slice) -> AttentionState:
         """The same for a slice of the rows."""
         return AttentionState(self.out[:, part], self.lse[:, :, part])
-
-    def share(self, n: int, groups: int) -> AttentionState:
-        """The same for the ``n``-th of so many groups of heads."""
-        return AttentionState(
-            head_group(self.out, n, groups, dim=2), head_group(self.lse, n, groups, dim=1)
-        )
 
 
 class BackwardInputs(NamedTuple):
@@ -152,12 +135,6 @@ class BackwardInputs(NamedTuple):
         delta = None if self.delta is None else self.delta[:, :, part]
         return BackwardInputs(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
 
-    def share(self, n: int, groups: int) -> BackwardInputs:
-        """The same for the ``n``-th of so many groups of heads."""
-        dout, out = (head_group(x, n, groups, dim=2) for x in (self.dout, self.out))
-        delta = None if self.delta is None else head_group(self.delta, n, groups, dim=1)
-        return BackwardInputs(dout, out, head_group(self.lse, n, groups, dim=1), delta)
-
 
 class QueryGrads(NamedTuple):
     """Accumulators of the rows' gradients; wide floats."""
@@ -169,10 +146,12 @@ class QueryGrads(NamedTuple):
         """The same for a slice of the rows."""
         return QueryGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
 
-    def share(self, n: int, groups: int) -> QueryGrads:
-        """The same for the ``n``-th of so many groups of heads; without bias only."""
-        assert groups == 1 or self.dbias is None
-        return self._replace(dq=head_group(self.dq, n, groups, dim=2))
+
+def zero_bias_grad(rows: QueryBlock, params: KernelParams, dtype: torch.dtype) -> Tensor | None:
+    """Where the gradient of the bias is added up; ``None`` if none is wanted."""
+    if rows.bias is None or not params.bias_grad:
+        return None
+    return torch.zeros(rows.bias.shape, dtype=dtype, device=rows.bias.device)
 
 
 class KeyGrads(NamedTuple):
@@ -186,12 +165,6 @@ class KeyGrads(NamedTuple):
         return KeyGrads(self.dk[:, part], self.dv[:, part])
 
 
-def head_group(x: Tensor, n: int, groups: int, dim: int) -> Tensor:
-    """A view of the ``n``-th of so many equal groups of heads, which are the dimension ``dim``."""
-    size = x.shape[dim] // groups
-    return x if groups == 1 else x.narrow(dim, n * size, size)
-
-
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of accumulators for inputs of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -199,21 +172,19 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
-    batch, length, heads, _ = q.shape
-    dtype = acc_dtype(q.dtype)
-    out = torch.zeros(batch, length, heads, v_dim, dtype=dtype, device=q.device)
-    lse = torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=q.device)
-    return AttentionState(out, lse)
+    return unseen_state(q, v_dim, acc_dtype(q.dtype))
 
 
-def unseen_state(q: Tensor, v_dim: int, *, covered: bool = False) -> AttentionState:
-    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype.
+def unseen_state(
+    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, covered: bool = False
+) -> AttentionState:
+    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype or the one given.
 
     They see nothing, unless they are ``covered``: all will be written.
     """
     batch, length, heads, _ = q.shape
-    out = q.new_empty(batch, length, heads, v_dim)
-    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
+    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(out.dtype, torch.float32))
     if not covered:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -236,12 +207,6 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     slopes: Tensor | None
 
-    def share(self, n: int, groups: int) -> Inputs:
-        """The same for the ``n``-th of so many groups of heads; without bias and slopes only."""
-        assert groups == 1 or (self.bias is None and self.slopes is None)
-        q, k, v = (head_group(x, n, groups, dim=2) for x in (self.q, self.k, self.v))
-        return self._replace(q=q, k=k, v=v)
-
 
 class Grads(NamedTuple):
     """Gradients of an item, or of all that a rank holds, in the inputs' dtype or wider."""
@@ -250,6 +215,24 @@ class Grads(NamedTuple):
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+
+
+#: Which dimension heads are, of what is cut into groups of them.
+_HEADS = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 2) | {"lse": 1, "delta": 1}
+
+
+def head_group[T: (
+    Inputs, QueryBlock, KeyBlock, AttentionState, BackwardInputs, QueryGrads, KeyGrads
+)](of: T, n: int, groups: int) -> T:  # fmt: skip
+    """Views of the ``n``-th of so many equal groups of heads; without bias and slopes only."""
+    if groups == 1:
+        return of
+    found: dict[str, Any] = {name: x for name, x in of._asdict().items() if x is not None}
+    assert not found.keys() & {"bias", "slopes", "dbias"}
+    for name in found.keys() & _HEADS.keys():
+        size = found[name].shape[_HEADS[name]] // groups
+        found[name] = found[name].narrow(_HEADS[name], n * size, size)
+    return of._replace(**found)
 
 
 def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_core import Layout, LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
@@ -59,20 +58,20 @@ class Sharding:
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """This rank's slice, contiguous, of a whole tensor that every rank holds."""
         _check_dim(x, dim)
+        rows = x.transpose(0, dim)
         pieces = [
-            x.narrow(dim, run.global_start, (run.length - 1) * run.stride + 1)[
-                _every(x.ndim, dim, run.stride)
-            ]
+            rows[run.global_start : run.global_start + run.length * run.stride : run.stride]
             for run in self.layout(x.shape[dim]).runs(self.ring.rank)
         ]
-        return torch.cat(pieces, dim=dim).contiguous()
+        return torch.cat([piece.transpose(0, dim) for piece in pieces], dim=dim).contiguous()
 
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank, from every rank's slice; differentiable."""
         _check_dim(x, dim)
         dim %= x.ndim
-        layout = self.layout(x.shape[dim] * self.ring.size)
-        whole: Tensor = _Unshard.apply(x, dim, layout, self.ring)
+        whole: Tensor = _Unshard.apply(
+            x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring
+        )
         return whole
 
     def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
@@ -81,8 +80,7 @@ class Sharding:
         Its gradient is the sum of all ranks' gradients; that of :meth:`unshard` is this rank's own.
         """
         dim %= x.ndim
-        layout = self.layout(x.shape[dim] * self.ring.size)
-        whole: Tensor = _Gather.apply(x, dim, layout, self.ring)
+        whole: Tensor = _Gather.apply(x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring)
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -105,7 +103,6 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        """All-gather, then put the runs where they belong."""
         ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
         x = x.contiguous()
         parts = [x]
@@ -119,15 +116,10 @@ class _Unshard(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's slice of the gradient."""
-        return (
-            grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device)),
-            None,
-            None,
-            None,
-        )
+        own = grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device))
+        return own, None, None, None
 
 
 class _Gather(_Unshard):
@@ -135,14 +127,12 @@ class _Gather(_Unshard):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        """As without."""
         ctx.ring = ring
         return _Unshard.forward(ctx, x, dim, layout, ring)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's slice of the sum."""
         total = grad.contiguous().clone()
         if ctx.ring.size > 1:
             with collective(ctx.ring, "gather"):
@@ -162,9 +152,3 @@ def _check_dim(x: object, dim: object) -> None:
 
 def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
     return torch.as_tensor(layout.positions(rank), device=device)
-
-
-def _every(ndim: int, dim: int, stride: int) -> tuple[slice, ...]:
-    """An index that takes every ``stride``-th entry along ``dim``."""
-    at = dim % ndim
-    return tuple(slice(None, None, stride) if n == at else slice(None) for n in range(ndim))

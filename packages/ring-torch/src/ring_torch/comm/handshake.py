@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from ring_core import RankMismatchError
 from ring_torch.capture import is_capturing
@@ -31,8 +30,8 @@ from ring_torch.comm.ranks import (
     state_of,
     watch,
 )
-from ring_torch.comm.signature import CallSignature
 from ring_torch.comm.store import (
+    CallSignature,
     StoreAgreement,
     clear_failure,
     read_failure,
@@ -150,9 +149,8 @@ def agree(
     if not state.agreed and ring.rank == 0:
         clear_failure(ring.group)
     mine = torch.frombuffer(header.bytes(), dtype=torch.uint8).to(device)
-    received = bytes(_from_behind(ring, mine).cpu().numpy())
+    theirs = Header.read(bytes(_from_behind(ring, mine).cpu().numpy()))
     agreement = StoreAgreement.of(ring.group, number, signature.fields["pass"])
-    theirs = Header.read(received)
     if theirs is None or not _are_same(header, theirs, signature):
         text = (
             f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
@@ -186,8 +184,7 @@ def _check_on_stream(
     words = mine.view(torch.int64)
     words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
     words[2].fill_(signature.as_int64(number, seed))
-    theirs = _from_behind(ring, mine)
-    same = words[2] == theirs.view(torch.int64)[2]
+    same = words[2] == _from_behind(ring, mine).view(torch.int64)[2]
     torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
 
 
@@ -197,7 +194,7 @@ def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
     return theirs[:4] == mine[:4]
 
 
-def _from_behind(ring: Ranks, mine: Tensor) -> Tensor:
+def _from_behind(ring: Ranks, mine: torch.Tensor) -> torch.Tensor:
     """Send a header ahead; returns that of the rank behind."""
     theirs = torch.empty_like(mine)
     ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
@@ -268,8 +265,8 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
             raise RankMismatchError(note) from error
         raise RuntimeError(own if failure is None else f"{failure}; {own}") from error
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        fail(ring, f"call {number} ({name}) failed on rank {ring.rank} of the group: {reason}")
+        where = f"call {number} ({name}) failed on rank {ring.rank} of the group"
+        fail(ring, f"{where}: {type(error).__name__}: {error}")
         raise
 
 

@@ -21,8 +21,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_torch.buffers import BufferSpec
@@ -130,7 +128,9 @@ class Ranks:
         return state.calls
 
     def start(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
     ) -> Transfer:
         """Start moving contiguous tensors, which may not be touched until that is done.
 
@@ -156,7 +156,7 @@ class Transfer:
     """Transfers under way, with the tensors they read kept alive."""
 
     pending: tuple[dist.Work, ...] = ()
-    sent: tuple[Tensor, ...] = ()
+    sent: tuple[torch.Tensor, ...] = ()
     peers: tuple[int, ...] = ()
 
     def wait(self) -> None:
@@ -202,8 +202,8 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
 
 
 def exchange(
-    ring: Ranks, parts: Sequence[Sequence[Tensor]], device: torch.device
-) -> list[list[Tensor]]:
+    ring: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
+) -> list[list[torch.Tensor]]:
     """Send part ``n`` of each tensor to rank ``n``; all parts of a tensor have one shape.
 
     Returns:
@@ -254,7 +254,7 @@ def ranks_of(group: Any) -> Ranks:
             return ALONE
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
-        if group not in distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
+        if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")
         if (state := _state_of.get(group)) is not None:
             return state.ring
@@ -266,10 +266,9 @@ def ranks_of(group: Any) -> Ranks:
             )
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
-        is_other = group == dist.GroupMember.NON_GROUP_MEMBER
-        reason = (
-            "this rank is not in the given group" if is_other else f"got {type(group).__name__}"
-        )
+        reason = f"got {type(group).__name__}"
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            reason = "this rank is not in the given group"
         raise ValueError(
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )

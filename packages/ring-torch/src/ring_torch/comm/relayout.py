@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_torch.comm.ranks import Ranks, others, peer_errors
 
@@ -33,14 +31,14 @@ class Relayout:
     """
 
     ring: Ranks
-    before: Tensor
+    before: torch.Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    after: Tensor
+    after: torch.Tensor
 
-    def __call__(self, x: Tensor, guard: Guard) -> Tensor:
+    def __call__(self, x: torch.Tensor, guard: Guard) -> torch.Tensor:
         """Rows ``[T_local, ...]`` in their new order; differentiable, with a guard each way."""
-        moved: Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
+        moved: torch.Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
         return moved.reshape(x.shape)
 
     def back(self) -> Relayout:
@@ -67,14 +65,12 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
     after = np.empty(len(arriving), dtype=np.int64)
     after[np.argsort(target[rank])] = np.argsort(arriving)
     before = np.argsort(to, kind="stable")
-    counts = (np.bincount(ranks, minlength=ring.size).tolist() for ranks in (to, came))
-    sent, received = (tuple(count) for count in counts)
+    sent, received = (tuple(np.bincount(x, minlength=ring.size).tolist()) for x in (to, came))
     return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip
 
 
 def _owner_of(positions: Ints) -> Ints:
-    """The rank of each position."""
     owner = np.empty(positions.size, dtype=np.int64)
     for rank, row in enumerate(positions):
         owner[row] = rank
@@ -85,19 +81,17 @@ class _Move(torch.autograd.Function):
     """One all-to-all; the gradient goes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
-        """Send the rows."""
+    def forward(ctx: Any, x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:
         ctx.moves, ctx.guard = moves, guard
         return _move(x, moves, guard)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Send their gradients back."""
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _move(grad, ctx.moves.back(), ctx.guard), None, None
 
 
-def _move(x: Tensor, moves: Relayout, guard: Guard) -> Tensor:
+def _move(x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
     with guard(), peer_errors(others(moves.ring)):

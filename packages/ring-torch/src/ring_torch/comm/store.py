@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their messages, through the store of their process group.
+"""What ranks compare of a call, and tell each other of it through their process group's store.
 
 A rank compares its call with that of the rank behind. Others would learn of a difference, or of a
 failure inside a pass, only by waiting in vain: so who finds one leaves a note, for who waits to
@@ -9,7 +9,10 @@ the same.
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import os
+import struct
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,10 +23,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 _SAME = b"the same"
+_DIGEST_BYTES = 8
 _PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What must be equal on all ranks for a pass of a call, beside its number and seed."""
+
+    fields: dict[str, Any]  # anything that ``json`` writes
+    digest: bytes
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
+        """The signature of the pass of this name."""
+        fields = {"pass": name, **fields}
+        text = json.dumps(fields, sort_keys=True).encode()
+        return cls(fields, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+    def for_call(self, number: int, seed: int) -> bytes:
+        """What tells this call from any other: the digest of all, number and seed included."""
+        text = self.digest + struct.pack("<QQ", number, seed)
+        return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+
+    def as_int64(self, number: int, seed: int) -> int:
+        """The same as a number, int64."""
+        return int.from_bytes(self.for_call(number, seed), "little", signed=True)
 
 
 @dataclass(frozen=True)
@@ -103,7 +130,7 @@ def clear_failure(group: dist.ProcessGroup) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
-    groups = distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
+    groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
     if group not in groups:
         raise RuntimeError("the process group was destroyed")
     return groups[group][1]
@@ -122,7 +149,6 @@ def _ask_store(what: Callable[[], Any]) -> Any:
 
 
 def _read(store: Any, key: str) -> bytes | None:
-    """What is written under a key, if anything."""
     return store.get(key) if store.check([key]) else None
 
 
@@ -154,5 +180,5 @@ def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's members wait for each other."""
     options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
-    timeout: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

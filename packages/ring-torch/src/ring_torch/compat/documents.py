@@ -17,7 +17,7 @@ from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Relayout, relayout_between
-from ring_torch.comm.signature import CallSignature
+from ring_torch.comm.store import CallSignature
 from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
 from ring_torch.records import Inputs
 

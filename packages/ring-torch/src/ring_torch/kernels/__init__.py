@@ -18,13 +18,11 @@ from ring_core import (
 from ring_core.choose.rates import Case, default, expected
 from ring_core.choose.refusals import split_by_reasons
 from ring_torch.kernels.api import Kernel, Selection
-from ring_torch.kernels.cudnn import CUDNN
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.fa2 import FA2
-from ring_torch.kernels.fa3 import FA3
 from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.flash import capability
-from ring_torch.kernels.sdpa import CUDA_FLASH, CpuFlashKernel
+from ring_torch.kernels.flash_attn import FA2, FA3
+from ring_torch.kernels.sdpa import CUDA_FLASH, CUDNN, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
 #: As fast as they are on Hopper and Blackwell, where nothing was timed.
@@ -72,8 +70,8 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
     times = expected(cases, request, program, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
     others = [kernel.capabilities for kernel in able if kernel is not chosen]
-    rejected = (*((can, (times.time(can.name),)) for can in others), *refused)
-    return Selection(chosen, rejected, times, has_predicate)
+    slower = ((can, (times.time(can.name),)) for can in others)
+    return Selection(chosen, (*slower, *refused), times, has_predicate)
 
 
 def timed(device: str) -> tuple[Case, ...]:
@@ -102,8 +100,7 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
     """The kernel of a name; it never falls back."""
     name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
-    able = [kernel for kernel in named if request.device in kernel.capabilities.devices]
-    kernel = (able or named)[0]
+    kernel = next((k for k in named if request.device in k.capabilities.devices), named[0])
     here = [k.capabilities for k in KERNELS if not _unavailable_reasons(k, request)]
     require(kernel.capabilities, request, program, others=here)
     if reasons := _unavailable_reasons(kernel, request):
@@ -116,7 +113,6 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
 
 
 def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
-    """Why a kernel cannot run on this machine; empty if it can."""
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:
         return (f"runs on {', '.join(devices)}",)

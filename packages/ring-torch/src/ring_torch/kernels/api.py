@@ -1,4 +1,6 @@
-"""What a kernel is: one work item, no rank, no group, no step in sight.
+"""What a kernel is: one work item, no rank, no group, no step in sight; and how results merge.
+
+And what a library of fused CUDA kernels gives, and what it is told of a launch.
 
 Shapes are in ``ring_torch.records``.
 """
@@ -6,15 +8,23 @@ Shapes are in ``ring_torch.records``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, KernelConfig, Plan, Request, RingProgram, WorkItem
+from ring_core import (
+    BlockGeometry,
+    Capabilities,
+    KernelConfig,
+    Plan,
+    Request,
+    RingProgram,
+    WorkItem,
+)
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.merge import merge_into
+from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -26,7 +36,13 @@ from ring_torch.records import (
     QueryGrads,
     acc_dtype,
     empty_state,
+    zero_bias_grad,
 )
+
+Window = tuple[int | None, int | None]
+Pass = Literal["forward", "backward"]
+
+_MERGED_ROWS = 512
 
 
 class SplitBackward(Protocol):
@@ -52,35 +68,31 @@ class SplitBackward(Protocol):
 
 
 class Kernel(Protocol):
-    """A way to compute work items. Stateless."""
+    """A way to compute work items. Stateless.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it can do; it is only ever given calls that fit."""
+    A kernel has to say what it can do, and write ``attend`` and ``grads``. The rest is as most are:
+    it runs everywhere, and what the two methods give is merged and added.
+    """
 
-    @property
-    def parts(self) -> SplitBackward | None:
-        """Its backward by parts, if it has one."""
-
-    @property
-    def needs_delta(self) -> bool:
-        """Whether its backward is given ``delta``, or computes it from the global ``out``."""
-
-    @property
-    def adds_sinks(self) -> bool:
-        """Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``)."""
+    capabilities: Capabilities  # it is only ever given calls that fit
+    #: Whether its backward is given ``delta``, or computes it from the global ``out``.
+    needs_delta: bool = True
+    #: Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``).
+    adds_sinks: bool = False
+    #: Its backward by parts, if it has one.
+    parts: SplitBackward | None = None
+    #: About how long the first call with a predicate compiles; 0 where nothing is.
+    predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
-
-    @property
-    def predicate_compile_seconds(self) -> int:
-        """About how long the first call with a predicate compiles; 0 where nothing is."""
+        return None
 
     def config_refusals(
-        self, config: KernelConfig, request: Request, program: RingProgram, /
+        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
     ) -> tuple[str, ...]:
         """What a call and its settings ask of it that it cannot do on this machine."""
+        return ()
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -103,12 +115,19 @@ class Kernel(Protocol):
         into: AttentionState,
     ) -> None:  # fmt: skip
         """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
+        merge_into(into, *self.attend(rows, columns, item, params))
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
+        grads = self.grads(rows, columns, upstream, item, params)
+        row_grads.dq.add_(grads.dq)
+        column_grads.dk.add_(grads.dk)
+        column_grads.dv.add_(grads.dv)
+        if row_grads.dbias is not None:
+            row_grads.dbias.add_(not_none(grads.dbias))
 
 
 @dataclass(frozen=True)
@@ -137,52 +156,37 @@ class Selection:
         return "\n".join(lines)
 
 
-class KernelBase:
-    """What a kernel has unless it says otherwise: it runs everywhere, and items are added up.
+def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
+    """Merge a kernel's ``(out, lse)`` into what was accumulated, in place.
 
-    A kernel has to write ``attend`` and ``grads``.
+    The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
     """
+    if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
+        from ring_torch.memory_ops import merge_on_gpu
 
-    needs_delta = True
-    adds_sinks = False
-    parts: SplitBackward | None = None
-    predicate_compile_seconds = 0
-
-    def unavailable_reason(self) -> str | None:
-        """None: it comes with torch."""
-        return None
-
-    def config_refusals(
-        self, _config: KernelConfig, _request: Request, _program: RingProgram, /
-    ) -> tuple[str, ...]:
-        """None: its ``Capabilities`` say it all."""
-        return ()
-
-    def attend_into(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        into: AttentionState,
-    ) -> None:  # fmt: skip
-        """Merge what ``attend`` gives."""
-        merge_into(into, *self.attend(rows, columns, item, params))
-
-    def grads_into(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
-        """Add what ``grads`` gives."""
-        grads = self.grads(rows, columns, upstream, item, params)
-        row_grads.dq.add_(grads.dq)
-        column_grads.dk.add_(grads.dk)
-        column_grads.dv.add_(grads.dv)
-        if row_grads.dbias is not None:
-            row_grads.dbias.add_(not_none(grads.dbias))
+        merge_on_gpu(into.out, into.lse, out, lse)
+        return
+    for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
+        rows = slice(start, start + _MERGED_ROWS)
+        _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
 
 
-class AccumulatingKernel(KernelBase):
+def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
+    lse = lse.to(into.lse.dtype)
+    merged = torch.logaddexp(into.lse, lse)
+    safe = merged.masked_fill(merged == -torch.inf, 0.0)
+    old = (into.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    into.out.mul_(old)
+    into.out.add_(torch.where(new > 0, out * new, 0.0))
+    into.lse.copy_(merged)
+
+
+class AccumulatingKernel(Kernel, Protocol):
     """A kernel that merges and adds as it computes: it has to write the other two methods."""
 
     def attend(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, wide."""
@@ -192,16 +196,109 @@ class AccumulatingKernel(KernelBase):
         return into
 
     def grads(
-        self: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """The item's gradients, wide."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
-        dbias = None
-        if rows.bias is not None and params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=dtype)
-        into = QueryGrads(dq, dbias), KeyGrads(dk, dv)
-        self.grads_into(rows, columns, upstream, item, params, *into)
+        dbias = zero_bias_grad(rows, params, dtype)
+        self.grads_into(
+            rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv)
+        )
         return Grads(dq, dk, dv, dbias)
+
+
+class Documents(NamedTuple):
+    """Packed documents: offsets int32 ``[documents + 1]`` into queries and keys, and lengths."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+#: What functions of FlashAttention call them.
+DOCUMENT_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+class Mods(NamedTuple):
+    """What else changes scores, or hides them, for libraries that take it.
+
+    Attributes:
+        masked: The item, if more than a window or documents hides some of it: these, then.
+        segments: Segment ids of its rows, int32 ``[B, n]``, and of its columns, ``[B, m]``.
+        geometry: Of a predicate.
+        slopes: ALiBi's, ``[B or 1, H]``.
+        positions: Of rows and columns, ``[n]`` and ``[m]``, where there are slopes.
+        apart: The first row's position less the first column's, if both count on one by one.
+        behind: No row sees keys of later positions than its own.
+        sinks: Float32 ``[H]``: the launch is all of a call, and is to add them.
+    """
+
+    masked: WorkItem | None
+    segments: tuple[Tensor, Tensor] | None
+    geometry: BlockGeometry | None
+    slopes: Tensor | None
+    positions: tuple[Tensor, Tensor] | None
+    apart: int | None
+    behind: bool
+    sinks: Tensor | None
+
+
+class Options(NamedTuple):
+    """What a launch is told beside its tensors."""
+
+    scale: float
+    softcap: float | None
+    window: Window  # as WorkItem.window
+    documents: Documents | None
+    deterministic: bool
+    mods: Mods | None = None
+    needs_lse: bool = True
+
+
+class HeadDims(NamedTuple):
+    """Head dims of Q and K, and of V."""
+
+    qk: int
+    v: int
+
+
+def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+    """The head dims of a call, for libraries that are right at all they take."""
+    return HeadDims(head_dim, v_head_dim)
+
+
+def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+    """The next multiples of 8, for libraries that take no others."""
+    return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
+
+
+def padded_to(dim: int, by: int) -> int:
+    """The next multiple of a number."""
+    return -(-dim // by) * by
+
+
+class Flash(Protocol):
+    """The calls of a library.
+
+    ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]``, ``lse [B, H, n]``, natural log.
+    With documents there is no batch: ``q [n, H, D]``, ``lse [H, n]``, and where a row sees nothing
+    ``lse`` is either infinity.
+    """
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``, in ``place`` if the library can write there.
+
+        What is written there in the place of an ``lse`` that is not needed is anything.
+        """
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor | None, /,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
@@ -71,8 +70,8 @@ def block_index(
 def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
     """Whether a block of ``[B, n, m]`` shows anything, ``[B, I, J]``."""
     edges = (0, -shown.shape[2] % block_k, 0, -shown.shape[1] % block_q)
-    blocks = functional.pad(shown, edges).unflatten(2, (-1, block_k)).unflatten(1, (-1, block_q))
-    live: Tensor = blocks.any(dim=4).any(dim=2)
+    blocks = torch.nn.functional.pad(shown, edges).unflatten(2, (-1, block_k))
+    live: Tensor = blocks.unflatten(1, (-1, block_q)).any(dim=4).any(dim=2)
     return live
 
 
@@ -149,8 +148,7 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
     tiles, index = not_none(item.tiles), not_none(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
     which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
-    which = np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2))
-    return which.astype(np.int32)
+    return np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2)).astype(np.int32)
 
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
@@ -173,8 +171,7 @@ def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) 
     """Flags of parts as ``blocks`` groups of ``each`` along an axis, a group's along the next."""
     more = max(0, blocks * each - flags.shape[dim])
     edges = [(0, more if n == dim else 0) for n in range(2)]
-    flags = np.pad(flags, edges, constant_values=beyond)
-    flags = flags.take(range(blocks * each), axis=dim)
+    flags = np.pad(flags, edges, constant_values=beyond).take(range(blocks * each), axis=dim)
     return flags.reshape(*flags.shape[:dim], blocks, each, *flags.shape[dim + 1 :])
 
 

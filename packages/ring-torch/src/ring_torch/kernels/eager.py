@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import EMPTY, FULL, TILE, WorkItem
+from ring_core import EMPTY, FULL, TILE, WorkItem, philox
 from ring_core.base.arguments import not_none
 from ring_core.base.config import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
-from ring_torch.kernels.philox import dropout_keep
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -32,6 +31,7 @@ from ring_torch.records import (
 
 BLOCK_K = 256
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
+_LOW = 0xFFFFFFFF
 
 
 class EagerKernel(AccumulatingKernel):
@@ -52,7 +52,7 @@ class EagerKernel(AccumulatingKernel):
     ) -> None:
         """Attend and merge into ``into``, block row by block row."""
         blocks = ScoreBlocks(rows, columns, item, params)
-        v_clean = _is_clean(columns.v)
+        v_clean = is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
@@ -88,9 +88,9 @@ class EagerKernel(AccumulatingKernel):
         blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
-            "q": _is_clean(rows.q),
-            "k": _is_clean(columns.k),
-            "do": _is_clean(upstream.dout),
+            "q": is_clean(rows.q),
+            "k": is_clean(columns.k),
+            "do": is_clean(upstream.dout),
         }
         for i in _row_blocks(rows, params):
             q, do = (
@@ -242,10 +242,7 @@ class ScoreBlocks:
             parts.append(q_doc[i, None] == k_doc[j])
         if item.tiles is not None and not (self._tiles(i, j) == FULL).all():
             parts.append(self._rule(i, j))
-        visible = None
-        for part in parts:
-            visible = part if visible is None else visible & part
-        visible = None if visible is None else visible[None, None]
+        visible = reduce(torch.logical_and, parts)[None, None] if parts else None
         if rows.segments is None or columns.segments is None:
             return visible
         q_ids, k_ids = rows.segments[:, i, None], columns.segments[:, None, j]
@@ -255,12 +252,12 @@ class ScoreBlocks:
     @cached_property
     def _documents(self) -> tuple[Tensor, Tensor]:
         """Which document of the item each row and column belongs to."""
-        device = self.rows.q.device
-        lengths = (self.rows.q.shape[1], self.columns.k.shape[1])
-        cuts = (torch.as_tensor(cu, device=device) for cu in (self.item.cu_q, self.item.cu_k))
+        device, item = self.rows.q.device, self.item
         q_doc, k_doc = (
-            torch.bucketize(torch.arange(n, device=device), cu, right=True)
-            for n, cu in zip(lengths, cuts, strict=True)
+            torch.bucketize(
+                torch.arange(n, device=device), torch.as_tensor(cu).to(device), right=True
+            )
+            for n, cu in ((self.rows.q.shape[1], item.cu_q), (self.columns.k.shape[1], item.cu_k))
         )
         return q_doc, k_doc
 
@@ -270,8 +267,8 @@ class ScoreBlocks:
             not_none(self.rows.position)[i, None],
             not_none(self.columns.position)[None, j],
         )
-        seen = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
-        visible = seen.expand(q_pos.shape[0], k_pos.shape[1])
+        visible = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
+        visible = visible.expand(q_pos.shape[0], k_pos.shape[1])
         if self.params.boundaries is not None:
             q_cell, k_cell = (
                 torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos)
@@ -328,5 +325,51 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
     return result
 
 
-def _is_clean(x: Tensor) -> bool:
+def is_clean(x: Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
     return bool(torch.isfinite(x).all())
+
+
+def dropout_keep(
+    p: float, seed: int, batch: range, heads: int, index: Tensor, position: Tensor
+) -> Tensor:
+    """Which elements survive dropout: boolean ``[len(batch), heads, len(index), len(position)]``.
+
+    The words are those of ``ring_core``'s Philox-4x32-10.
+
+    Args:
+        p: Probability to drop.
+        seed: 64 bits.
+        batch: Rows of the batch.
+        heads: Counted from 0.
+        index: Global indices of the queries.
+        position: Global indices of the keys, ascending.
+    """
+    device = index.device
+    groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
+    b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    words = torch.stack(_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1)
+    return words.flatten(-2)[..., group_index * 4 + (position & 3)] >= philox.dropout_threshold(p)
+
+
+def _words(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(philox.ROUNDS):
+        high0, low0 = _multiply(c0, philox.MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, philox.MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + philox.KEY_STEPS[0]) & _LOW, (k1 + philox.KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the product of 32-bit numbers held in int64.
+
+    The product needs 64 bits and int64 has a sign, so the high half comes from two 48-bit products.
+    """
+    high, low = a * (b >> 16), a * (b & 0xFFFF)
+    return (high + (low >> 16)) >> 16, (a * b) & _LOW

@@ -1,6 +1,6 @@
 """What the fused CUDA kernels have in common: each is a forward and a backward of one call.
 
-A library gives its calls (:mod:`ring_torch.kernels.flash_library`); :class:`FlashKernel` makes a
+A library gives its calls (:class:`ring_torch.kernels.api.Flash`); :class:`FlashKernel` makes a
 kernel of them. Masked weights, which are 0, are multiplied with whatever stands in their tile, so a
 NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
 """
@@ -13,22 +13,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import KernelBase, SplitBackward
-from ring_torch.kernels.flash_library import (
+from ring_torch.kernels.api import (
     Documents,
     Flash,
     HeadDims,
+    Kernel,
     Mods,
     Options,
     Pass,
+    SplitBackward,
     Window,
     as_given,
-    no_limits,
 )
 from ring_torch.optional import has_triton
 from ring_torch.records import (
@@ -42,8 +41,20 @@ from ring_torch.records import (
 )
 
 
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a CUDA device, of the current one by default."""
+    return torch.cuda.get_device_capability(device)
+
+
+def old_gpu_reason() -> str | None:
+    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
+    if capability()[0] >= 8:
+        return None
+    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
+
+
 @dataclass(frozen=True)
-class FlashKernel(KernelBase):
+class FlashKernel(Kernel):
     """A kernel made of a library's calls.
 
     Attributes:
@@ -54,6 +65,11 @@ class FlashKernel(KernelBase):
         head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
             that are right or faster there, to which zeros are added; ``None`` if there are none.
         limits: What it cannot do together, or not on this GPU.
+        unavailable: Why the library cannot be called on this machine; ``None`` if it can.
+        clips_right_window: Whether it changes a window on the right where there are more queries
+            than keys. FlashAttention-2 takes a right side that is no less than the number of keys,
+            or none beside a left one, for the number of keys, or forgets it: then rows see fewer
+            keys, or more.
         adds_sinks: As for every kernel.
         predicate_compile_seconds: About how long the first call with a predicate compiles.
     """
@@ -63,13 +79,15 @@ class FlashKernel(KernelBase):
     needs_delta: bool = False
     parts: SplitBackward | None = None
     head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
-    limits: Callable[[Request, RingProgram], tuple[str, ...]] = no_limits
+    limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
+    unavailable: Callable[[], str | None] = old_gpu_reason
+    clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Why it cannot run on this machine; ``None`` if it can."""
-        return self.flash.unavailable_reason()
+        return self.unavailable()
 
     def config_refusals(
         self, _config: KernelConfig, request: Request, program: RingProgram, /
@@ -78,7 +96,7 @@ class FlashKernel(KernelBase):
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
-        return self.limits(request, program)
+        return () if self.limits is None else self.limits(request, program)
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -92,8 +110,9 @@ class FlashKernel(KernelBase):
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
             if out is not None and not params.needs_lse:
-                options = options._replace(needs_lse=False)
-                return AttentionState(*self._forward(q, k, v, options, out))
+                return AttentionState(
+                    *self._forward(q, k, v, options._replace(needs_lse=False), out)
+                )
             result, lse = self._forward(q, k, v, options, out)
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _numbers_where_seen(result, lse))
@@ -128,8 +147,9 @@ class FlashKernel(KernelBase):
             grads = self._backward(dout, q, k, v, result, lse, options, out)
             return Grads(*grads, None)
         batch = rows.q.shape[0]
-        documents = _documents(item, batch, rows.q.device)
-        options = _options(item, params, item.documents_window, documents)
+        options = _options(
+            item, params, item.documents_window, _documents(item, batch, rows.q.device)
+        )
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         inside = out[0] if out is not None and batch == 1 else None
@@ -152,7 +172,6 @@ class FlashKernel(KernelBase):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The library's, at head dims that it has."""
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             place = None
@@ -183,7 +202,7 @@ class FlashKernel(KernelBase):
     def _clips(self, window: Window, queries: int, keys: int) -> bool:
         left, right = window
         beyond = left is not None if right is None else right >= keys
-        return self.flash.clips_right_window and beyond and queries > keys
+        return self.clips_right_window and beyond and queries > keys
 
     def _attend_each(
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
@@ -192,7 +211,7 @@ class FlashKernel(KernelBase):
         whole = unseen_state(rows.q, columns.v.shape[3])
         for one in pieces:
             part = whole.take(one.q_slice)
-            result = self.attend(*_part(rows, columns, one), one, params)
+            result = self.attend(rows.take(one.q_slice), columns.take(one.k_slice), one, params)
             part.out.copy_(result.out)
             part.lse.copy_(result.lse)
         return whole
@@ -205,7 +224,7 @@ class FlashKernel(KernelBase):
         dq = torch.zeros_like(rows.q)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
         for one in pieces:
-            part = *_part(rows, columns, one), upstream.take(one.q_slice)
+            part = rows.take(one.q_slice), columns.take(one.k_slice), upstream.take(one.q_slice)
             grads = self.grads(*part, one, params)
             dq[:, one.q_slice].copy_(grads.dq)
             dk[:, one.k_slice].add_(grads.dk)
@@ -214,8 +233,12 @@ class FlashKernel(KernelBase):
 
 
 def _ready(x: Tensor, dim: int) -> Tensor:
-    """As a library takes a tensor: a view may be neither as wide nor as it has to lie."""
-    return aligned(padded(x, dim))
+    """As a library takes a tensor: a view may be neither as wide nor as it has to lie.
+
+    Zeros are added to the last dimension, which change no score and no output.
+    """
+    x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+    return aligned(x)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -223,11 +246,6 @@ def aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def padded(x: Tensor, dim: int) -> Tensor:
-    """A tensor with zeros added to its last dimension, which change no score and no output."""
-    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
@@ -265,18 +283,15 @@ def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
     return torch.as_tensor(hidden, device=device) if hidden.any() else None
 
 
-def _part(rows: QueryBlock, columns: KeyBlock, item: WorkItem) -> tuple[QueryBlock, KeyBlock]:
-    return rows.take(item.q_slice), columns.take(item.k_slice)
-
-
 def _options(
     item: WorkItem,
     params: KernelParams,
     window: Window | None = None,
     documents: Documents | None = None,
 ) -> Options:
-    sides = item.window if window is None else window
-    return Options(params.scale, params.softcap, sides, documents, params.deterministic)
+    return Options(
+        params.scale, params.softcap, window or item.window, documents, params.deterministic
+    )
 
 
 def _with_mods(
@@ -292,10 +307,10 @@ def _with_mods(
             apart = rows.runs[0].position - columns.runs[0].position
     behind = apart is not None and item.lo is not None and item.lo + apart >= 0
     masked = item if segments is not None or item.tiles is not None else None
-    geometry = None if item.tiles is None else params.blocks
-    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     if masked is None and rows.slopes is None and params.sinks is None:
         return options
+    geometry = None if item.tiles is None else params.blocks
+    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
     return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 
 
@@ -308,18 +323,6 @@ def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     )
     cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in every)
     return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
-
-
-def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default."""
-    return torch.cuda.get_device_capability(device)
-
-
-def old_gpu_reason() -> str | None:
-    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
-    if capability()[0] >= 8:
-        return None
-    return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
 def unbounded(side: int | None) -> int:

@@ -1,24 +1,25 @@
-"""``sdpa``: torch's own fused attention operators, which come with torch and return ``lse``.
+"""``sdpa`` and ``cudnn``: fused attention operators, which come with torch and return ``lse``.
 
-On the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``; on CUDA torch's
-build of FlashAttention-2. Both take the global ``out`` and ``lse`` in the backward.
+``sdpa`` is on the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``, on
+CUDA torch's build of FlashAttention-2; ``cudnn`` is the attention of cuDNN. All take the global
+``out`` and ``lse`` in the backward.
 
-Both multiply masked weights, which are 0, with whatever they meet, and the CPU's says that ``lse``
+All multiply masked weights, which are 0, with whatever they meet, and the CPU's says that ``lse``
 is 0 where all logits of a row are ``-inf``. So on the CPU, blocks with NaN or infinity go to
 ``eager``, which reads only what is seen; to look for them on CUDA would stall the host.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel
-from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.flash_library import Options, rounded_to_8
-from ring_torch.kernels.merge import merge_into
+from ring_core import Capabilities, Request, RingProgram, WorkItem
+from ring_torch.kernels.api import AccumulatingKernel, Options, merge_into, rounded_to_8
+from ring_torch.kernels.eager import EagerKernel, is_clean
+from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -30,6 +31,8 @@ from ring_torch.records import (
 )
 
 aten = torch.ops.aten
+_WIDE = 128  # head dims above, and unlike ones, not all versions of cuDNN have
+_WIDE_FROM = 91900  # cuDNN's version
 
 
 class CpuFlashKernel(AccumulatingKernel):
@@ -53,7 +56,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, columns.v):
+        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -70,7 +73,7 @@ class CpuFlashKernel(AccumulatingKernel):
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
-        if _has_nonfinite(rows.q, columns.k) or _reads_nonfinite(item, *others):
+        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -93,12 +96,6 @@ class CpuFlashKernel(AccumulatingKernel):
 
 class Flash:
     """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
-
-    clips_right_window = True
-
-    def unavailable_reason(self) -> str | None:
-        """A GPU before Ampere."""
-        return old_gpu_reason()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
@@ -135,26 +132,91 @@ CUDA_FLASH = FlashKernel(
         bands="any", documents=True, exact_nan=False,
     ),
     head_dims=rounded_to_8,
+    clips_right_window=True,
+)  # fmt: skip
+
+
+class Cudnn:
+    """Torch's operators for it; whole and square causal blocks, as they take no window."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(q, options), False,
+            scale=options.scale,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, _place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``.
+
+        A single query before a single key is more than cuDNN takes: a second token stands behind
+        them, which nothing sees and whose own gradient is 0.
+        """
+        if q.shape[1] == k.shape[1] == 1:
+            q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
+            dout, out = (torch.cat([x, torch.zeros_like(x)], dim=1) for x in (dout, out))
+            causal = options._replace(window=(None, 0))
+            lse = torch.cat([lse, lse], dim=2)
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
+            return dq[:, :1], dk[:, :1], dv[:, :1]
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), state, state,
+            None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(q, options),
+            scale=options.scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+
+def _is_causal(q: Tensor, options: Options) -> bool:
+    """Whether to mask; a single query sees its single key, and cuDNN takes no such mask."""
+    assert options.documents is None and options.window in ((None, None), (None, 0))
+    return options.window == (None, 0) and q.shape[1] > 1
+
+
+@cache
+def _missing_cudnn() -> str | None:
+    return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+
+
+def _cudnn_limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
+    """Head dims that were measured to be right on Hopper, with one version."""
+    dims = request.head_dim, request.v_head_dim
+    if dims[0] == dims[1] <= _WIDE or (
+        capability()[0] == 9 and (torch.backends.cudnn.version() or 0) >= _WIDE_FROM
+    ):
+        return ()
+    return (f"has head dims above {_WIDE}, and unlike ones, on Hopper from cuDNN 9.19 on",)
+
+
+CUDNN = FlashKernel(
+    Cudnn(),
+    Capabilities(
+        name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        mixed_head_dims=True, bands="causal", exact_nan=False,
+    ),
+    head_dims=rounded_to_8,
+    unavailable=_missing_cudnn,
+    limits=_cudnn_limits,
 )  # fmt: skip
 
 
 def _lengths(
     q: Tensor, k: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Documents as the operators take them."""
-    if options.documents is None:
-        return None, None, q.shape[1], k.shape[1]
-    return options.documents
+    return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
 def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
     """Whether a masked weight of an item meets something that 0 times it is not 0."""
-    return not item.is_full and _has_nonfinite(*tensors)
-
-
-def _has_nonfinite(*tensors: Tensor) -> bool:
-    """Whether some number is NaN or infinite."""
-    return not all(bool(torch.isfinite(x).all()) for x in tensors)
+    return not (item.is_full or all(map(is_clean, tensors)))
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from ring_core import RingProgram, StrategyName
 from ring_core.checks import Sizes
 from ring_torch.call import Call, Strategy
-from ring_torch.head_groups import ONE_GROUP, head_groups_of
 from ring_torch.kernels.api import Kernel
-from ring_torch.strategies.gather import Gather
+from ring_torch.payload import ONE_GROUP
+from ring_torch.strategies.gather import Gather, head_groups_of
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.single import Single, only_item
 from ring_torch.strategies.two_stage import TwoStageGather

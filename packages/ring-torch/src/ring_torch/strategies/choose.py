@@ -20,14 +20,14 @@ from ring_torch.strategies.sessions import TRANSPORTS
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
 MOST_MEMORY = 3.0
 
-#: The transports of each strategy, the fastest first.
-_TRANSPORTS_OF: dict[StrategyName, tuple[str, ...]] = {
-    "ring": ("p2p",), "balanced": ("p2p",), "gather": ("symm_mem", "p2p"),
-    "ulysses": ("p2p",),
-}  # fmt: skip
-
-#: What ``auto`` takes the first of that can do a call.
-_AUTO: tuple[tuple[StrategyName, str], ...] = (("gather", "symm_mem"), ("ring", "p2p"))
+#: Strategies and transports that a name may mean, the fastest first.
+_PAIRS: dict[str, tuple[tuple[StrategyName, str], ...]] = {
+    "auto": (("gather", "symm_mem"), ("ring", "p2p")),
+    "ring": (("ring", "p2p"),),
+    "balanced": (("balanced", "p2p"),),
+    "gather": (("gather", "symm_mem"), ("gather", "p2p")),
+    "ulysses": (("ulysses", "p2p"),),
+}
 
 TRANSPORT_NAMES = ("auto", *TRANSPORTS)
 
@@ -60,7 +60,7 @@ def choose_strategy(
         UnsupportedError: What was named cannot do this call.
     """
     alone = StrategyConfig(strategy).ring_strategy
-    pairs = [(name, way) for name, way in _pairs(strategy) if transport in ("auto", way)]
+    pairs = [(name, way) for name, way in _PAIRS[strategy] if transport in ("auto", way)]
     if not pairs:
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
@@ -68,14 +68,12 @@ def choose_strategy(
         )
     if ring.size == 1:
         return alone, "p2p"
-    reasons: list[str] = []
     for name, way in pairs:
-        reasons = []
-        if name == "gather":
-            reasons += gather_refusals(plan)
-            reasons += _symm_mem_refusals(ring, device, probe=probe) if way == "symm_mem" else []
-            if (strategy, transport) == ("auto", "auto") and not reasons:
-                reasons += _memory_refusals(plan, *widths)
+        reasons = list(gather_refusals(plan)) if name == "gather" else []
+        if way == "symm_mem":
+            reasons += _symm_mem_refusals(ring, device, probe=probe)
+        if name == "gather" and (strategy, transport) == ("auto", "auto") and not reasons:
+            reasons += _memory_refusals(plan, *widths)
         if not reasons:
             return name, way
     raise UnsupportedError(
@@ -84,15 +82,8 @@ def choose_strategy(
     )
 
 
-def _pairs(strategy: str) -> tuple[tuple[StrategyName, str], ...]:
-    """Strategies and transports that a name may mean, the fastest first."""
-    each = ((name, way) for name, ways in _TRANSPORTS_OF.items() for way in ways)
-    return _AUTO if strategy == "auto" else tuple(pair for pair in each if pair[0] == strategy)
-
-
 def _memory_refusals(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> list[str]:
-    memory = gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize)
-    if memory <= MOST_MEMORY:
+    if gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize) <= MOST_MEMORY:
         return []
     return [f"it takes more than {MOST_MEMORY:g} times the memory of a ring"]
 

@@ -3,6 +3,10 @@
 Every row sees its keys in one launch, as on one device, and what the first launch needs is fetched
 first; so a result has one device's rounding. Rows that see own keys only, where they are most, need
 none of that: they come first, and in the backward last.
+
+Heads may go in groups, so that transfers hide behind kernels. While a kernel runs for one group,
+the keys of the next arrive and the gradients of the last travel home. What nothing hides is the
+transfer of a single group.
 """
 
 from __future__ import annotations
@@ -14,33 +18,74 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_core import Fetch, GatherProgram, StrategyName, WorkItem, gather_program, longest_gather
-from ring_torch.call import Call, Saved, Shapes
-from ring_torch.head_groups import MAX_SAVED_BYTES, HeadGroups
-from ring_torch.payload import KeyGradBuffer, KVPayload, keys_of
+from ring_core import (
+    Fetch,
+    GatherProgram,
+    RingProgram,
+    StrategyName,
+    WorkItem,
+    gather_program,
+    longest_gather,
+)
+from ring_core.checks import Sizes
+from ring_torch.call import Call, Saved, Shapes, Strategy
+from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload, keys_of
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
     Grads,
     Inputs,
     KeyBlock,
+    KeyGrads,
     QueryBlock,
     QueryGrads,
     head_group,
     unseen_state,
+    zero_bias_grad,
 )
 from ring_torch.strategies.sessions import gathered_columns, open_session
 from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
 
+#: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
+#: host is not ahead of the GPU.
+GROUP_FLOPS = 1e12
+MOST_GROUPS = 4
+
+#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
+#: otherwise fetches them again.
+MAX_SAVED_BYTES = 256 << 20
+
+#: Bytes fetched a FLOP of a forward from which on keys do not hide behind one another's launches:
+#: those of a ring of four with a key head for every query head, up to 128k tokens. Fewer are not
+#: worth more launches.
+MIN_BYTES_PER_FLOP = 1e-4
+
+#: FLOPs of a forward from which on gradients are sent in two parts.
+EARLY_RETURN_FLOPS = 3e11
+
+
+def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
+    """Groups for a call that gathers keys, the same on all ranks."""
+    dims = sizes.head_dim + sizes.v_head_dim
+    plan = program.plan
+    pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
+    flops = 2 * pairs * sizes.q_heads * dims
+    size = longest_gather(plan).length * sizes.batch * sizes.kv_heads * dims * itemsize
+    moved = size if size <= MAX_SAVED_BYTES else 2 * size
+    groups = 1
+    if moved > MIN_BYTES_PER_FLOP * flops:
+        most = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
+        groups = max(n for n in range(1, max(most, 1) + 1) if sizes.kv_heads % n == 0)
+    return HeadGroups(groups, groups, early=flops > EARLY_RETURN_FLOPS)
+
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Strategy):
     """For kernels that know bands. Gathered keys are saved where they are few."""
 
     groups: HeadGroups
     name: StrategyName = "gather"
     depends_on_kernel = True
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
@@ -55,8 +100,9 @@ class Gather:
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = gathered_columns(call, gather, keys, arriving.tensors)
-            part = rows.share(n, groups), columns, _in_place(call, gather, inputs, n, groups)
-            results.append(_attend(call, *part, gather, arriving, whole.share(n, groups)))
+            in_place = _in_place(call, gather, inputs, n, groups)
+            part, place = head_group(rows, n, groups), head_group(whole, n, groups)
+            results.append(_attend(call, part, columns, in_place, gather, arriving, place))
             arriving.wait(None)
         if len(results) == 1:
             whole = results[0]
@@ -79,33 +125,33 @@ class Gather:
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        dbias = None
-        if rows.bias is not None and call.params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=call.acc_dtype)
+        dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows), dbias)
-        shape = (keys.batch, keys.length, inputs.k.shape[2])
         dk, dv = (
-            torch.empty(*shape, x.shape[3], dtype=call.dtype, device=call.device)
-            for x in (inputs.k, inputs.v)
+            torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         home: list[Tensor | None] = []
 
         def finish(n: int) -> None:
-            places = head_group(dk, n, groups, dim=2), head_group(dv, n, groups, dim=2)
+            places = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
 
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
-            part = rows.share(n, groups), upstream.share(n, groups), row_grads.share(n, groups)
+            part = (
+                head_group(rows, n, groups), head_group(upstream, n, groups),
+                head_group(row_grads, n, groups),
+            )  # fmt: skip
             for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
                 work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
                 _differentiate(call, work, *part, sums, room[n], gather.length)
-                sent = session.return_grads(
-                    gather, sums, room[n], n, early=early, overlapped=overlapped
+                in_flight[n].append(
+                    session.return_grads(
+                        gather, sums, room[n], n, early=early, overlapped=overlapped
+                    )
                 )
-                in_flight[n].append(sent)
             in_place = _in_place(call, gather, inputs, n, groups)
             home.append(_differentiate_in_place(call, in_place, *part, sums))
             if n > 0:
@@ -115,14 +161,13 @@ class Gather:
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """The gathered keys; none where another plan may need more of them."""
-        groups = self.groups.forward
-        keys = KVPayload.of(inputs, groups)
+        keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self._saves(call, keys):
             return []
         length = gather_program(call.plan, call.ring.rank).length
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
-        return (both + ids) * groups
+        return (both + ids) * self.groups.forward
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Whether the forward leaves the keys it gathered to the backward."""
@@ -196,7 +241,10 @@ def _differentiate(
             call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
         else:
             result = call.kernel.grads(*part, item, call.params, into[0].dq)
-            _put_rows(result, into[0])
+            if result.dq.data_ptr() != into[0].dq.data_ptr():
+                into[0].dq.copy_(result.dq)
+            if into[0].dbias is not None and result.dbias is not None:
+                into[0].dbias.add_(result.dbias)
             _put_columns(result, into[1], item, fresh)
 
 
@@ -216,12 +264,12 @@ def _keys_by_group(
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
         columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])
-        yield from (columns.share(n, cuts) for n in range(cuts))
+        yield from (head_group(columns, n, cuts) for n in range(cuts))
 
 
 def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
-    in_flight: Sequence[PendingGrads], places: tuple[Tensor, Tensor],
+    in_flight: Sequence[PendingGrads], places: KeyGrads,
 ) -> None:  # fmt: skip
     """Add what comes home to the own sums, and round them into dK and dV.
 
@@ -246,10 +294,10 @@ def _finish_own_grads(
         return slice(source.start + by, source.stop + by)
 
     for pending in in_flight:
-        pending.add_to(grads, length, where)
+        pending(grads, length, where)
     for one in own:
         mine = sums.of(grads, length, one.target)
-        into = places[0][:, one.source], places[1][:, one.source]
+        into = places.take(one.source)
         if sums.head_major and call.kernel.parts is not None:
             call.kernel.parts.round(mine, into, call.params)
         else:
@@ -272,14 +320,6 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
 
 
-def _put_rows(result: Grads, into: QueryGrads) -> None:
-    """Put the gradients of an item's rows in their places, unless they are there."""
-    if result.dq.data_ptr() != into.dq.data_ptr():
-        into.dq.copy_(result.dq)
-    if into.dbias is not None and result.dbias is not None:
-        into.dbias.add_(result.dbias)
-
-
 def _put_columns(
     result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
@@ -300,5 +340,5 @@ def _in_place(
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
-    own = call.columns(call.ring.rank, keys_of(inputs.share(n, groups)))
+    own = call.columns(call.ring.rank, keys_of(head_group(inputs, n, groups)))
     return [(own, item) for item in gather.in_place]

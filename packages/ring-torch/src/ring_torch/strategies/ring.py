@@ -1,21 +1,21 @@
 """K/V go round a ring of ranks: a kernel for each work item of a step, its result merged.
 
-Ranks that would be idle may compute for busy ones (:mod:`ring_torch.strategies.balanced`).
+Ranks that would be idle may compute for busy ones: queries travel to them, and the results back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ring_core import StrategyName, WorkItem
+from ring_core import HELP_PIECES, Stage, StrategyName, WorkItem
 from ring_torch.buffers import BufferSpec
-from ring_torch.call import Call, Saved, Shapes, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.kernels.merge import merge_into
+from ring_torch.kernels.api import merge_into
 from ring_torch.payload import keys_of, packing_of
 from ring_torch.records import (
     AttentionState,
@@ -28,19 +28,19 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tensors
+
+#: What arrives at a helper, and where: the tensors of the rows of each piece of an item.
+QueryChunk = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Strategy):
     """A ring whose plan says who computes what: each rank for itself, or for others too.
 
     What a forward saves is the packed K/V that arrived last, if any travelled.
     """
 
     name: StrategyName
-    depends_on_kernel = False
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed K/V that arrived last, if any did.
@@ -54,30 +54,28 @@ class Ring:
         own = columns = call.columns(ring.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         packing = packing_of(keys)
-        kv: Tensor | None = None
-        spare: Tensor | None = None
+        slots: list[Tensor] = []
         if program.num_steps > 1:
-            kv, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+            slots = [packing.pack(keys, call.device), packing.buffer(call.device)]
         remote = RemoteQueries(
             call,
             program.forward,
-            take=lambda part: rows_tensors(rows.take(part)),
+            take=lambda part: _rows_tensors(rows.take(part)),
             like=into.take,
             add=lambda part, tensors: merge_into(into.take(part), *tensors),
         )
 
         def attend_remote(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
-            theirs = helped_rows(call, item, rows, tensors)
+            theirs = _helped_rows(call, item, rows, tensors)
             result = empty_state(theirs.q, inputs.v.shape[3])
             if theirs.q.shape[0] > 0:
-                keys = own.take(item.k_slice)
-                call.kernel.attend_into(theirs, keys, item, call.params, result)
+                call.kernel.attend_into(theirs, own.take(item.k_slice), item, call.params, result)
             return result
 
         for stage in program.forward:
             transfer = DONE
             if stage.kv_hop is not None:
-                assert kv is not None and spare is not None
+                kv, spare = slots
                 transfer = ring.start(
                     [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
                 )
@@ -87,13 +85,12 @@ class Ring:
                 remote.help(stage.step, attend_remote)
             transfer.wait()
             if stage.kv_hop is not None:
-                assert kv is not None and spare is not None
-                kv, spare = spare, kv
+                slots.reverse()
                 columns = call.columns(
-                    ring.behind(program.steps[stage.step + 1].shift), packing.views(kv)
+                    ring.behind(program.steps[stage.step + 1].shift), packing.views(slots[0])
                 )
         remote.finish()
-        return into, () if kv is None else (kv,)
+        return into, tuple(slots[:1])
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype.
@@ -111,8 +108,9 @@ class Ring:
             columns = call.columns(ring.behind(program.steps[-1].shift), packing.views(kv))
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        grads = row_grads, key_grads
-        remote, differentiate_remote = _remote_backward(call, rows, own, upstream, *grads)
+        remote, differentiate_remote = _remote_backward(
+            call, rows, own, upstream, row_grads, key_grads
+        )
         for stage in program.backward:
             transfer, arriving = DONE, kv
             if stage.kv_hop is not None:
@@ -149,9 +147,9 @@ def _attend(
     """Run a step's items for this rank's own queries."""
     for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
-            keys = own if item.kv_rank == call.ring.rank else columns
-            part = rows.take(item.q_slice), keys.take(item.k_slice)
-            call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
+            keys = (own if item.kv_rank == call.ring.rank else columns).take(item.k_slice)
+            place = into.take(item.q_slice)
+            call.kernel.attend_into(rows.take(item.q_slice), keys, item, call.params, place)
 
 
 class RotatingKeyGrads:
@@ -161,37 +159,29 @@ class RotatingKeyGrads:
     """
 
     def __init__(self, call: Call, packing: BufferSpec) -> None:
-        self._call = call
-        self._packing = packing
-        self._home: Tensor | None = None
-        self._current: Tensor | None = None
+        self._call, self._packing = call, packing
+        self._sums: dict[bool, Tensor] = {}  # by whether they are of the own keys
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
         """Accumulators of the own keys, or of those it holds for now; zero when first asked for."""
-        buffer = self._home if home else self._current
-        if buffer is None:
-            buffer = self._packing.buffer(self._call.device).zero_()
-            if home:
-                self._home = buffer
-            else:
-                self._current = buffer
-        return KeyGrads(*self._packing.views(buffer))
+        if home not in self._sums:
+            self._sums[home] = self._packing.buffer(self._call.device).zero_()
+        return KeyGrads(*self._packing.views(self._sums[home]))
 
     def hop(self, hop: int | None, *, home: bool) -> None:
         """Add what arrived to what was computed, and send the sum on."""
         self._transfer.wait()
-        computed, arrived = self._home if home else self._current, self._arriving
-        if computed is None or arrived is None:
-            total = computed if arrived is None else arrived
-        else:
+        total, arrived = self._sums.pop(home, None), self._arriving
+        self._arriving, self._transfer = None, DONE
+        if total is None:
+            total = arrived
+        elif arrived is not None:
             acc_dtype = self._call.acc_dtype
-            computed.view(acc_dtype).add_(arrived.view(acc_dtype))
-            total = computed
-        self._current, self._arriving, self._transfer = None, None, DONE
-        if home:
-            self._home = total
+            total.view(acc_dtype).add_(arrived.view(acc_dtype))
+        if home and total is not None:
+            self._sums[home] = total
         if hop is None:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
@@ -207,31 +197,31 @@ def _remote_backward(
     """This rank's queries that others differentiate, and how it does others'."""
 
     def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
-        theirs = helped_rows(call, item, rows, tensors)
+        theirs = _helped_rows(call, item, rows, tensors)
         grads = zero_row_grads(call, theirs)
         if theirs.q.shape[0] > 0:
-            dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
+            dout, out, lse, *delta = tensors[len(_rows_tensors(rows)) :]
             given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-            part = theirs, own.take(item.k_slice), given
             column_grads = key_grads.grads(home=True).take(item.k_slice)
-            call.kernel.grads_into(*part, item, call.params, grads, column_grads)
+            call.kernel.grads_into(
+                theirs, own.take(item.k_slice), given, item, call.params, grads, column_grads
+            )
         return _row_grad_tensors(grads)
 
     def add(part: slice, tensors: list[Tensor]) -> None:
         for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
             total.add_(x)
 
-    remote = RemoteQueries(
+    return RemoteQueries(
         call,
         call.program.backward,
         take=lambda part: [
-            *rows_tensors(rows.take(part)),
+            *_rows_tensors(rows.take(part)),
             *(x for x in upstream.take(part) if x is not None),
         ],
         like=lambda part: _row_grad_tensors(row_grads.take(part)),
         add=add,
-    )
-    return remote, differentiate_remote
+    ), differentiate_remote
 
 
 def _differentiate(
@@ -239,17 +229,117 @@ def _differentiate(
     row_grads: QueryGrads,
     key_grads: RotatingKeyGrads,
 ) -> None:  # fmt: skip
-    """Run a step's items for this rank's own queries."""
     for item in call.program.items(call.ring.rank, step):
         if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
             is_own = item.kv_rank == call.ring.rank
-            keys = own if is_own else columns
+            keys, column_grads = own if is_own else columns, key_grads.grads(home=is_own)
             part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
-            column_grads = key_grads.grads(home=is_own).take(item.k_slice)
-            call.kernel.grads_into(
-                *part, item, call.params, row_grads.take(item.q_slice), column_grads
-            )
+            into = row_grads.take(item.q_slice), column_grads.take(item.k_slice)
+            call.kernel.grads_into(*part, item, call.params, *into)
 
 
 def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
     return [x for x in grads if x is not None]
+
+
+@dataclass
+class RemoteQueries:
+    """Ships what a call's rows need to their helpers, helps others, and brings results home.
+
+    Rows travel in pieces, one ahead of the piece that is computed, so that a helper holds two.
+
+    Attributes:
+        call: The call.
+        stages: The pass.
+        take: Cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
+            are equal on all ranks, it also tells what a shipment from another rank looks like.
+        like: Tensors of the shapes and dtypes of the results of a slice of rows.
+        add: Adds results that came home in their place.
+    """
+
+    call: Call
+    stages: Sequence[Stage]
+    take: Callable[[slice], list[Tensor]]
+    like: Callable[[slice], Sequence[Tensor]]
+    add: Callable[[slice, list[Tensor]], None]
+
+    def __post_init__(self) -> None:
+        self._ahead = iter(
+            [(s.step, n) for s in self.stages if s.helps for n in range(HELP_PIECES)]
+        )
+        self._in_flight: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self._next_chunk = self._send_queries()
+
+    def help(
+        self, step: int, compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]]
+    ) -> None:
+        """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
+        for piece in range(HELP_PIECES):
+            transfer, arriving = self._next_chunk
+            transfer.wait()
+            self._next_chunk = self._send_queries()
+            results = [(item.out_rank, compute(item, x)) for item, x in arriving]
+            self.finish()
+            self._return_results(step, piece, results)
+
+    def finish(self) -> None:
+        """Wait for results sent home, and add each in its place."""
+        for transfer, expected in self._in_flight:
+            transfer.wait()
+            for rows, tensors in expected:
+                self.add(rows, tensors)
+        self._in_flight.clear()
+
+    def _send_queries(self) -> QueryChunk:
+        """Start sending the next piece that others compute, and receiving the next one to do."""
+        found = next(self._ahead, None)
+        if found is None:
+            return DONE, []
+        step, piece = found
+        ring, program = self.call.ring, self.call.program
+        peer = ring.ahead(program.steps[step].shift)
+        helped = _piece(program.remote_items(ring.rank, step), piece)
+        sends = [(x.contiguous(), peer) for item in helped for x in self.take(item.q_slice)]
+        others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
+        arriving = [
+            (item, [x.new_empty(x.shape) for x in self.take(item.q_slice)])
+            for item in _piece(others, piece)
+        ]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
+        return ring.start(sends, receives), arriving
+
+    def _return_results(
+        self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
+    ) -> None:
+        """Start sending results to the ranks they belong to, and receiving this rank's own."""
+        ring, program = self.call.ring, self.call.program
+        peer = ring.ahead(program.steps[step].shift)
+        helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
+        expected = [(rows, [x.new_empty(x.shape) for x in self.like(rows)]) for rows in helped]
+        transfer = ring.start(
+            [(x, owner) for owner, tensors in results for x in tensors],
+            [(x, peer) for _, tensors in expected for x in tensors],
+        )
+        self._in_flight.append((transfer, expected))
+
+
+def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
+    """The piece of each item that has so many."""
+    pieces = [item.cut(HELP_PIECES) for item in items]
+    return [cut[number] for cut in pieces if number < len(cut)]
+
+
+def _rows_tensors(rows: QueryBlock) -> list[Tensor]:
+    """What a helper needs of some rows to run the forward."""
+    return [x for x in (rows.q, rows.segments, rows.bias) if x is not None]
+
+
+def _helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
+    """Rows that arrived as :func:`_rows_tensors`, completed by what every rank knows."""
+    q, *rest = tensors
+    segments = None if like.segments is None else rest.pop(0)
+    bias = None if like.bias is None else rest.pop(0)
+    index, position, _ = [
+        None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
+    ]
+    return QueryBlock(q, index, position, segments, bias, like.slopes)

@@ -11,10 +11,10 @@ from ring_core import GatherProgram
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, has_agreed
-from ring_torch.comm.signature import CallSignature
+from ring_torch.comm.store import CallSignature
 from ring_torch.payload import KVPayload
 from ring_torch.positions import gathered_positions, gathered_runs
-from ring_torch.records import Inputs, KeyBlock, Run
+from ring_torch.records import Inputs, KeyBlock
 from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.p2p import Messages
 
@@ -28,8 +28,7 @@ def _out_of_peers(spec: SessionSpec) -> GatherSession:
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    from ring_torch.transports.one_kernel import OneKernel, fits_one_kernel
-    from ring_torch.transports.peer_copies import PeerCopies, room_of
+    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, room_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
 
     ranks, keys, signature = spec.ranks, spec.keys, spec.signature
@@ -38,6 +37,8 @@ def _out_of_peers(spec: SessionSpec) -> GatherSession:
     room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
     digest = signature.as_int64(spec.number, spec.seed)
     if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+        from ring_torch.transports.one_kernel import OneKernel
+
         return OneKernel.of(spec, room, digest)
     window = symm_buffer_of(ranks)
     window.reserve(spec.groups * (keys.message.size + room))
@@ -59,22 +60,22 @@ def open_session(
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    spec = SessionSpec(
+    return TRANSPORTS[call.transport](SessionSpec(
         call.ring, call.plan, own, KVPayload.of(inputs, groups), groups, call.device,
         call.acc_dtype, call.needs_grad, signature, call.number, call.seed,
-    )  # fmt: skip
-    return TRANSPORTS[call.transport](spec)
+    ))  # fmt: skip
 
 
 def gathered_columns(
     call: Call, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
 ) -> KeyBlock:
     """The keys of the buffer and all that belongs to them."""
-    position, aligned8 = None, False
-    runs: tuple[Run, ...] = ()
-    if call.needs_index:
-        which = call.plan, call.ring.rank, gather.own
-        position, runs = gathered_positions(*which, call.device), gathered_runs(*which)
-        aligned8 = positions_aligned8(gather.positions)
-    segments = tensors[1] if keys.segments else None
-    return KeyBlock(*keys.split(tensors[0]), position, segments, aligned8, runs)
+    columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
+    if not call.needs_index:
+        return columns
+    which = call.plan, call.ring.rank, gather.own
+    return columns._replace(
+        position=gathered_positions(*which, call.device),
+        aligned8=positions_aligned8(gather.positions),
+        runs=gathered_runs(*which),
+    )

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from ring_core import Plan, StrategyName, WorkItem
-from ring_torch.call import Call, Saved, Shapes
+from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.payload import keys_of
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 
 
 @dataclass(frozen=True)
-class Single:
+class Single(Strategy):
     """The one launch of a call of one rank, which is all that there is to do.
 
     The launch adds the sinks: results are in the inputs' dtype, to which nothing may be added.
@@ -23,7 +22,6 @@ class Single:
 
     item: WorkItem
     name: StrategyName
-    depends_on_kernel = False
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -63,29 +61,22 @@ class Single:
             dbias,
         )
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Nothing."""
-        del call, inputs, plan_known
-        return []
-
 
 def only_item(
     plan: Plan, kernel: Kernel, *, batch: int, sinks: bool, segment_ids: bool
 ) -> WorkItem | None:
     """The one launch of a plan, if it is of one rank, and all that there is to do."""
-    if plan.cp_size > 1 or kernel.capabilities.bands != "any" or batch == 0:
-        return None
-    items = plan.items(0, 0)
-    if len(items) != 1:
+    has_bands = kernel.capabilities.bands == "any"
+    if plan.cp_size > 1 or not has_bands or batch == 0 or len(plan.items(0, 0)) != 1:
         return None
     # The launch can add sinks where every row sees something, as nothing is masked.
-    (item,) = items
+    (item,) = plan.items(0, 0)
     banded = not segment_ids and item.cu_q is None and item.tiles is None
     whole = item.q_stop - item.q_start == plan.seq_len
     return None if sinks and not (kernel.adds_sinks and banded and whole) else item
 
 
-def _whole(part: Tensor, like: Tensor, span: slice, *, dim: int) -> Tensor:
+def _whole(part: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
     """A gradient of some rows or columns, with zeros for the others."""
     if part.shape[dim] == like.shape[dim]:
         return part

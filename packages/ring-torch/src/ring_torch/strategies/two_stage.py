@@ -7,10 +7,9 @@ others', and then the own ones while the others' gradients travel home.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ring_core import StrategyName, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Shapes, zero_row_grads
+from ring_torch.call import Call, Saved, Strategy, zero_row_grads
 from ring_torch.payload import KeyGradBuffer, keys_of
 from ring_torch.records import (
     AttentionState,
@@ -24,12 +23,11 @@ from ring_torch.records import (
 from ring_torch.strategies.sessions import gathered_columns, open_session
 
 
-class TwoStageGather:
+class TwoStageGather(Strategy):
     """Nothing is saved: the backward fetches the keys again."""
 
     name: StrategyName = "gather"
     depends_on_kernel = True
-    adds_sinks = False
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype."""
@@ -45,8 +43,9 @@ class TwoStageGather:
         for keys, item, waits_for in work:
             arriving.wait(waits_for)
             if rows.q.shape[0] > 0:
-                part = rows.take(item.q_slice), keys.take(item.k_slice)
-                call.kernel.attend_into(*part, item, call.params, into.take(item.q_slice))
+                call.kernel.attend_into(
+                    rows.take(item.q_slice), keys.take(item.k_slice), item, call.params, into.take(item.q_slice)
+                )  # fmt: skip
         arriving.wait(None)
         return into, ()
 
@@ -57,6 +56,7 @@ class TwoStageGather:
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
         plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
         gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
+        own = call.columns(rank, keys_of(inputs))
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
@@ -65,7 +65,7 @@ class TwoStageGather:
         columns = gathered_columns(call, gather, keys, arriving.tensors)
         arriving.wait(None)
 
-        def differentiate(of: KeyBlock, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
+        def differentiate(of: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor) -> None:
             if rows.q.shape[0] > 0:
                 part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
                 into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
@@ -73,14 +73,8 @@ class TwoStageGather:
 
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        pending = session.return_grads(gather, sums, others, 0, overlapped=True)
+        add_to = session.return_grads(gather, sums, others, 0, overlapped=True)
         for item in plan.items(rank, rank):
-            own = call.columns(rank, keys_of(inputs))
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-        pending.add_to(home, keys.length, lambda source: source)
+        add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
-
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Nothing."""
-        del call, inputs, plan_known
-        return []

@@ -14,19 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes
+from ring_torch.call import Call, Saved, Shapes, Strategy, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
-from ring_torch.strategies.finalize import attend
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Strategy):
     """All tokens of some heads, by a call of one rank.
 
     What a forward saves is what that call computed with, and its results.
@@ -41,8 +39,7 @@ class Ulysses:
         """The state in the inputs' dtype, rounded before it travels."""
         agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
         q, k, v = self._to_heads(call, [inputs.q, inputs.k, inputs.v], [False, True, True])
-        sinks, slopes = _own(call.ring, inputs)
-        (out, lse), _ = attend(self.inner, Inputs(q, k, v, None, None, sinks, None, slopes))
+        (out, lse), _ = attend(self.inner, _of_heads(call.ring, inputs, q, k, v))
         out = out.to(call.dtype)
         state = self._to_tokens(call, [out, lse.transpose(1, 2)], [False, False])
         saved = (q, k, v, out, lse) if call.needs_grad else ()
@@ -57,9 +54,8 @@ class Ulysses:
             sent.append(upstream.delta.transpose(1, 2))
         dout, *rest = self._to_heads(call, sent, [False] * len(sent))
         delta = rest[0].transpose(1, 2).contiguous() if rest else None
-        sinks, slopes = _own(call.ring, inputs)
         found = self.inner.strategy.backward(
-            self.inner, Inputs(q, k, v, None, None, sinks, None, slopes),
+            self.inner, _of_heads(call.ring, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         grads = [x.to(call.dtype) for x in (found.dq, found.dk, found.dv)]
@@ -76,13 +72,13 @@ class Ulysses:
             (x.shape[0], size * x.shape[1], x.shape[2] // size, x.shape[3])
             for x in (inputs.q, inputs.k, inputs.v)
         ]
-        out = (*shapes[0][:3], shapes[2][3])
-        lse = (out[0], out[2], out[1])
-        return [*((x, call.dtype) for x in (*shapes, out)), (lse, call.acc_dtype)]
+        batch, length, heads, _ = shapes[0]
+        shapes.append((batch, length, heads, shapes[2][3]))  # the output's
+        return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
 
     def _to_heads(
-        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
-    ) -> list[Tensor]:
+        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
+    ) -> list[torch.Tensor]:
         """``[B, T_local, H, ...]`` of all heads as ``[B, T, H / P, ...]`` of all tokens.
 
         ``keys`` says which lie as keys do; tokens come in natural order.
@@ -93,8 +89,8 @@ class Ulysses:
         return [x if at is None else x[:, at] for x, at in zip(found, orders, strict=True)]
 
     def _to_tokens(
-        self, call: Call, tensors: Sequence[Tensor], keys: Sequence[bool]
-    ) -> list[Tensor]:
+        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
+    ) -> list[torch.Tensor]:
         """The inverse of :meth:`_to_heads`."""
         orders = [_orders(call.plan, which, call.device).by_rank for which in keys]
         moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
@@ -102,13 +98,16 @@ class Ulysses:
         return [torch.cat(came, dim=2) for came in exchange(call.ring, parts, call.device)]
 
 
-def _own(ring: Ranks, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """Sinks and slopes of this rank's heads."""
+def _of_heads(
+    ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Inputs:
+    """The inputs of the inner call, with the sinks and slopes of this rank's heads."""
     sinks, slopes = inputs.sinks, inputs.slopes
-    return (
-        None if sinks is None else sinks.chunk(ring.size, dim=0)[ring.rank],
-        None if slopes is None else slopes.chunk(ring.size, dim=-1)[ring.rank],
-    )
+    if sinks is not None:
+        sinks = sinks.chunk(ring.size, dim=0)[ring.rank]
+    if slopes is not None:
+        slopes = slopes.chunk(ring.size, dim=-1)[ring.rank]
+    return Inputs(q, k, v, None, None, sinks, None, slopes)
 
 
 class Orders(NamedTuple):
@@ -119,8 +118,8 @@ class Orders(NamedTuple):
         natural: The inverse.
     """
 
-    by_rank: Tensor | None
-    natural: Tensor | None
+    by_rank: torch.Tensor | None
+    natural: torch.Tensor | None
 
 
 @capture_safe_cache(maxsize=64)
@@ -130,5 +129,4 @@ def _orders(plan: Plan, keys: bool, device: torch.device) -> Orders:
     found = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
     if (np.diff(found) == 1).all():
         return Orders(None, None)
-    by_rank, natural = (torch.as_tensor(x, device=device) for x in (found, np.argsort(found)))
-    return Orders(by_rank, natural)
+    return Orders(*(torch.as_tensor(x, device=device) for x in (found, np.argsort(found))))

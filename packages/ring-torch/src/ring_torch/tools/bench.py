@@ -29,7 +29,7 @@ from ring_core.tools.doctor import RESULTS, Check
 from ring_torch import tripwire
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import capability_number, in_order
-from ring_torch.kernels.philox import dropout_keep
+from ring_torch.kernels.eager import dropout_keep
 from ring_torch.local import LocalRanks
 
 RingChecks = Callable[..., Iterator[Check]]  # ``doctor.ring_checks``

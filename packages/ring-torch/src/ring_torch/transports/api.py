@@ -10,11 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from ring_core import Fetch, GatherProgram, Plan, gather_program
 from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.signature import CallSignature
+from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
@@ -68,14 +67,14 @@ class GatherSession(Protocol):
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Room for the sums of gradients of what was fetched, flat; in a backward, called first.
 
         Full of zeros if ``zero``, else of anything.
         """
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start sending a group's sums to the ranks the keys belong to.
@@ -89,31 +88,21 @@ class GatherSession(Protocol):
 class PendingKV:
     """Tensors that fill up, fetch by fetch."""
 
-    tensors: list[Tensor]
+    tensors: list[torch.Tensor]
     #: Until so many fetches have arrived, or (``None``) all, when the own tensors may change, too.
     wait: Callable[[int | None], None]
 
 
-@dataclass(frozen=True)
-class PendingGrads:
-    """Gradients on their way."""
-
-    #: Wait, and add what came to the sums of so many tokens, of which the own ones lie somewhere.
-    #: Called once, in the order in which they were sent.
-    add_to: Callable[[Tensor, int, Where], None]
-
-
-def requests_to(
-    spec: SessionSpec, *, own: bool, early: bool | None = None
-) -> tuple[tuple[int, Fetch], ...]:
-    """What other ranks fetch from this one, by rank, in their order."""
-    return _requests_to(spec.plan, spec.ranks.rank, own=own, early=early)
+#: Gradients on their way: waits, and adds what came to the sums of so many tokens, of which the own
+#: ones lie somewhere. Called once, in the order in which they were sent.
+PendingGrads = Callable[[torch.Tensor, int, Where], None]
 
 
 @lru_cache(maxsize=256)
-def _requests_to(
-    plan: Plan, rank: int, *, own: bool, early: bool | None
+def requests_to(
+    plan: Plan, rank: int, *, own: bool, early: bool | None = None
 ) -> tuple[tuple[int, Fetch], ...]:
+    """What other ranks fetch from one, by rank, in their order."""
     return tuple(
         (peer, one)
         for peer in range(plan.cp_size)
@@ -139,13 +128,13 @@ def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
 
 
-def room_for(sums: KeyGradBuffer, like: Tensor, one: Fetch) -> list[Tensor]:
+def room_for(sums: KeyGradBuffer, like: torch.Tensor, one: Fetch) -> list[torch.Tensor]:
     """Room for the sums that come home of what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
-def add_staged(places: Sequence[Tensor], came: Sequence[Sequence[Tensor]]) -> None:
+def add_staged(places: Sequence[torch.Tensor], came: Sequence[Sequence[torch.Tensor]]) -> None:
     """Add what came home from several ranks to the sums it belongs to."""
     for place, parts in zip(places, zip(*came, strict=True), strict=True):
         if place.is_cuda and place.dtype == torch.float32 and has_triton():
@@ -176,7 +165,7 @@ def is_counted() -> bool:
     return _count.get() is not None
 
 
-def note_reads(tensors: Iterable[Tensor]) -> None:
+def note_reads(tensors: Iterable[torch.Tensor]) -> None:
     """Said where tensors are read from peers, of their sizes."""
     count = _count.get()
     if count is not None:

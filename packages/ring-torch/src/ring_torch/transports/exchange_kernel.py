@@ -73,10 +73,9 @@ def exchange_keys(
 
 def clear(place: Place, room: Tensor, *, zero: bool) -> None:
     """Wait until all have read what was put before, and fill a place for new with zeros."""
-    numel = room.numel() if zero else 0
     _clear[(place.programs if zero else 1,)](
-        place.header, place.headers.shape[0], place.patience, room, numel, NUMBERS=NUMBERS,
-        **_OPTIONS,
+        place.header, place.headers.shape[0], place.patience, room, room.numel() if zero else 0,
+        NUMBERS=NUMBERS, **_OPTIONS,
     )  # fmt: skip
 
 

@@ -7,26 +7,23 @@ writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ring_core import Fetch, GatherProgram, Plan, gather_program, longest_gather
+from ring_core import Fetch, GatherProgram, gather_program
 from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
-from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
+from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
+from ring_torch.transports import exchange_kernel
 from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
@@ -38,13 +35,7 @@ from ring_torch.transports.api import (
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
-if TYPE_CHECKING:
-    from ring_torch.transports.exchange_kernel import Place
-
-
-_MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
-_MOST_RANKS = 32
-_HEADER = 1024  # bytes, enough for so many
+_HEADER = 1024  # bytes, enough for MOST_RANKS
 _FIRST = 2  # where in a header the number of the exchange stands
 _MOST_TABLES = 1024
 
@@ -52,36 +43,17 @@ _MOST_TABLES = 1024
 _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
 
 
-@lru_cache(maxsize=256)
-def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
-    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
-
-    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
-    """
-    longest = longest_gather(plan)
-    size = keys.size(longest.length)
-    fits = 0 < size <= _MOST_BYTES and plan.cp_size <= _MOST_RANKS and groups == 1
-    plain = keys.dtype != torch.float64 and not keys.segments
-    aligned = keys.width * keys.dtype.itemsize % 16 == 0
-    runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
-    return fits and plain and aligned and not longest.in_place and runs
-
-
 @dataclass
 class ExchangeState:
     """Where the ranks of a group exchange: memory, and tables of what is to be read of it."""
 
-    ring: Ranks
-    memory: SymmetricMemory = field(init=False)
-    _place: Place | None = None
+    memory: SymmetricMemory
+    _place: exchange_kernel.Place | None = None
     _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
-    _tables: dict[object, Tensor] = field(default_factory=dict)
+    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
 
-    def __post_init__(self) -> None:
-        self.memory = SymmetricMemory(self.ring, _HEADER)
-
-    def reserve(self, size: int) -> Place:
+    def reserve(self, size: int) -> exchange_kernel.Place:
         """Make room for so many bytes, and let this pass follow the last one."""
         if self.memory.reserve(size) or self._place is None:
             self._tables.clear()
@@ -101,19 +73,21 @@ class ExchangeState:
         if before is not None:
             self._stream.wait_stream(before)
 
-    def _new_place(self) -> Place:
-        from ring_torch.transports.exchange_kernel import Place
-
-        assert self.ring.group is not None
-        headers, rank = self.memory.headers(), self.ring.rank
-        device = headers[rank].device
-        headers[rank][_FIRST] = 1
+    def _new_place(self) -> exchange_kernel.Place:
+        headers, ring = self.memory.headers(), self.memory.ring
+        assert ring.group is not None
+        device = headers[ring.rank].device
+        headers[ring.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
-        patience = timeout_of(self.ring.group, device) // timedelta(microseconds=1)
+        patience = timeout_of(ring.group, device) // timedelta(microseconds=1)
         every = torch.tensor(addresses, dtype=torch.int64).to(device)
-        return Place(every, addresses[rank], rank, _programs(device), 1000 * patience)
+        return exchange_kernel.Place(
+            every, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
+        )
 
-    def table(self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+    def table(
+        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
+    ) -> torch.Tensor:
         """Numbers on the device, int64 ``[n, width]``, made once."""
         assert self._place is not None
         if len(self._tables) > _MOST_TABLES:
@@ -139,7 +113,7 @@ def meeting_of(ring: Ranks) -> ExchangeState:
     """A group's meeting."""
     assert ring.group is not None
     if ring.group not in _state_of:
-        _state_of[ring.group] = ExchangeState(ring)
+        _state_of[ring.group] = ExchangeState(SymmetricMemory(ring, _HEADER))
     return _state_of[ring.group]
 
 
@@ -152,7 +126,7 @@ class OneKernel:
 
     spec: SessionSpec
     meeting: ExchangeState
-    place: Place  # in the meeting
+    place: exchange_kernel.Place  # in the meeting
     digest: int  # what tells this pass of this call from any other
 
     @classmethod
@@ -163,83 +137,78 @@ class OneKernel:
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Put the own keys where peers read them, and fetch all that this rank's queries see."""
-        from ring_torch.transports.exchange_kernel import exchange_keys
-
         keys = self.spec.keys
         k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
-        own = self._keys_of(self.spec.ranks.rank)
+        own = self._keys_of(self.place.rank)
         target = own.new_empty(keys.batch, gather.length, keys.width)
         table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
-        exchange_keys(self.place, self.digest, k, v, own, table, target)
+        exchange_kernel.exchange_keys(self.place, self.digest, k, v, own, table, target)
         if is_counted():
-            rank = self.spec.ranks.rank
-            note_reads(target[:, one.target] for one in gather.fetches if one.rank != rank)
-        yield PendingKV([target], _arrived)
+            others = (one for one in gather.fetches if one.rank != self.place.rank)
+            note_reads(target[:, one.target] for one in others)
+        # The kernel is on the stream of those that read what it fetched: nothing to wait for.
+        yield PendingKV([target], lambda _fetches: None)
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Room where the keys' owners will read."""
-        from ring_torch.transports.exchange_kernel import clear
-
         if gather.length == 0:  # nobody reads any
             room = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
         else:
             room = self._grads_of(self.spec.ranks.rank, sums, gather.length)
-        clear(self.place, room, zero=zero)
+        exchange_kernel.clear(self.place, room, zero=zero)
         return [room]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """All gradients go at the end."""
         del grads, group, overlapped
         if early:
-            return PendingGrads(lambda _total, _length, _where: None)
-        return PendingGrads(lambda *total: self._add(gather, sums, *total))
+            return lambda _total, _length, _where: None
+        return lambda *total: self._add(gather, sums, *total)
 
     def _add(
-        self, gather: GatherProgram, sums: KeyGradBuffer, total: Tensor, length: int, where: Where
+        self,
+        gather: GatherProgram,
+        sums: KeyGradBuffer,
+        total: torch.Tensor,
+        length: int,
+        where: Where,
     ) -> None:
-        from ring_torch.transports.exchange_kernel import reduce_from_peers
-
-        requests = requests_to(self.spec, own=gather.own)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
         spans = _cut_spans([one for _, one in requests])
         starts = [where(span).start for span in spans]
         parts = max(self.spec.ranks.size - 1, 1)
-        pairs = list(zip(spans, starts, strict=True))
         table = self.meeting.table(
             (gather, sums, length, tuple(starts)), 2 + parts,
-            lambda: self._sums_of_peers(requests, sums, length, pairs, parts),
+            lambda: self._sums_of_peers(requests, sums, length, zip(spans, starts, strict=True), parts),
         )  # fmt: skip
-        reduce_from_peers(self.place, self.digest, table, total)
+        exchange_kernel.reduce_from_peers(self.place, self.digest, table, total)
         if is_counted():
             for _, one in requests:
                 note_reads(sums.parts(total, length, where(one.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """What :func:`exchange_keys` fetches."""
-        from ring_torch.transports.exchange_kernel import CHUNK
-
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
         for one in gather.fetches:
             for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
                 size, offset = part.shape[0] * token, (n * gather.length + one.target.start) * token
                 rows.setdefault(one.rank, []).extend(
-                    (part.data_ptr() + at, offset + at, min(CHUNK, size - at))
-                    for at in range(0, size, CHUNK)
+                    (part.data_ptr() + at, offset + at, min(exchange_kernel.CHUNK, size - at))
+                    for at in range(0, size, exchange_kernel.CHUNK)
                 )
         return _mixed(list(rows.values()))
 
     def _sums_of_peers(
         self, requests: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
-        spans: Sequence[tuple[slice, int]], width: int,
+        spans: Iterable[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
         """What :func:`reduce_from_peers` adds, with as many addresses a row."""
-        from ring_torch.transports.exchange_kernel import NUMBERS
-
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
@@ -255,19 +224,19 @@ class OneKernel:
             rest = [0] * (width - len(theirs))
             rows.append([
                 (
-                    row.storage_offset() + at, min(NUMBERS, row.numel() - at),
+                    row.storage_offset() + at, min(exchange_kernel.NUMBERS, row.numel() - at),
                     *(x.data_ptr() + at * x.itemsize for x in peers), *rest,
                 )
                 for place, *parts in zip(mine, *theirs, strict=True)
                 for row, *peers in zip(place, *parts, strict=True)
-                for at in range(0, row.numel(), NUMBERS)
+                for at in range(0, row.numel(), exchange_kernel.NUMBERS)
             ])  # fmt: skip
         return _mixed(rows)
 
-    def _keys_of(self, rank: int) -> Tensor:
+    def _keys_of(self, rank: int) -> torch.Tensor:
         return self.meeting.memory.views(rank, 0, self.spec.keys.message)[0]
 
-    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> Tensor:
+    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.meeting.memory.views(rank, self.spec.keys.message.size, packing)[0]
 
@@ -283,10 +252,6 @@ def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
         for n, row in enumerate(some)
     ]
     return [row for *_, row in sorted(at)]
-
-
-def _arrived(fetches: int | None) -> None:
-    """Nothing to wait for: the kernel is on the stream of those that read what it fetched."""
 
 
 def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:

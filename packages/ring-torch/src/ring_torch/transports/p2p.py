@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ring_core import GatherProgram
 from ring_torch.comm.handshake import agree
 from ring_torch.payload import KeyGradBuffer
-from ring_torch.records import Inputs
+from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
@@ -46,7 +45,7 @@ class Messages:
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Start all messages; any of a group means waiting for all of it."""
         groups = self.spec.groups
-        return iter([self._fetch(gather, inputs.share(n, groups)) for n in range(groups)])
+        return iter([self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)])
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
         ring, keys = self.spec.ranks, self.spec.keys
@@ -56,8 +55,11 @@ class Messages:
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
-        requests = requests_to(self.spec, own=gather.own)
-        sends = [(x[:, one.source].contiguous(), peer) for peer, one in requests for x in own]
+        sends = [
+            (x[:, one.source].contiguous(), peer)
+            for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+            for x in own
+        ]
         places = [
             (x[:, one.target], one.rank)
             for one in gather.fetches
@@ -82,15 +84,17 @@ class Messages:
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """New ones."""
         spec, new = self.spec, torch.zeros if zero else torch.empty
-        size = sums.numel(gather.length)
-        return [new(size, dtype=spec.acc_dtype, device=spec.device) for _ in range(spec.groups)]
+        return [
+            new(sums.numel(gather.length), dtype=spec.acc_dtype, device=spec.device)
+            for _ in range(spec.groups)
+        ]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
-        early: bool | None = None,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *,
+        overlapped: bool, early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """The messages of :meth:`fetch`, turned round."""
         del group, overlapped  # messages are told apart by their order, and never hold up kernels
@@ -101,7 +105,7 @@ class Messages:
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        requests = requests_to(self.spec, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
         staged = [room_for(sums, grads, one) for _, one in requests]
         receives = [
             (part, peer)
@@ -110,9 +114,9 @@ class Messages:
         ]
         transfer = ring.start(sends, receives)
 
-        def add_to(total: Tensor, length: int, where: Where) -> None:
+        def add_to(total: torch.Tensor, length: int, where: Where) -> None:
             transfer.wait()
             for (_, one), came in zip(requests, staged, strict=True):
                 add_staged(sums.parts(total, length, where(one.source)), [came])
 
-        return PendingGrads(add_to)
+        return add_to

@@ -11,13 +11,12 @@ from itertools import product
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from ring_core import GatherProgram, Plan, gather_program, longest_gather
 from ring_torch.buffers import flat
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
-from ring_torch.records import Inputs
+from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
@@ -34,6 +33,9 @@ from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # a copy, by the stream it was made on
+
+MOST_RANKS = 32  # that exchange in one kernel
+_MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class PeerCopies:
         window, keys, groups = self.window, self.spec.keys, self.spec.groups
         message, rank = keys.message, self.spec.ranks.rank
         every, in_window = range(groups), groups > 1
-        requests = [one for _, one in requests_to(self.spec, own=gather.own)]
+        requests = [
+            one for _, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+        ]
         spans = spans_of([*requests, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
         tensors = [
@@ -71,7 +75,7 @@ class PeerCopies:
             window.stream.wait_event(ready)
             window.wait_reusable()
             for n, span in product(every, spans):
-                keys.write([x[:, span] for x in own[n]], inputs.share(n, groups), span)
+                keys.write([x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         pending: list[PendingKV] = []
@@ -90,7 +94,7 @@ class PeerCopies:
         window.join(main)
 
     def _fetch_group(
-        self, gather: GatherProgram, group: int, tensors: list[Tensor], met: Event,
+        self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
         """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
@@ -113,7 +117,7 @@ class PeerCopies:
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Room in the window, where their owners will fetch them."""
         self.window.wait_reusable()
         spec, every = self.spec, range(self.spec.groups)
@@ -123,7 +127,7 @@ class PeerCopies:
         return [x.zero_() for x in room] if zero else room
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Let the owners fetch, and fetch what is this rank's.
@@ -131,13 +135,12 @@ class PeerCopies:
         Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
         """
         window, plan = self.window, self.spec.plan
-        requests = requests_to(self.spec, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
         theirs = []
         for peer, one in requests:
             length = gather_program(plan, peer, own=gather.own).length
             theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
-        for parts in theirs:
-            note_reads(parts)
+        note_reads(x for parts in theirs for x in parts)
         copied = overlapped or not has_triton()
         staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
         main = torch.cuda.current_stream(window.device)
@@ -158,23 +161,22 @@ class PeerCopies:
                 window.release(_last(home))
         window.join(main)
 
-        def add_to(total: Tensor, length: int, where: Where) -> None:
+        def add_to(total: torch.Tensor, length: int, where: Where) -> None:
             for event in _last(home):
                 main.wait_event(event)
-            came: dict[tuple[int, int], list[list[Tensor]]] = {}
+            came: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
             for (_, one), parts in zip(requests, staged, strict=True):
                 came.setdefault((one.source.start, one.source.stop), []).append(parts)
             for span, all_parts in came.items():
                 add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
             if last and not copied:
-                done = main.record_event()
                 with on_stream(main):
-                    window.release([done])
+                    window.release([main.record_event()])
                 window.join(main)
 
-        return PendingGrads(add_to)
+        return add_to
 
-    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> Tensor:
+    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         start = self.spec.groups * self.spec.keys.message.size + group * self.room
         return self.window.memory.views(rank, start, packing)[0]
@@ -185,6 +187,20 @@ def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
     """Bytes that the sums of a group's gradients take on the rank that fetches most."""
     longest = longest_gather(plan).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
+
+
+@lru_cache(maxsize=256)
+def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
+    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
+
+    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
+    """
+    longest = longest_gather(plan)
+    fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
+    plain = keys.dtype != torch.float64 and not keys.segments and groups == 1
+    aligned = keys.width * keys.dtype.itemsize % 16 == 0
+    runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
+    return fits and plain and aligned and not longest.in_place and runs
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
@@ -201,7 +217,7 @@ def _last(done: Sequence[Done]) -> list[Event]:
 _MOST_STRIDE = (1 << 31) - 1  # bytes from row to row that an engine steps over
 
 
-def copy(target: Tensor, source: Tensor) -> None:
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, on the current stream, ``[rows, ...]`` whose rows are contiguous and may lie apart.
 
     In one go, if torch brings NVIDIA's ``cuda.bindings`` as it does on Linux, else row by row.
@@ -216,11 +232,10 @@ def copy(target: Tensor, source: Tensor) -> None:
             to.copy_(x)
         return
     width = target[0].numel() * target.itemsize
-    kind = module.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    stream = torch.cuda.current_stream(target.device).cuda_stream
     (error,) = module.cudaMemcpy2DAsync(
-        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0], kind,
-        stream,
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
+        module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+        torch.cuda.current_stream(target.device).cuda_stream,
     )  # fmt: skip
     if error != module.cudaError_t.cudaSuccess:
         raise RuntimeError(f"a copy out of a peer's memory failed: {error}")

@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
@@ -47,10 +46,10 @@ class SymmetricMemory:
     ring: Ranks
     header: int  # bytes, zero at first
     handle: Any = None  # of all ranks' buffers
-    _memory: Tensor | None = None
+    _memory: torch.Tensor | None = None
     _in_graphs: bool = False  # whether CUDA graphs hold addresses of this memory
     _kept: list[object] = field(default_factory=list)  # what they hold that no call needs any more
-    _views: dict[tuple[int, int, BufferSpec], list[Tensor]] = field(default_factory=dict)
+    _views: dict[tuple[int, int, BufferSpec], list[torch.Tensor]] = field(default_factory=dict)
 
     def reserve(self, size: int) -> bool:
         """Make room for so many bytes after the header, on all ranks alike; whether it is new.
@@ -81,22 +80,25 @@ class SymmetricMemory:
         torch.cuda.synchronize()  # it is zero before any peer writes there
         self.handle = symm_mem.rendezvous(self._memory, self.ring.group)
 
-    def headers(self) -> list[Tensor]:
+    def headers(self) -> list[torch.Tensor]:
         """Each rank's header, int64."""
         words = self.header // torch.int64.itemsize
-        ranks = range(self.ring.size)
         with torch.inference_mode(mode=False):
-            return [self.handle.get_buffer(rank, (words,), torch.int64, 0) for rank in ranks]
+            return [
+                self.handle.get_buffer(rank, (words,), torch.int64, 0)
+                for rank in range(self.ring.size)
+            ]
 
-    def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
+    def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
         """The tensors of a message in a rank's buffer, behind the header."""
         key = (rank, start, packing)
         if len(self._views) > _MOST_VIEWS:
             self._views.clear()
         if key not in self._views:
-            at = self.header + start
             with torch.inference_mode(mode=False):
-                part = self.handle.get_buffer(rank, (packing.size,), torch.uint8, at)
+                part = self.handle.get_buffer(
+                    rank, (packing.size,), torch.uint8, self.header + start
+                )
                 self._views[key] = packing.views(part)
         return self._views[key]
 
@@ -114,38 +116,32 @@ def known_buffer(ring: Ranks) -> SymmBuffer | None:
     return None if ring.group is None else _window_of.get(ring.group)
 
 
-@dataclass
 class SymmBuffer:
-    """A buffer of this rank's that its peers read."""
+    """A buffer of this rank's that its peers read.
 
-    ring: Ranks
-    refusals: tuple[str, ...] = field(init=False)  # why peers' memory cannot be read, if it cannot
-    device: int = field(init=False)
-    memory: SymmetricMemory = field(init=False)
-    stream: torch.cuda.Stream = field(init=False)  # where ranks meet
-    near: torch.cuda.Stream = field(init=False)  # for copies out of the own memory
-    #: For copies out of peers' memory, one after the other: they share an engine, which takes those
-    #: of several streams in an order of its own.
-    far: torch.cuda.Stream = field(init=False)
-    _patience: int = 0  # milliseconds
-    _free: torch.cuda.Event | None = None  # peers have read all that was put here
-    _left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
-    _headers: list[Tensor] = field(default_factory=list)
+    Attributes:
+        refusals: Why peers' memory cannot be read, if it cannot.
+        stream: Where ranks meet.
+        near: For copies out of the own memory.
+        far: For copies out of peers' memory, one after the other: they share an engine, which takes
+            those of several streams in an order of its own.
+    """
 
-    def __post_init__(self) -> None:
-        self.device = device = torch.cuda.current_device()
-        places = [Place(*x) for x in self._gathered(here(device))]
-        reaches = [int(_reaches(device, other, places[self.ring.rank])) for other in places]
+    def __init__(self, ring: Ranks) -> None:
+        assert ring.group is not None
+        self.ring, self.device = ring, torch.cuda.current_device()
+        places = [Place(*x) for x in self._gathered(here(self.device))]
+        reaches = [int(_reaches(self.device, other, places[ring.rank])) for other in places]
         self.refusals = tuple(refusals(places, self._gathered(reaches)))
         # Ahead of kernels in line for a free multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
-        self.memory = SymmetricMemory(self.ring, _HEADER)
-        group, cuda = self.ring.group, torch.device("cuda")
-        assert group is not None
-        self._patience = timeout_of(group, cuda) // timedelta(milliseconds=1)
+        self.memory = SymmetricMemory(ring, _HEADER)
+        self._patience = timeout_of(ring.group, torch.device("cuda"))
+        self._free: torch.cuda.Event | None = None  # peers have read all that was put here
+        self._left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
+        self._headers: list[torch.Tensor] = []
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers."""
         mine = torch.tensor(numbers, device=torch.device("cuda", self.device))
         every = [torch.empty_like(mine) for _ in range(self.ring.size)]
         dist.all_gather(every, mine, group=self.ring.group)
@@ -165,8 +161,7 @@ class SymmBuffer:
         then, and be used once the stream has got past the proof.
         """
         self._headers[self.ring.rank].fill_(digest)
-        self._barrier()
-        met: torch.cuda.Event = self.stream.record_event()
+        met = self.barrier()
         same = (torch.cat(self._headers) == digest).all()
         torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
         return met
@@ -196,8 +191,10 @@ class SymmBuffer:
             self._free = self.stream.record_event()
 
     def _barrier(self) -> None:
-        channel = _CAPTURE_CHANNEL if is_capturing() else _CHANNEL
-        self.memory.handle.barrier(channel=channel, timeout_ms=self._patience)
+        self.memory.handle.barrier(
+            channel=_CAPTURE_CHANNEL if is_capturing() else _CHANNEL,
+            timeout_ms=self._patience // timedelta(milliseconds=1),
+        )
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """While a CUDA graph is captured, a stream has to wait for all that it set off."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import not_none
-from ring_torch.kernels.philox import dropout_keep
+from ring_torch.kernels.eager import dropout_keep
 from ring_torch.records import KernelParams
 
 _BLOCK_BYTES = 128 << 20  # of float64 of the longer side at a time

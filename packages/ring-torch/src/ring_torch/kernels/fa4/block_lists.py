@@ -67,8 +67,8 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
         chosen = kinds == kind
         order = torch.argsort((~chosen).to(torch.int8), dim=2, stable=True)
         counts = chosen.sum(dim=2)
-        longest = max(1, int(counts.max()))
-        found += [counts.to(torch.int32), order[..., :longest].to(torch.int32).contiguous()]
+        blocks = order[..., : max(1, int(counts.max()))].to(torch.int32).contiguous()
+        found += [counts.to(torch.int32), blocks]
     return BlockLists(*found)
 
 

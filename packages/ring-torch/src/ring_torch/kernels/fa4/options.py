@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
+from ring_torch.kernels.api import Mods, Options, Pass
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
-from ring_torch.kernels.flash_library import Mods, Options, Pass
 
 _BLOCK_Q = 128  # queries of a block in lists, in both passes
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
@@ -57,24 +56,25 @@ class Modded(NamedTuple):
         rule = _rule(masked, mods.geometry)
         by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
         kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
-        addresses = {name: x.data_ptr() for name, x in kept.items()}
-        numbers = functions.Numbers(**addresses, **_other_numbers(mods, kept, rule))
+        numbers = functions.Numbers(
+            **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
+        )
         found = found._replace(numbers=numbers.as_args(), kept=tuple(kept.values()))
         if masked is None:
             return found
-        lists = _lists(direction, q, v, masked, mods)
         mask_mod = functions.mask_mod(
             mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
             None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
         )  # fmt: skip
-        return found._replace(mask_mod=mask_mod, lists=lists)
+        return found._replace(mask_mod=mask_mod, lists=_lists(direction, q, v, masked, mods))
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What a launch is compiled for."""
         size = None if self.lists is None else self.lists.block_size
-        has = self.numbers is not None, self.sinks is not None
-        return self.score_mod, self.mask_mod, size, *has
+        return (
+            self.score_mod, self.mask_mod, size, self.numbers is not None, self.sinks is not None,
+        )  # fmt: skip
 
     def launch_lists(self, q: Tensor) -> tuple[Any, ...] | None:
         """The lists as a compiled function takes them, for each sequence and head."""
@@ -97,7 +97,7 @@ def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
 
 
 def _alibi(mods: Mods | None) -> str | None:
-    """How ALiBi finds out how far keys are, if there is any (:data:`_fa4_mods.Alibi`)."""
+    """How ALiBi finds out how far keys are, if there is any (``mods.Alibi``)."""
     if mods is None or mods.slopes is None:
         return None
     if mods.apart is None:
@@ -140,23 +140,23 @@ def _tensors(
     if mods.positions is not None and mods.apart is None:
         rows, columns = mods.positions
         # From the first row on: float32 has all integers up to 2^24 only.
-        for name, x in (("q_at", rows), ("k_at", columns)):
-            found[name] = pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+        found |= {
+            name: torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
+            for name, x in (("q_at", rows), ("k_at", columns))
+        }
     if mods.segments is not None:
         found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
-        found["bits"] = _bits(mods.geometry, by_columns, device)
-        found["tiles"] = _tiles(mods.masked, mods.geometry, device)
+        bits = _bits(mods.geometry, by_columns, device)
+        found |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
     return found
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
-    """The other numbers that the functions read."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
-        slopes = kept["slopes"]
-        found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
-        found["apart"] = mods.apart or 0
+        batch, heads = kept["slopes"].shape
+        found |= {"slopes_batch": heads if batch > 1 else 0, "apart": mods.apart or 0}
     if (item := mods.masked) is not None:
         found |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
@@ -176,9 +176,9 @@ def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) ->
         block_k = _least_keys(item, mods.geometry, block_k)
     size = _BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
-    lists = block_lists(item, grid, mods.segments)
+    lists = (x.unsqueeze(1) for x in block_lists(item, grid, mods.segments))
     module = import_module("flash_attn.cute.block_sparsity")
-    return module.BlockSparseTensorsTorch(*(x.unsqueeze(1) for x in lists), block_size=size)
+    return module.BlockSparseTensorsTorch(*lists, block_size=size)
 
 
 @lru_cache(maxsize=256)

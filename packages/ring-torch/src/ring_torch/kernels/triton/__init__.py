@@ -6,17 +6,16 @@ Only blocks that are not empty are visited, and full ones skip their mask. Trito
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ring_core import Capabilities, KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
+from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import Pass, choose_blocks, stages_that_fit
-from ring_torch.kernels.api import KernelBase
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import capability, old_gpu_reason
-from ring_torch.kernels.triton.launch import Launch
+from ring_torch.kernels.triton.launch import Launch, given_to_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -28,17 +27,18 @@ from ring_torch.records import (
     QueryBlock,
     QueryGrads,
     unseen_state,
+    zero_bias_grad,
 )
 
 
-class TritonKernel(KernelBase):
+class TritonKernel(Kernel):
     """See the module's text.
 
     A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
     to run.
     """
 
-    capabilities: ClassVar[Capabilities] = replace(
+    capabilities = replace(
         EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
     )  # fmt: skip
@@ -71,7 +71,7 @@ class TritonKernel(KernelBase):
     ) -> AttentionState:  # fmt: skip
         """``(out, lse)`` of the item, in ``out`` if there is one."""
         into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
-        Launch(rows, columns, item, params).fwd(into, fresh=True)
+        Launch(rows, columns, item, params).run("fwd", into._asdict(), fresh=True)
         return into
 
     def attend_into(
@@ -83,7 +83,7 @@ class TritonKernel(KernelBase):
         into: AttentionState,
     ) -> None:
         """Attend and merge into ``into``, in one pass."""
-        Launch(rows, columns, item, params).fwd(into, fresh=False)
+        Launch(rows, columns, item, params).run("fwd", into._asdict())
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -91,32 +91,35 @@ class TritonKernel(KernelBase):
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         launch = Launch(rows, columns, item, params)
-        if params.fused_backward:
-            launch.bwd_fused(upstream, row_grads.dq, *column_grads, fresh=False)
-        else:
-            launch.bwd_dq(upstream, row_grads.dq, fresh=False)
-            launch.bwd_dkv(upstream, *column_grads, fresh=False)
-        if row_grads.dbias is not None:
-            launch.bwd_dbias(upstream, row_grads.dbias)
+        _differentiate(launch, upstream, row_grads, column_grads, fresh=False)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
-        launch = Launch(rows, columns, item, params)
         dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
-        if params.fused_backward:
-            launch.bwd_fused(upstream, dq.zero_(), dk, dv, fresh=True)
-        else:
-            launch.bwd_dq(upstream, dq, fresh=True)
-            launch.bwd_dkv(upstream, dk, dv, fresh=True)
-        dbias = None
-        if rows.bias is not None and params.bias_grad:
-            dbias = torch.zeros_like(rows.bias, dtype=torch.float32)
-            launch.bwd_dbias(upstream, dbias)
+        dbias = zero_bias_grad(rows, params, torch.float32)
+        launch, into = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
+        _differentiate(launch, upstream, into, KeyGrads(dk, dv), fresh=True)
         return Grads(dq, dk, dv, dbias)
+
+
+def _differentiate(
+    launch: Launch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
+    fresh: bool,
+) -> None:  # fmt: skip
+    """Add an item's gradients, or, if ``fresh``, write them, but for the bias's."""
+    given, dq = given_to_backward(upstream), row_grads.dq
+    if launch.params.fused_backward:
+        dq = dq.zero_() if fresh else dq
+        launch.run("bwd_fused", {**given, "dq": dq, **column_grads._asdict()}, fresh=fresh)
+    else:
+        launch.run("bwd_dq", {**given, "dq": dq}, fresh=fresh)
+        launch.run("bwd_dkv", {**given, **column_grads._asdict()}, fresh=fresh)
+    if row_grads.dbias is not None:
+        launch.run("bwd_dbias", {**given, "dbias": row_grads.dbias})
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
@@ -126,7 +129,7 @@ def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
         passes += ("bwd_fused",) if config.fused_backward else ("bwd_dq", "bwd_dkv")
         passes += ("bwd_dbias",) if request.bias else ()
     dims = request.head_dim, request.v_head_dim
-    itemsize = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
+    itemsize = getattr(torch, request.dtype).itemsize
     major, minor = capability()
     try:
         for name in passes:

@@ -24,7 +24,7 @@ from ring_core.triton.tile_configs import (
 )
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
-from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 _LEAST_CAPABILITY = 80  # compute capability
 
@@ -43,39 +43,12 @@ class Launch:
     item: WorkItem
     params: KernelParams
 
-    def fwd(self, into: AttentionState, *, fresh: bool) -> None:
-        """Merge what the queries see into a result, or, if ``fresh``, write it there."""
-        self._run("fwd", {"out": into.out, "lse": into.lse}, fresh=fresh)
+    def run(self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False) -> None:
+        """Launch the kernel of a pass, on its own tensors by their names there.
 
-    def bwd_dq(self, upstream: BackwardInputs, dq: Tensor, *, fresh: bool) -> None:
-        """Add the gradient of the queries, or, if ``fresh``, write it."""
-        self._run("bwd_dq", {**_given(upstream), "dq": dq}, fresh=fresh)
-
-    def bwd_dkv(self, upstream: BackwardInputs, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
-        """Add the gradients of keys and values, or, if ``fresh``, write them."""
-        self._run("bwd_dkv", {**_given(upstream), "dk": dk, "dv": dv}, fresh=fresh)
-
-    def bwd_fused(
-        self, upstream: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, *, fresh: bool
-    ) -> None:
-        """Both in one kernel; only ``dk`` and ``dv`` may be fresh."""
-        self._run("bwd_fused", {**_given(upstream), "dq": dq, "dk": dk, "dv": dv}, fresh=fresh)
-
-    def bwd_dbias(self, upstream: BackwardInputs, dbias: Tensor) -> None:
-        """Add the gradient of the bias."""
-        batch, _, heads, _ = self.rows.q.shape
-        numbers = {
-            "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
-            "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
-            "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
-        }  # fmt: skip
-        self._run("bwd_dbias", {**_given(upstream), "dbias": dbias}, numbers=numbers)
-
-    def _run(
-        self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False,
-        numbers: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        """Launch a kernel."""
+        What it computes is merged or added into them, or, if ``fresh``, written there. But
+        ``bwd_fused`` always adds to ``dq``, and ``bwd_dbias`` to ``dbias``.
+        """
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
@@ -87,39 +60,43 @@ class Launch:
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
-            **(numbers or {}),
         }  # fmt: skip
         if name == "bwd_dbias":
-            bias = self.rows.bias
-            assert bias is not None
-            programs = (num_k_blocks, num_q_blocks, bias.shape[0] * bias.shape[1])
+            dbias = given["dbias"]
+            values |= {
+                "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
+                "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
+                "shared_heads": heads // dbias.shape[1], "bias_heads": dbias.shape[1],
+            }  # fmt: skip
+            programs = (num_k_blocks, num_q_blocks, dbias.shape[0] * dbias.shape[1])
         else:
             values |= self._block_index(blocks, k_major=k_major)
-            row = (dim + v.shape[3]) * q.element_size()
             values["heads_per_swizzle"] = heads_per_swizzle(
-                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, row=row
-            )
+                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
+                row=(dim + v.shape[3]) * q.element_size(),
+            )  # fmt: skip
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
-        consts = self._consts(name, blocks, tensors, fresh=fresh)
-        _launch(name, programs, values, consts, blocks, _capability(q.device), q.device)
+        _launch(
+            name, programs, values, self._consts(name, blocks, tensors, fresh=fresh), blocks,
+            _capability(q.device), q.device,
+        )  # fmt: skip
 
     def blocks(self, name: Pass) -> Blocks:
         """How large blocks are."""
         q, v, params = self.rows.q, self.columns.v, self.params
-        config = KernelConfig("triton", params.block_q, params.block_k)
         per_score_inputs = (
             self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
         )
-        widest = max(q.shape[3], v.shape[3])
         return choose_blocks(
-            config, name, widest, q.element_size(), per_score_inputs=per_score_inputs
-        )
+            KernelConfig("triton", params.block_q, params.block_k), name,
+            max(q.shape[3], v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
+        )  # fmt: skip
 
     @property
     def _is_indexed(self) -> bool:
-        by_ids, by_bias = self.rows.segments is not None, self.params.bias_masks
-        return self.item.tiles is not None or by_ids or by_bias
+        by_host = self.item.tiles is not None
+        return by_host or self.rows.segments is not None or self.params.bias_masks
 
     def _consts(
         self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
@@ -131,13 +108,13 @@ class Launch:
             step = f"{_KINDS.get(kind, kind).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
-        dropped = dropout_threshold(params.dropout_p) if params.dropout_p > 0 else None
+        p = params.dropout_p
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),
             "PADDED_V": padded(v.shape[3]), "ITEMS": 1,
             "INDEXED": self._is_indexed or name == "bwd_dbias",
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
-            "SOFTCAP": params.softcap, "DROPPED": dropped, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "SOFTCAP": params.softcap, "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "TMA": False, "Q_IS_MULTIPLE": q.shape[1] % blocks.q == 0,
             "K_IS_MULTIPLE": k.shape[1] % blocks.k == 0, "FUSED": name == "bwd_fused",
             "FRESH": fresh, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
@@ -145,7 +122,6 @@ class Launch:
         }  # fmt: skip
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
-        """The index of blocks, if there is one."""
         if not self._is_indexed:
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
@@ -158,8 +134,10 @@ class Launch:
             segments = rows.segments, columns.segments
         found = block_index(self.item, grid, segments, self._shown())
         count, outer, inner = found.blocks.shape
-        batch = outer * inner if count > 1 else 0
-        return {"block_index": found.blocks, "counts": found.counts, "block_index_batch": batch}
+        return {
+            "block_index": found.blocks, "counts": found.counts,
+            "block_index_batch": outer * inner if count > 1 else 0,
+        }  # fmt: skip
 
     def _shown(self) -> Tensor | None:
         """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
@@ -169,23 +147,20 @@ class Launch:
         return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
-        """What says who sees whom."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
         if rows.segments is not None and columns.segments is not None:
-            found["q_ids"] = rows.segments.contiguous()
-            found["k_ids"] = columns.segments.contiguous()
+            q_ids, k_ids = rows.segments, columns.segments
+            found |= {"q_ids": q_ids.contiguous(), "k_ids": k_ids.contiguous()}
         if item.tiles is not None:
             geometry = self.params.blocks
             assert geometry is not None
-            found["bits"] = _bits(geometry, device)
-            found["tiles"] = _tiles(item, geometry, device)
+            found |= {"bits": _bits(geometry, device), "tiles": _tiles(item, geometry, device)}
         elif item.cu_q is not None:
             found["cells"] = _cells(item, k_major, device)
         return found
 
     def _options(self) -> dict[str, Any]:
-        """The tensors of options, and their strides."""
         rows, columns, params = self.rows, self.columns, self.params
         found: dict[str, Any] = {"bias_batch": 0, "bias_head": 0, "bias_row": 0, "slopes_batch": 0}
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
@@ -193,9 +168,13 @@ class Launch:
             found["k_at"] = columns.position.to(torch.int32)
         if rows.bias is not None:
             bias = _with_rows(rows.bias)
-            strides = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
-            found |= dict(zip(("bias_batch", "bias_head"), strides, strict=True))
-            found |= {"bias": bias, "bias_row": bias.stride(2)}
+            batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
+            found |= {
+                "bias": bias,
+                "bias_batch": batch,
+                "bias_head": head,
+                "bias_row": bias.stride(2),
+            }
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
@@ -203,12 +182,12 @@ class Launch:
             found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
             assert rows.indices is not None
-            found["q_index"] = rows.indices.to(torch.int32)
-            found["dropout"] = _seed(params.dropout_seed, rows.q.device)
+            seed = _seed(params.dropout_seed, rows.q.device)
+            found |= {"q_index": rows.indices.to(torch.int32), "dropout": seed}
         return found
 
 
-def _given(upstream: BackwardInputs) -> dict[str, Tensor]:
+def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
     """What a backward starts from; ``lse`` and delta have to be alike in memory."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
@@ -233,8 +212,8 @@ def _launch(
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
     arguments = {name: both.get(name) for name in kernel.arg_names}
-    itemsize = values["q"].element_size()
-    stages = stages_that_fit(name, blocks, (constexprs.D, constexprs.DV), itemsize, capability)
+    dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
+    stages = stages_that_fit(name, blocks, dims, itemsize, capability)
     with on_device(device):
         _start(
             kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
@@ -266,10 +245,9 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """From batch row to batch row and from head to head, by name."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
-        if name == "dbias":
-            continue
         kind, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
-        found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
+        if name != "dbias":
+            found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
     return found
 
 

@@ -1,0 +1,143 @@
+"""``fa2`` and ``fa3``: FlashAttention-2 and FlashAttention-3, by the functions that they call.
+
+``fa2`` is ``pip install flash-attn``, versions 2.6 to 2.8: Dao, "FlashAttention-2: faster attention
+with better parallelism and work partitioning", arXiv 2307.08691.
+
+``fa3`` is built from the ``hopper`` folder of flash-attention: Shah et al., "FlashAttention-3: fast
+and accurate attention with asynchrony and low-precision", arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import Tensor
+
+from ring_core import Capabilities
+from ring_torch.kernels.api import DOCUMENT_ARGUMENTS, Options, Pass, rounded_to_8
+from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
+from ring_torch.records import AttentionState
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """The functions of one of its major versions.
+
+    Attributes:
+        module: Where they are.
+        packed: What their names have before the pass, for documents.
+    """
+
+    module: str
+    packed: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; it allocates them."""
+        out, lse, *_ = self._call("forward", options, q=q, k=k, v=v)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, _place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``(dq, dk, dv)``."""
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        self._call(
+            "backward", options, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk,
+            dv=dv, deterministic=options.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _call(self, direction: Pass, options: Options, **given: Any) -> Any:
+        """Call a function by the names this version has, with ``None`` for what is not used.
+
+        So 2.6 takes a window as one pair, and later ones as two numbers.
+        """
+        packed = "" if options.documents is None else self.packed
+        function, parameters = _function(self.module, f"_flash_attn_{packed}{direction}")
+        left, right = (unbounded(side) for side in options.window)
+        known = given | {
+            "softmax_scale": options.scale, "causal": False, "is_causal": False, "softcap": 0.0,
+            "dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False,
+            "window_size": (left, right), "window_size_left": left, "window_size_right": right,
+            **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
+        }  # fmt: skip
+        needed = {key: None for key, is_needed in parameters.items() if is_needed}
+        return function(**needed | {key: known[key] for key in parameters.keys() & known.keys()})
+
+
+FLASH_2 = FlashAttention("flash_attn.flash_attn_interface", packed="varlen_")
+FLASH_3 = FlashAttention("flash_attn_interface", packed="")
+
+
+@cache
+def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
+    """A function and its parameters: whether each has to be given.
+
+    The functions, not the operators made of them: those check for aliases, and cost more.
+    """
+    function = getattr(import_module(module), name)
+    function = getattr(function, "_init_fn", function)
+    parameters = inspect.signature(function).parameters.values()
+    return function, {one.name: one.default is inspect.Parameter.empty for one in parameters}
+
+
+@cache
+def _missing_2() -> str | None:
+    try:
+        found = version("flash-attn")
+        import_module(FLASH_2.module)
+    except (PackageNotFoundError, ImportError) as error:
+        return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
+    major, minor, *_ = (int(part) for part in found.split(".")[:2])
+    if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
+        return f"flash-attn {found} is installed; 2.6 to 2.8 are known to work"
+    return old_gpu_reason()
+
+
+FA2 = FlashKernel(
+    FLASH_2,
+    Capabilities(
+        name="fa2", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        bands="any", documents=True, deterministic=True, exact_nan=False,
+        # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
+    ),
+    head_dims=rounded_to_8,
+    unavailable=_missing_2,
+    clips_right_window=True,
+)  # fmt: skip
+
+
+@cache
+def _missing_3() -> str | None:
+    try:
+        import_module(FLASH_3.module)
+    except ImportError as error:
+        return (
+            f"FlashAttention-3 is not installed or does not load ({error}); build it from the "
+            f"folder hopper of github.com/Dao-AILab/flash-attention"
+        )
+    if capability()[0] not in (8, 9):
+        return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
+    return None
+
+
+FA3 = FlashKernel(
+    FLASH_3,
+    Capabilities(
+        name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
+        bands="any", documents=True, deterministic=True,
+        deterministic_head_dim=192, exact_nan=False,
+        # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
+    ),
+    head_dims=rounded_to_8,
+    unavailable=_missing_3,
+)  # fmt: skip
