@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import tripwire
 from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
-from ring_jax.strategies.loops import STRATEGIES
+from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with

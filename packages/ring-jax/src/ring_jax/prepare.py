@@ -26,7 +26,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
-from ring_jax.strategies.loops import STRATEGIES
+from ring_jax.strategies import STRATEGIES
 from ring_jax.tripwire import checked_every
 
 
