@@ -1,7 +1,6 @@
 """Of ring_jax_gpu."""
 
 from ring_jax_gpu import (
-    XLA_FLAGS as XLA_FLAGS,
     cudnn as cudnn,
     fmha as fmha,
     kernel as kernel,
@@ -29,3 +28,4 @@ from ring_jax_gpu.launch import (
 from ring_jax_gpu.operands import block_index as block_index
 from ring_jax_gpu.primitive import triton_launch_p as triton_launch_p
 from ring_jax_gpu.tune import main as main
+from ring_jax_gpu.xla_flags import XLA_FLAGS as XLA_FLAGS
