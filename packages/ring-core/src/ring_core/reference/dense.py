@@ -274,8 +274,9 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     dq = masked_matmul(dproducts, dense.visible, dense.k)
     dk = masked_matmul(dproducts.swapaxes(-1, -2), seen_by, dense.q)
     dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
-    sinks, bias, kv_heads = dense.given.sinks, dense.given.bias, dense.given.sizes.kv_heads
-    dk, dv = (x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    sinks, bias, sizes = dense.given.sinks, dense.given.bias, dense.given.sizes
+    groups = sizes.kv_heads, sizes.q_heads // sizes.kv_heads
+    dk, dv = (x.reshape(len(x), *groups, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     dsinks = None
     if sinks is not None:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself

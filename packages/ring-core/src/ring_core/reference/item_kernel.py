@@ -180,7 +180,8 @@ def _heads(x: Floats, heads: int) -> Floats:
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
     """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
-    return x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
+    groups = x.reshape(len(x), kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+    return groups.sum(axis=2).swapaxes(1, 2)
 
 
 def masked_matmul(weights: Floats, visible: Bools, x: Floats) -> Floats:

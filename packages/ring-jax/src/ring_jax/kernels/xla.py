@@ -184,7 +184,8 @@ class ScoreBlocks:
     def take_rows(self, x: Array, i: Block) -> Array:
         """``[B, H, T, ...]`` at a block of rows, as ``[B, K, G, n, ...]``."""
         part = lax.dynamic_slice_in_dim(x, i.start, self.block_q, axis=2)
-        return part.reshape(x.shape[0], self.columns.kv.shape[1], -1, *part.shape[2:])
+        kv_heads = self.columns.kv.shape[1]
+        return part.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *part.shape[2:])
 
     def put_rows(self, x: Array, part: Array, i: Block) -> Array:
         """The reverse of :meth:`take_rows`."""

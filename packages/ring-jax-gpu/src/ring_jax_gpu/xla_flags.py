@@ -1,0 +1,60 @@
+"""Flags of XLA that a ring over GPUs may gain from; nothing here runs unless it is called."""
+
+from __future__ import annotations
+
+import os
+
+#: Flags that jaxlib 0.11 and 0.12 know, and why a ring may want them.
+XLA_FLAGS = {
+    # Moves K/V and gradients by the copy engines. NCCL's kernels need processors, and the forward
+    # for Hopper holds all of them until it ends. Among GPUs of one process; else no change.
+    "xla_gpu_collective_permute_mode": "peer",
+    # In the backward K/V and gradients are on their way at once. With the default of one transfer,
+    # XLA makes the second one wait: over P ranks, P - 3 hops of K/V then run beside no kernel.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+}
+
+
+def set_xla_flags() -> dict[str, str]:
+    """Set flags of XLA that let a ring over GPUs send while it computes.
+
+    They are added to the environment variable ``XLA_FLAGS``, which JAX reads once, when it first
+    needs a device: call this before. A flag that is in there already stays as it is.
+
+    - ``xla_gpu_collective_permute_mode=peer``: copy engines move what NCCL's kernels would, which
+      wait for processors that attention kernels hold. Among GPUs of one process; elsewhere it
+      changes nothing.
+    - ``xla_gpu_experimental_parallel_collective_overlap_limit=2``: in the backward K/V and
+      gradients travel at once, where XLA would let one of them wait.
+
+    What they gain depends on the program and the machine: measure with and without.
+
+    Returns:
+        The flags that were added, with their values.
+
+    Raises:
+        ValueError: JAX has started already, or ``XLA_FLAGS`` names a file.
+    """
+    from jax._src.xla_bridge import backends_are_initialized
+
+    if backends_are_initialized():
+        raise ValueError(
+            "set_xla_flags() came too late: JAX has started, and reads XLA_FLAGS only once. Call "
+            "it before the first array, jax.devices() or jit runs, or set in the environment: "
+            f"XLA_FLAGS='{_written(XLA_FLAGS)}'"
+        )
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if given and not given.startswith("-"):
+        raise ValueError(
+            f"XLA_FLAGS={given!r} names a file of flags, to which none can be added here. Write "
+            f"these into it: {_written(XLA_FLAGS)}"
+        )
+    known = {flag.removeprefix("--").partition("=")[0] for flag in given.split()}
+    added = {name: value for name, value in XLA_FLAGS.items() if name not in known}
+    if added:
+        os.environ["XLA_FLAGS"] = f"{given} {_written(added)}".lstrip()
+    return added
+
+
+def _written(flags: dict[str, str]) -> str:
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
