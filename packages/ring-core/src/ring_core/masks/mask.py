@@ -254,7 +254,7 @@ class _Offsets:
         """
         if type(values) is tuple:
             return cls(id(values), values)
-        array = np.array(values)  # as it is now
+        array = np.asarray(values).copy()  # as it is now
         if array.dtype.kind not in "iu":
             raise TypeError(f"not integers: {array.dtype}")
         return cls((array.dtype.str, array.shape, array.tobytes()), array)
