@@ -72,7 +72,8 @@ SLOW_ON_TPU = (
         "window-both", "predicate-documents", "poison-padding", "segments-pair",
     )),
     "test_fused_backward_kernel[everything",  # as test_pieces does
-    "test_fused_backward_kernel[gqa", "test_fused_backward_kernel[poison-v", "test_ways_of_generations[TPU v4",
+    *(f"test_fused_backward_kernel[{case}" for case in ("gqa", "poison-v", "segments")),
+    "test_ways_of_generations[TPU v4", "test_ways_of_generations[TPU7x", "test_pieces_in_the_ring",
     "test_selected_cases[shortest-zigzag-cp2", "test_selected_cases[everything",  # as test_pieces
     "test_selected_cases[causal-balanced-cp3",  # as test_in_one_program does
     "test_blocks_of_dq_that_come_back_at_once[heads0",
@@ -99,6 +100,10 @@ SLOW_ON_GPU = (
         "predicate-documents", "keys", "dropout", "everything", "wider", "wider-k", "float16",
         "segments-pair", "segments-chunks", "segments-documents", "no-scale", "bias-shared",
         "poison-q", "poison-padding",
+    )),
+    *(f"test_cases[cudnn-{x}]" for x in (
+        "odd-mixed", "bias-batch", "bias-heads", "bias-masked-float16", "full-cp4", "mixed-cp2",
+        "zigzag-cp4", "window-of-one", "wider-k",
     )),
 )  # fmt: skip
 #: In ring_torch: ring_jax_gpu compiles the same kernels. In the ring, cases whose options and masks
@@ -148,8 +153,9 @@ SLOW_IN_JAX = (
     *(f"test_case[{case}-" for case in (
         "softcap-large", "scale-zero", "sinks-many", "mha", "scale-negative", "segments-pair",
         "large-float16", "alibi-batch", "bias-shared", "poison-q", "window-small", "window-large",
-        "window-left", "window-right",
+        "window-left", "window-right", "mqa", "bias-masked", "segments-padded", "poison-k",
     )),
+    "test_the_other_process_ends_in_time[SIGSTOP",
     "test_context_parallel[balanced-AxisType.Explicit",
     "test_replicated_parameters_get_their_gradient_once[True", "test_equinox[2-zigzag",
     "test_under_shard_map[False-True", "test_what_the_error_says_is_exact[window",
@@ -189,7 +195,7 @@ FEW = ("causal", "window-shard", "documents", "shortest")
 #: Numbers of keys other than of queries, that are left to GPUs but for these.
 LONGER_AND_SHORTER = ("keys16-causal", "keys16-window", "keys80-chunks", "keys80-predicate")
 #: Masks that run on one device in JAX.
-ALONE = ("causal", "window-both", "documents", "predicate-documents")
+ALONE = ("causal", "documents")
 #: Cases of assigned chunks which run in JAX each time.
 CHUNKS_IN_JAX = ("documents-window-chunks-cp3", "options-random-cp2")
 #: Cases over gathered keys which run in JAX each time.
