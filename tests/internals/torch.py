@@ -7,6 +7,7 @@ from ring_torch import (
     capture as capture,
     compiled as compiled,
     context as context,
+    gradients as gradients,
     kernels as kernels,
     prepare as prepare,
     strategies as strategies,

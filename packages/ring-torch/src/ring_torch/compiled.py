@@ -1,4 +1,4 @@
-"""The ring in the graphs of ``torch.compile``: two operations, which the compiler cannot look into.
+"""The ring in the graphs of ``torch.compile``: operations that the compiler cannot look into.
 
 What is static about a call goes into them as text; tensors, and numbers that may change from call
 to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
@@ -31,6 +31,7 @@ from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
+from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 from ring_torch.strategies.choose import peer_refusals
 
 _OTHER_GROUP = (
@@ -109,17 +110,7 @@ class _Static(NamedTuple):
         Raises:
             ValueError: It is gone, or has other ranks.
         """
-        group: Any = None
-        try:
-            if self.group is not None:  # there is no public way from a name
-                name = distributed_c10d.GroupName(self.group)
-                group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined] # noqa: SLF001
-            ring = ranks_of(group)
-        except RuntimeError as error:
-            raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-        if (ring.rank, ring.size) != self.ranks:
-            raise ValueError(_OTHER_GROUP)
-        return ring
+        return _ring_named(self.group, self.ranks)
 
     def options(self, numbers: Numbers) -> Options:
         window = (numbers.left, numbers.right)
@@ -130,6 +121,25 @@ class _Static(NamedTuple):
             softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
             kernel=self.kernel, strategy=self.strategy, **self.plain,
         )  # fmt: skip
+
+
+def _ring_named(name: str | None, ranks: tuple[int, int]) -> Ranks:
+    """Return the ring of the group of this name.
+
+    Raises:
+        ValueError: It is gone, or has other ranks.
+    """
+    group: Any = None
+    try:
+        if name is not None:  # there is no public way from a name
+            typed = distributed_c10d.GroupName(name)
+            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
+        ring = ranks_of(group)
+    except RuntimeError as error:
+        raise ValueError(f"{_OTHER_GROUP}: {error}") from error
+    if (ring.rank, ring.size) != ranks:
+        raise ValueError(_OTHER_GROUP)
+    return ring
 
 
 @lru_cache(maxsize=256)
@@ -331,3 +341,79 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+def unshard_in_graph(
+    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
+) -> Tensor:
+    """Join the slices of all ranks, by an operation in the graph that is being traced."""
+    check_dim(x, dim)
+    text = _unshard_text(group, layout, dim % x.ndim, grad, check_grad(x, grad))
+    whole: Tensor = unshard(x, text)
+    return whole
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _unshard_text(
+    group: Any, layout: LayoutSpec, dim: int, grad: UnshardGrad | None, needs_grad: bool
+) -> str:
+    """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
+    ring = ranks_of(group)
+    return json.dumps({
+        "group": None if ring.group is None else ring.group.group_name,
+        "ranks": [ring.rank, ring.size],
+        "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
+        "dim": dim,
+        "grad": grad,
+        "needs_grad": needs_grad,
+    })  # fmt: skip
+
+
+def _unsharding(text: str) -> Unsharding:
+    facts: dict[str, Any] = json.loads(text)
+    ring, layout = _ring_named(facts["group"], tuple(facts["ranks"])), facts["layout"]
+    if isinstance(layout, list):
+        layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
+    return Unsharding(
+        ring, layout, facts["dim"], facts["grad"], facts["needs_grad"], ring.next_call()
+    )
+
+
+@torch.library.custom_op("ring_torch::unshard", mutates_args=())
+def unshard(x: Tensor, text: str) -> Tensor:
+    """Join the slices of all ranks."""
+    return _unsharding(text).join(x)
+
+
+@unshard.register_fake
+def _unshard_like(x: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(x.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
+def unshard_backward(grad: Tensor, text: str) -> Tensor:
+    """Return the gradient of this rank's slice from that of the whole tensor."""
+    return _unsharding(text).grad_of_slice(grad)
+
+
+@unshard_backward.register_fake
+def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(grad.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
+    return grad.new_empty(shape)
+
+
+def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.text = inputs[1]
+
+
+def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return unshard_backward(grad, ctx.text), None
+
+
+unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)

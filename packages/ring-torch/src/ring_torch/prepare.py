@@ -28,7 +28,7 @@ from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
 from ring_torch.records import Inputs, KernelParams, acc_dtype
@@ -165,6 +165,7 @@ def _prepare(
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
     sizes, tensors = _check_tensors(facts)
+    warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     named = strategy_config(options.strategy)
     assert isinstance(options.mask, Mask)
