@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
+from ring_core.base.arguments import check_foreign_options
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
 from ring_jax.kernels import kernel_names
@@ -104,6 +105,7 @@ def bind(attention: Attention) -> Bound:
             f"options bound by name in functools.partial, got {attention!r}"
         )
     known = inspect.signature(function).parameters
+    check_foreign_options(options)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig
+from ring_core.base.arguments import refuse_foreign_options
 from ring_jax.autodiff import attend
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
@@ -38,6 +39,7 @@ class RingAttention:
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
         return_lse: bool, **options: Unpack[AttentionOptions],
     ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+    @refuse_foreign_options
     def __call__(
         self,
         q: Array,

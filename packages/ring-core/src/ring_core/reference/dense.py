@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Bools, Floats as Floats, Ints, as_floats, as_ints
+from ring_core.base.arguments import (
+    Bools,
+    Floats as Floats,
+    Ints,
+    as_floats,
+    as_ints,
+    refuse_foreign_options,
+)
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
 from ring_core.reference.item_kernel import masked_matmul
@@ -100,6 +107,7 @@ class Grads(NamedTuple):
     dbias: Floats | None
 
 
+@refuse_foreign_options
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -138,6 +146,7 @@ def attention(
     return dense.out, dense.lse
 
 
+@refuse_foreign_options
 def attention_grads(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
