@@ -206,8 +206,9 @@ def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -
     if given and q_len != k_len:
         raise UnsupportedError(
             f"{', '.join(given)}: of {q_len} queries and {k_len} keys {framework} takes the first "
-            f"two to be at one position, and this package the last two; bind causal or window to "
-            f"the attention for the latter, mask=ring_core.Mask(predicate=...) for the former"
+            f"two to be at one position, and this package the last two; bind "
+            f"mask=ring_core.Mask(causal=True) to the attention for the latter, with window=... in it "
+            f"for a window, and ring_core.Mask(predicate=...) for the former"
         )
 
 

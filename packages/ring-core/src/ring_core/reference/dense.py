@@ -140,7 +140,7 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return dense.out, dense.lse
@@ -177,7 +177,7 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return _backward(dense, *dense.given.upstream(dout, dlse))
@@ -201,7 +201,7 @@ class _Dense:
 
 
 def _dense(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool, mask: Mask,
     segment_ids: SegmentIds | None,
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
     bias: npt.ArrayLike | None,
@@ -209,6 +209,7 @@ def _dense(
 ) -> _Dense:  # fmt: skip
     given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = given.sizes
+    checks.check_causal(causal, sizes.q_len, sizes.k_len)
     if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
         raise ValueError(
             f"cu_seqlens must end at the sequence length {sizes.k_len}, got {mask.cu_seqlens[-1]}"
