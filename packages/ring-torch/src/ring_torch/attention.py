@@ -75,8 +75,8 @@ def ring_attention(
         layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
             causal work is even; or what :func:`ring_core.balance_chunks` returns, in which the work
             of a mask is even.
-        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
-            queries, positions are ``i + T_kv - T_q``.
+        causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
+            positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
         window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
             unbounded.
         chunk_size: Sees keys of its own chunk of this many positions only.

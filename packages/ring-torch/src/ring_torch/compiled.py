@@ -23,6 +23,7 @@ from ring_core import (
     LayoutSpec,
     Mask,
     StrategyConfig,
+    checks,
 )
 from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass
@@ -115,11 +116,15 @@ class _Static(NamedTuple):
     def options(self, numbers: Numbers) -> Options:
         window = (numbers.left, numbers.right)
         documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
+        plain = dict(self.plain)
+        mask = checks.check_mask(
+            None, causal=plain.pop("causal"), window=None if window == (None, None) else window,
+            chunk_size=numbers.chunk_size, cu_seqlens=documents,
+        )  # fmt: skip
         return Options(
-            window=None if window == (None, None) else window, chunk_size=numbers.chunk_size,
-            cu_seqlens=documents, mask=None, softmax_scale=numbers.softmax_scale,
+            mask=mask, softmax_scale=numbers.softmax_scale,
             softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
-            kernel=self.kernel, strategy=self.strategy, **self.plain,
+            kernel=self.kernel, strategy=self.strategy, **plain,
         )  # fmt: skip
 
 
@@ -198,6 +203,8 @@ def attend_in_graph(
         if isinstance(segment_ids, (tuple, list))
         else (segment_ids, segment_ids)
     )
+    if q.ndim == k.ndim == 4:  # else refused for that
+        checks.check_causal(options.causal, q.shape[1], k.shape[1])
     causal, numbers = _numbers(options)
     plain = (
         causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,

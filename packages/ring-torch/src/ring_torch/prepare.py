@@ -103,6 +103,8 @@ def check_call(
 def _as_key(options: Options, every: int) -> Options:
     """Options as calls are known again by: one mask, whatever gave it, and no seed.
 
+    ``causal`` stays, for it is more than the mask of the same name: it is checked.
+
     Raises:
         ValueError: One of these is malformed.
     """
@@ -114,7 +116,7 @@ def _as_key(options: Options, every: int) -> Options:
     checks.check_dropout(options.dropout_p, options.dropout_seed)
     checks.check_seed(options.dropout_seed)
     return options._replace(
-        causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None,
+        window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None,
         check=every,
     )  # fmt: skip
 
@@ -167,6 +169,7 @@ def _prepare(
     sizes, tensors = _check_tensors(facts)
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
+    checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
     named = strategy_config(options.strategy)
     assert isinstance(options.mask, Mask)
     plan = make_plan(

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Bools, Floats as Floats, Ints, as_floats, as_ints
+from ring_core.base.arguments import (
+    Bools,
+    Floats as Floats,
+    Ints,
+    as_floats,
+    as_ints,
+    refuse_foreign_options,
+)
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
 from ring_core.reference.item_kernel import masked_matmul
@@ -100,6 +107,7 @@ class Grads(NamedTuple):
     dbias: Floats | None
 
 
+@refuse_foreign_options
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -132,12 +140,13 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return dense.out, dense.lse
 
 
+@refuse_foreign_options
 def attention_grads(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
@@ -168,7 +177,7 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return _backward(dense, *dense.given.upstream(dout, dlse))
@@ -192,7 +201,7 @@ class _Dense:
 
 
 def _dense(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool, mask: Mask,
     segment_ids: SegmentIds | None,
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
     bias: npt.ArrayLike | None,
@@ -200,6 +209,7 @@ def _dense(
 ) -> _Dense:  # fmt: skip
     given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = given.sizes
+    checks.check_causal(causal, sizes.q_len, sizes.k_len)
     if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
         raise ValueError(
             f"cu_seqlens must end at the sequence length {sizes.k_len}, got {mask.cu_seqlens[-1]}"
