@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
+from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import RingAttention
 from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
@@ -32,6 +33,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
     return_lse: bool, **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@refuse_foreign_options
 def ring_attention(
     q: Tensor,
     k: Tensor,

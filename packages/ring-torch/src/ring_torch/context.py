@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
-from ring_core.base.arguments import with_options_of
+from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
@@ -219,6 +219,7 @@ class ContextParallel:
             return_lse=return_lse, **options,
         )  # fmt: skip
 
+    @refuse_foreign_options
     @with_options_of(ring_attention)
     def explain(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
