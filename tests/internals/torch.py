@@ -57,6 +57,7 @@ from ring_torch.kernels.api import (
     Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
+    rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.block_index import (
     Grid as Grid,
@@ -84,6 +85,7 @@ from ring_torch.records import (
     QueryBlock as QueryBlock,
     QueryGrads as QueryGrads,
     empty_state as empty_state,
+    has_unit_stride as has_unit_stride,
     runs_of as runs_of,
 )
 from ring_torch.strategies import (

@@ -14,7 +14,7 @@ from ring_torch.call import Call, Saved, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
-from ring_torch.records import BackwardInputs, Inputs, folded
+from ring_torch.records import BackwardInputs, Inputs, folded, with_unit_strides
 
 _DELTA_ROWS = 4096
 _NO_WATCH: AbstractContextManager[None] = nullcontext()
@@ -53,6 +53,9 @@ class RingAttention(torch.autograd.Function):
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     """``out`` in the inputs' dtype and ``lse``, sinks included, and what to save."""
     check_graph(call.ring, call.forward_signature, call.device)
+    # What is saved for the backward stays the caller's own: copies live as long as a pass.
+    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+        inputs = with_unit_strides(inputs)
     with (
         on_device(call.device),
         _without_autocast(inputs.q.device),
@@ -60,7 +63,8 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     ):
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
             (out, lse), saved = attend(call, inputs)
-        out = out.to(call.dtype)
+        # Libraries allocate what they return with the strides of what they are given.
+        out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
         wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
     if wrong is not None:
         raise WrongResultError(wrong)
@@ -79,6 +83,8 @@ def backward_pass(
     if dlse is not None:
         call = call.with_lse_grad()
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+        inputs = with_unit_strides(inputs)
     check_graph(call.ring, call.backward_signature, call.device)
     with (
         on_device(call.device),

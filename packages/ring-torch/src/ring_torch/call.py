@@ -77,6 +77,7 @@ class Call(NamedTuple):
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
+    check_every: int = 0  # every which call the tripwire checked when this one was made
     checked: int = 0  # the number by which the tripwire checks it, or 0
     prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
 

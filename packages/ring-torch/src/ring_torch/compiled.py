@@ -161,8 +161,24 @@ def _read(text: str) -> _Static:
     )  # fmt: skip
 
 
-def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
+class _Identity(NamedTuple):
+    """Numbers that a forward leaves to its backward: which call it is, and how it is checked."""
+
+    number: int
+    every: int  # as ring_torch.check said when the forward ran
+    checked: int
+
+    @classmethod
+    def of(cls, call: Call) -> _Identity:
+        return cls(call.number, call.check_every, call.checked)
+
+
+def _call(
+    text: str, inputs: Inputs, numbers: Numbers, number: int, check: tuple[int, int] | None = None
+) -> tuple[Call, Inputs]:
     """The call of an operation; segment ids have been told apart before.
+
+    ``check`` is that of the forward, in its backward.
 
     How keys travel may not depend on numbers that the compiler does not know, for what the forward
     leaves to the backward does: ``auto`` decides as if there were none.
@@ -173,7 +189,9 @@ def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Cal
     x = Operands(q, k, v, ids, sinks, bias, slopes)
 
     def checked(options: Options) -> tuple[Call, Inputs]:
-        return check_call(static.ring, number, static.layout, x, options, grad=static.grad)
+        return check_call(
+            static.ring, number, static.layout, x, options, grad=static.grad, check=check
+        )
 
     options = static.options(numbers)
     named = (strategy_config(options.strategy).name, options.transport)
@@ -264,6 +282,8 @@ def attention(
     out, lse, saved = forward_pass(call, inputs)
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    if call.needs_grad:
+        rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
     # Operations return as many tensors each time, which share no memory.
     return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *rest]
 
@@ -289,7 +309,10 @@ def _attention_like(
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
-    return out, lse, [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    if call.needs_grad:
+        saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
+    return out, lse, saved
 
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
@@ -302,12 +325,14 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    *saved, numbers_of_forward = saved
+    forward = _Identity(*numbers_of_forward.tolist())
     call, inputs = _call(
         text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
         Numbers(
             left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
         ),
-        _read(text).ring.next_call(),
+        forward.number, (forward.every, forward.checked),
     )  # fmt: skip
     grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [as_own(grad) for grad in grads if grad is not None]

@@ -47,11 +47,13 @@ def check_call(
     options: Options,
     *,
     grad: bool | None = None,
+    check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
 
     ``number`` is the call's, from :meth:`Ranks.next_call`. ``grad`` says whether there will be a
-    backward; ``None`` asks the tensors.
+    backward; ``None`` asks the tensors. ``check`` is ``(check_every, checked)`` of the call of
+    which this is the backward; ``None`` asks :func:`ring_torch.check`.
 
     Raises:
         ValueError: An argument is malformed.
@@ -76,7 +78,7 @@ def check_call(
         bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
     else:
         bias_grad = grad and bias is not None
-    every = checked_every()
+    every = checked_every() if check is None else check[0]
     seed, options = options.dropout_seed, _as_key(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
@@ -97,7 +99,8 @@ def check_call(
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    return call._replace(number=number, checked=every and number_checked(every, number)), inputs
+    checked = (every and number_checked(every, number)) if check is None else check[1]
+    return call._replace(number=number, checked=checked), inputs
 
 
 def _as_key(options: Options, every: int) -> Options:
@@ -210,7 +213,7 @@ def _prepare(
     return Call(
         ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"),
+        CallSignature.of(fields, "backward"), check_every=options.check,
     )  # fmt: skip
 
 

@@ -208,6 +208,19 @@ class Inputs(NamedTuple):
     slopes: Tensor | None
 
 
+def has_unit_stride(x: Tensor) -> bool:
+    """Return True if the last dimension is contiguous: kernels take that for granted."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
+def with_unit_strides(inputs: Inputs) -> Inputs:
+    """Copy the tensors whose last dimension is not contiguous: kernels would read other numbers."""
+    return Inputs._make(
+        x if x is None or x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        for x in inputs
+    )
+
+
 class Grads(NamedTuple):
     """Gradients of an item, or of all that a rank holds, in the inputs' dtype or wider."""
 

@@ -24,7 +24,13 @@ from ring_core.triton.tile_configs import (
 )
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import (
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+    has_unit_stride,
+)
 
 _LEAST_CAPABILITY = 80  # compute capability
 
@@ -55,7 +61,8 @@ class Launch:
         blocks = self.blocks(name)
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         k_major = name in ("bwd_dkv", "bwd_fused")
-        tensors = {"q": _with_rows(q), "k": _with_rows(k), "v": _with_rows(v), **given}
+        tensors = {"q": q, "k": k, "v": v, **given}
+        assert all(map(has_unit_stride, tensors.values())), "kernels read and write rows"
         values: dict[str, Any] = {
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
@@ -167,7 +174,8 @@ class Launch:
             assert columns.position is not None
             found["k_at"] = columns.position.to(torch.int32)
         if rows.bias is not None:
-            bias = _with_rows(rows.bias)
+            bias = rows.bias
+            assert has_unit_stride(bias)
             batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
             found |= {
                 "bias": bias,
@@ -191,7 +199,7 @@ def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
     """What a backward starts from; ``lse`` and delta have to be alike in memory."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
-    return {"dout": _with_rows(upstream.dout), "lse": lse, "delta": delta}
+    return {"dout": upstream.dout, "lse": lse, "delta": delta}
 
 
 def _launch(
@@ -234,11 +242,6 @@ def _capability(device: torch.device) -> int:
         return _LEAST_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """The same with the numbers of a row one behind the other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
