@@ -89,6 +89,7 @@ from ring_torch.records import (
     runs_of as runs_of,
 )
 from ring_torch.strategies import (
+    bias_shift as bias_shift,
     gather as gather_strategy,
     ring as ring_strategy,
     sessions as sessions,

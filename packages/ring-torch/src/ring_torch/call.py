@@ -109,7 +109,9 @@ class Call(NamedTuple):
     def rows(self, inputs: Inputs) -> QueryBlock:
         """This rank's queries."""
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        rows = QueryBlock(inputs.q, None, None, inputs.q_ids, inputs.bias, slopes)
+        rows = QueryBlock(
+            inputs.q, None, None, inputs.q_ids, inputs.bias, slopes, bias_shift=inputs.bias_shift
+        )
         if not self.needs_index:
             return rows
         indices, position, _ = self.positions(self.ring.rank)
@@ -183,6 +185,7 @@ class Options(NamedTuple):
     strategy: str | StrategyConfig = "auto"
     transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
+    bias_adds: bool = True  # it adds to scores as well
     drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
     check: int = 0  # every which call the tripwire checks
 

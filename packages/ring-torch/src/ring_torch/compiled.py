@@ -26,12 +26,12 @@ from ring_core import (
     checks,
 )
 from ring_core.base.config import strategy_config
-from ring_torch.autograd import backward_pass, forward_pass
+from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
-from ring_torch.records import Inputs
+from ring_torch.records import GIVEN, Inputs
 from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 from ring_torch.strategies.choose import peer_refusals
 
@@ -42,7 +42,7 @@ _OTHER_GROUP = (
 _LOW = (1 << 32) - 1
 
 #: What of :class:`Options` is static, and written as it is.
-PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks")
+PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks", "bias_adds")
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -184,7 +184,7 @@ def _call(
     leaves to the backward does: ``auto`` decides as if there were none.
     """
     static = _read(text)
-    q, k, v, q_ids, k_ids, sinks, bias, slopes = inputs
+    q, k, v, q_ids, k_ids, sinks, bias, slopes, _ = inputs
     ids = None if q_ids is None or k_ids is None else (q_ids, k_ids)
     x = Operands(q, k, v, ids, sinks, bias, slopes)
 
@@ -226,6 +226,7 @@ def attend_in_graph(
     causal, numbers = _numbers(options)
     plain = (
         causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
+        options.bias_adds,
     )  # fmt: skip
     text = static_text(group, layout, options.kernel, options.strategy, plain, grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
@@ -280,7 +281,7 @@ def attention(
         _read(text).ring.next_call(),
     )  # fmt: skip
     out, lse, saved = forward_pass(call, inputs)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     if call.needs_grad:
         rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
@@ -308,7 +309,7 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
         saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
@@ -349,22 +350,21 @@ def _attention_backward_like(
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 
 
-_TENSORS = len(Inputs._fields)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    ctx.text, numbers = inputs[_TENSORS], Numbers(*inputs[_TENSORS + 1 :])
+    ctx.text, numbers = inputs[GIVEN], Numbers(*inputs[GIVEN + 1 :])
     ctx.numbers = numbers._replace(documents=None)
     out, lse, saved = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *saved)
+    ctx.save_for_backward(*inputs[:GIVEN], numbers.documents, out, lse, *saved)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors  # read once: checkpointing asks for it
-    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:_TENSORS]), tensors[_TENSORS:]
+    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
     numbers = ctx.numbers._replace(documents=documents)
-    found = iter(attention_backward(dout, dlse, *inputs, out, lse, saved, ctx.text, *numbers))
+    found = iter(
+        attention_backward(dout, dlse, *inputs[:GIVEN], out, lse, saved, ctx.text, *numbers)
+    )
     dq, dk, dv = next(found), next(found), next(found)
     dsinks = None if inputs.sinks is None else next(found)
     dbias = None if inputs.bias is None else next(found)

@@ -31,7 +31,7 @@ from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
-from ring_torch.records import Inputs, KernelParams, acc_dtype
+from ring_torch.records import GIVEN, Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
 from ring_torch.tripwire import checked_every, number_checked
@@ -82,7 +82,10 @@ def check_call(
     seed, options = options.dropout_seed, _as_key(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
-        *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
+        *(
+            None if x is None else _fact(x, name)
+            for x, name in zip(inputs[3:GIVEN], names, strict=True)
+        ),
     )
     given = (ring, layout, facts, options, tuple(map(type, options)), (grad, bias_grad), number > 0)
     try:
@@ -295,6 +298,7 @@ def _params(
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_masks,
+        shifts_bias=request.bias and options.bias_adds and not sinks,
         needs_lse=grads[0] or sinks or not options.drops_lse,
     )  # fmt: skip
 
@@ -311,7 +315,7 @@ def _fields(
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "rates": rates_in_use().digest, "check": options.check,
+        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest, "check": options.check,
         **{
             name: None if x is None else [*x.shape, x.dtype]
             for name, x in tensors._asdict().items() if not name.endswith("_ids")

@@ -67,6 +67,7 @@ class SampledQueries(NamedTuple):
     position: Array  # int32 [n], among the keys
     ids: Array | None  # [n]
     bias: Array | None  # [n, H or 1, m]
+    bias_shift: Array | None = None  # [n, H or 1], taken off the bias
     dout: Array | None = None  # [n, H, Dv]
 
 
@@ -175,6 +176,8 @@ def _scores(
         shape = (1, 1) if bias.shape[0] == 1 else (kv_heads, heads // kv_heads)
         bias = bias.reshape(*shape, *bias.shape[1:])
         visible = visible & (bias > -jnp.inf)
+        if queries.bias_shift is not None:
+            bias = bias - queries.bias_shift.astype(wide).T.reshape(*bias.shape[:3], 1)
     q, _, k, _ = _finite(visible, queries, keys, wide)
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]

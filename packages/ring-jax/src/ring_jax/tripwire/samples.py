@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from ring_core import WrongResultError
+from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import all_positions, local_positions
@@ -152,6 +153,7 @@ class _Sample(NamedTuple):
         queries = SampledQueries(
             ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
             None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
+            None if x.bias_shift is None else ring.gather(self._shift()[rows], 0),
             None if dout is None else ring.gather(dout[b, rows], 0),
         )  # fmt: skip
         keys = SampledKeys(
@@ -204,7 +206,7 @@ class _Sample(NamedTuple):
             bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
         queries = SampledQueries(
             x.q[b], indices, indices + plan.q_offset, None if x.q_ids is None else x.q_ids[b],
-            bias, upstream[0][b],
+            bias, None if x.bias_shift is None else self._shift(), upstream[0][b],
         )  # fmt: skip
         wide = [y[b].astype(jnp.float64) for y in (upstream[0], results[0], upstream[1])]
         delta = (wide[0] * wide[1]).sum(axis=-1) - wide[2].T
@@ -225,6 +227,11 @@ class _Sample(NamedTuple):
             jnp.take(mine, all_positions(self.static.plan.k_layout), axis=2), 2, 0
         )  # [P, 4, H or 1, m]
         return lax.collapse(self._all_to_all(parts), 0, 2)
+
+    def _shift(self) -> Array:
+        """What is taken off the bias of this rank's queries, ``[T, H or 1]``."""
+        shift = not_none(self.inputs.bias_shift)
+        return shift[self.batch % len(shift)].T
 
     def _home(self, x: Array) -> Array:
         """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""

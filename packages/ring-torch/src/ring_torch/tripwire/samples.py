@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ring_core.base.arguments import not_none
 from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
@@ -95,7 +96,7 @@ class Sample(NamedTuple):
         keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position).transpose(0, 1)
+            bias = self._added(slice(None), keys.position)
         index, q_position = (
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
@@ -112,6 +113,14 @@ class Sample(NamedTuple):
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
 
+    def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
+        """Return what the bias adds to some scores, ``[n, H or 1, m]``: less the rows' shift."""
+        bias, shift, b = not_none(self.inputs.bias), self.inputs.bias_shift, self.batch
+        added = bias[b % len(bias)][:, rows].index_select(-1, columns)
+        if shift is not None:
+            added = added.double() - shift[b % len(shift)][:, rows, None].double()
+        return added.transpose(0, 1)
+
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
         """Of this rank's queries over all keys, sinks among these: exact, and plain.
 
@@ -122,12 +131,11 @@ class Sample(NamedTuple):
         given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
         parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
         if inputs.bias is not None:
-            mine = inputs.bias[b % len(inputs.bias)][:, rows].transpose(0, 1)
             theirs = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts["bias"] = [mine.index_select(-1, columns) for columns in theirs]
+            parts["bias"] = [self._added(rows, columns) for columns in theirs]
         came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
         every = dict(zip(parts, came, strict=True))
         index = self._all_positions(call.plan.positions, "queries")

@@ -36,6 +36,10 @@ _LEAST_CAPABILITY = 80  # compute capability
 
 #: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
+#: Strides of options that a call may not have.
+_NO_STRIDES = (
+    "bias_batch", "bias_head", "bias_row", "bias_shift_batch", "bias_shift_head", "slopes_batch",
+)  # fmt: skip
 #: What each tensor's strides are called.
 _KINDS = {"dout": "out", "delta": "lse"}
 
@@ -169,7 +173,7 @@ class Launch:
 
     def _options(self) -> dict[str, Any]:
         rows, columns, params = self.rows, self.columns, self.params
-        found: dict[str, Any] = {"bias_batch": 0, "bias_head": 0, "bias_row": 0, "slopes_batch": 0}
+        found: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
             assert columns.position is not None
             found["k_at"] = columns.position.to(torch.int32)
@@ -183,6 +187,10 @@ class Launch:
                 "bias_head": head,
                 "bias_row": bias.stride(2),
             }
+        if rows.bias_shift is not None:
+            shift = _with_rows(rows.bias_shift)
+            batch, head = (shift.stride(n) if shift.shape[n] > 1 else 0 for n in range(2))
+            found |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
