@@ -188,7 +188,8 @@ class Launch:
                 "bias_row": bias.stride(2),
             }
         if rows.bias_shift is not None:
-            shift = _with_rows(rows.bias_shift)
+            shift = rows.bias_shift
+            assert has_unit_stride(shift)
             batch, head = (shift.stride(n) if shift.shape[n] > 1 else 0 for n in range(2))
             found |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
         if rows.slopes is not None:
