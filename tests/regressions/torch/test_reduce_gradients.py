@@ -62,7 +62,8 @@ class Step:
         return [x for x in found if x is not None]
 
     def loss(self) -> Tensor:
-        return self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
+        part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
+        return part
 
     def backward(self, **options: Any) -> None:
         self.loss().backward(**options)
@@ -113,7 +114,11 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
     then(step)
     words = []
     again = ContextParallel(step.cp.group)  # the group counts, not the object
-    for call in (lambda: again.reduce_gradients(step.model), partial(step.backward, **options)):
+    calls: list[Any] = [
+        partial(again.reduce_gradients, step.model),
+        partial(step.backward, **options),
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match="reduce_gradients") as error:
             call()
         words.append(str(error.value))
@@ -247,7 +252,8 @@ def _life(rank: int) -> None:
     step.reduce()
     first = step.model[0]
     assert isinstance(first, nn.Linear)
-    grad = ref(first.weight.grad)  # type: ignore[arg-type]
+    assert first.weight.grad is not None
+    grad = ref(first.weight.grad)
     step.model.zero_grad()
     assert grad() is None
     step.backward()
@@ -271,8 +277,7 @@ def _compiled(rank: int) -> None:
     step = Step(rank)
     run: Any = torch.compile(step.model, backend="aot_eager", fullgraph=True)
     for n in range(3):
-        stance = "fail_on_recompile" if n else "default"
-        with torch.compiler.set_stance(stance):
+        with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
             (run(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
         step.reduce()
         step.check()
@@ -293,7 +298,7 @@ def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def _frozen() -> nn.Module:
     model = _model(3, 4)
-    model[0].bias.requires_grad_(requires_grad=False)  # type: ignore[union-attr,operator]
+    model.get_parameter("0.bias").requires_grad = False
     return model
 
 

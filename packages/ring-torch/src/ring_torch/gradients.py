@@ -182,17 +182,14 @@ class _Sums:
         """
         alive = [(key, x) for key, ref in self._refs.items() if (x := ref()) is not None]
         alive.sort(key=lambda item: str(item[1].device))
-        kept = {}
+        kept: dict[int, TensorWeakRef] = {}
         with torch.no_grad():
             for _, items in groupby(alive, key=lambda item: item[1].device):
                 on_one = list(items)
                 flags = torch.stack([_local(x).any() for _, x in on_one]).tolist()
-                kept |= {
-                    key: self._refs[key]
-                    for (key, _), is_sum in zip(on_one, flags, strict=True)
-                    if is_sum
-                }
-        self._refs = kept  # fmt: skip
+                sums = (key for (key, _), is_sum in zip(on_one, flags, strict=True) if is_sum)
+                kept |= {key: self._refs[key] for key in sums}
+        self._refs = kept
 
 
 class _Guard:
@@ -220,12 +217,12 @@ class _Guard:
         """Return True if this is the gradient that was summed, and it was not zeroed since."""
         return gradient is not None and self.summed is gradient and self._sums.hold(self._key)
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def before(self, _: Tensor) -> None:
         """See whether what is about to be added to is a sum."""
         self._held = not is_capturing() and self.holds(self.summed)
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def after(self, weight: Tensor) -> None:
         """Refuse what was added to a sum; with ``create_graph`` a new tensor is their total."""
         held, self._held = self._held, False
