@@ -69,6 +69,19 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.stand_in(monkeypatch)
 
 
+@pytest.mark.nightly(
+    only=[
+        "cudnn-window-of-one",
+        "cudnn-wider-k",
+        "cudnn-odd-mixed",
+        "cudnn-bias-batch",
+        "cudnn-bias-heads",
+        "cudnn-bias-masked-float16",
+        "cudnn-zigzag-cp4",
+        "cudnn-full-cp4",
+        "cudnn-mixed-cp2",
+    ]
+)
 @pytest.mark.usefixtures("formula")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
