@@ -381,6 +381,12 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "batch-0": ("contiguous",),
     "bias-float64": (),
     "everything": ("balanced",),
+    "bias-very-negative": ("zigzag", "balanced"),
+    "bias-very-negative-segments": (),
+    "bias-very-negative-float64": (),
+    "bias-very-negative-bfloat16": (),
+    "bias-very-negative-float16": (),
+    "bias-very-negative-sinks": (),
 }
 
 

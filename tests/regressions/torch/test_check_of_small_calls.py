@@ -79,7 +79,9 @@ def chosen(kernel: str) -> Iterator[None]:
     prepare._prepare.cache_clear()
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_right_calls_pass(kernel: str, dtype: str, part: int) -> None:

@@ -68,7 +68,9 @@ def _options(kernel: str, way: str) -> list[str]:
     return [option for option in CAN[kernel] if option not in WITHOUT.get(way, ())]
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", CAN)
 def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
@@ -78,7 +80,9 @@ def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any)
     assert found == [[]] * size
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 4))]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", CAN)
 def test_compiled(kernel: str, way: str, part: int, backend: Any) -> None:
