@@ -21,7 +21,7 @@ from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
 from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
-from ring_torch.sharding import Sharding, check_group
+from ring_torch.sharding import Sharding
 from ring_torch.strategies.choose import describe_strategy
 
 _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
@@ -189,7 +189,7 @@ class ContextParallel:
         **options: Unpack[AttentionOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of this rank's shards: :func:`ring_attention` with this group and layout."""
-        check_group(self._sharding)
+        self._sharding.check_group()
         return ring_attention(
             q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
             return_lse=return_lse, **options,
