@@ -5,7 +5,8 @@
 """Every command of this repository: ``nox -l`` lists them, ``nox -s NAME`` runs one.
 
 Sessions install the packages as a user would get them (built, not editable), each session in an
-environment of its own, with the versions in ``constraints.txt``.
+environment of its own, with the versions in ``constraints.txt``, or with the oldest ones, in
+``constraints-lowest-*.txt``.
 """
 
 from __future__ import annotations
@@ -49,10 +50,14 @@ WORKERS = {"torch": "2"}
 #: Tests of core that draw many numbers, which are the same on another Python.
 NUMBERS_ALONE = ("plan", "gather", "item", "geometry", "balance", "fuzz")
 
+#: What shows in a minute that the oldest versions work: the compiler, views and the public names.
+QUICK_ON_LOWEST = ("test_compile", "test_api", "test_interplay")
+
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
+    "lowest-3.12(torch)": [f"tests/torch_only/{name}.py" for name in QUICK_ON_LOWEST],
     "tests-3.12(core)": None,
     "tests-3.13(core)": [
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
@@ -70,7 +75,11 @@ DOCTORS = {"core": "ring_core", "torch": "ring_torch"} | dict.fromkeys(
 RELEASE = ["build", "packaging", *(f"smoke-{v}({b})" for v in ("3.12", "3.13") for b in BACKENDS)]
 
 CONSTRAINED = ["--constraint", "constraints.txt"]
-LOWEST = ["--resolution", "lowest-direct"]
+
+#: Backends whose oldest versions are pinned together, in ``constraints-lowest-<side>.txt``, by what
+#: their names begin with. In one file for all each would raise the others' bounds: the oldest torch
+#: brings an older Triton than ring-jax-gpu needs, and the oldest jax needs a newer numpy than core.
+SIDES = ("core", "torch", "jax")
 
 
 def install(session: nox.Session, packages: list[str], groups: list[str], *options: str) -> None:
@@ -110,11 +119,12 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in BACKENDS])
 def lowest(session: nox.Session, backend: str) -> None:
     """Run one backend's tests with the oldest versions the packages accept."""
-    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), *LOWEST)
+    pins = f"constraints-lowest-{backend.partition('-')[0]}.txt"
+    install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), "--constraint", pins)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    command = ("pytest", "tests", f"--backend={backend}", "-n", workers_of(backend))
-    session.run(*command, *warn, *session.posargs)
+    command = ("pytest", f"--backend={backend}", "-n", workers_of(backend))
+    session.run(*command, *warn, *session.posargs)  # without a path of theirs: all of `tests`
 
 
 @nox.session(python="3.12", default=False)
@@ -334,17 +344,33 @@ def tpu_static(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def constraints(session: nox.Session) -> None:
-    """Write ``constraints.txt`` anew, with current versions of everything any session installs."""
+    """Write ``constraints.txt`` anew, with current versions of everything any session installs.
+
+    And ``constraints-lowest-*.txt``, with the oldest versions that packages and tests ask for.
+    """
     install(session, [], ["nox"])
-    session.run(
-        *("uv", "pip", "compile", "--universal", "--python-version=3.12", "--upgrade"),
-        *("--all-extras", *(f"--group={group}" for group in PYPROJECT["dependency-groups"])),
-        *(f"--no-emit-package={package}" for package in PACKAGES),
-        *("--no-annotate", "--quiet"),
-        "--custom-compile-command=nox -s constraints",
-        "--output-file=constraints.txt",
-        *(f"packages/{package}/pyproject.toml" for package in PACKAGES),
-    )
+
+    def write(name: str, packages: list[str], *options: str) -> None:
+        session.run(
+            *("uv", "pip", "compile", "--universal", "--python-version=3.12", "--upgrade"),
+            *options,
+            *(f"--no-emit-package={package}" for package in PACKAGES),
+            *("--no-annotate", "--quiet"),
+            "--custom-compile-command=nox -s constraints",
+            f"--output-file={name}",
+            *(f"packages/{package}/pyproject.toml" for package in packages),
+        )
+
+    groups = (f"--group={group}" for group in PYPROJECT["dependency-groups"])
+    write("constraints.txt", PACKAGES, "--all-extras", *groups)
+    for side in SIDES:
+        backends = [backend for backend in BACKENDS if backend.startswith(side)]
+        wanted = sorted({package for backend in backends for package in BACKENDS[backend]})
+        tested = {group for backend in backends for group in GROUPS.get(backend, ["test"])}
+        options = [f"--extra={extra}" for extra in re.findall(r"\[(.+?)\]", " ".join(wanted))]
+        options += [f"--group={group}" for group in sorted(tested)]
+        packages = [package.partition("[")[0] for package in wanted]
+        write(f"constraints-lowest-{side}.txt", packages, "--resolution=lowest-direct", *options)
 
 
 @nox.session(default=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,6 +121,28 @@ def _other_chunks_are_another_graph(_: int) -> None:
 
 def test_other_chunks_are_another_graph(pool: LocalRanks) -> None:
     pool.run(_other_chunks_are_another_graph)
+
+
+def _other_blocks_are_another_graph(_: int) -> None:
+    torch._dynamo.reset()
+    cp = ContextParallel()
+    q, k, v = (x.detach() for x in tensors(cp, {})[0])
+
+    def function(config: KernelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cp.attention(q, k, v, causal=True, kernel=config)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for block in (16, 32, 48):
+        config = KernelConfig("eager", block_q=block)
+        with patch.object(_compiled, "_read", wraps=_compiled._read) as read:
+            found = compiled(config, q, k, v)
+        torch.testing.assert_close(found, function(config, q, k, v), rtol=0, atol=0)
+        kernels = [json.loads(call.args[0])["kernel"] for call in read.call_args_list]
+        assert kernels and all(kernel[:2] == ["eager", block] for kernel in kernels)
+
+
+def test_other_blocks_are_another_graph(pool: LocalRanks) -> None:
+    pool.run(_other_blocks_are_another_graph)
 
 
 def _operations_are_sound(_: int, name: str) -> None:

@@ -200,7 +200,7 @@ def attend(rank: int, **options: Any) -> None:
     """A call and its backward, in a window of which every rank sees a part of every other's."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(2, 12, heads, 16).requires_grad_() for heads in (4, 2, 2))
-    results = ring_torch.ring_attention(
+    results: Any = ring_torch.ring_attention(
         q, k, v, window=(20, 3), softmax_scale=0.4,
         **{"kernel": "eager", "strategy": "ring", "sinks": torch.zeros(4)} | options,
     )  # fmt: skip

@@ -155,12 +155,14 @@ def attend(
         )
     if isinstance(options.mask, Tensor):
         x, options = with_dense_mask(x, options, _size_of(group))
-    run = _run
-    if torch.compiler.is_compiling():
-        plain = not isinstance(options.mask, Mask) or options.mask.predicate is None
-        run = attend_in_graph if plain else _run_alone
     if options.return_lse is False:  # what is no bool is refused below
         options = options._replace(drops_lse=True)
+    run = _run
+    if torch.compiler.is_compiling():
+        if not isinstance(options.mask, Mask) or options.mask.predicate is None:
+            run = attend_in_graph
+        else:  # where a graph breaks, torch 2.11 loses tuples that `_replace` made
+            run, x, options = _run_alone, Operands(*x), Options(*options)
     out, lse = run(group, layout, x, options)
     return (out, lse) if options.return_lse else out
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -48,24 +48,43 @@ PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks", "bi
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def static_text(
     group: Any,
-    layout: LayoutSpec,
-    kernel: str | KernelConfig,
-    strategy: str | StrategyConfig,
+    layout: str | list[list[int]],
+    kernel: str | list[Any],
+    strategy: str | list[Any],
     plain: tuple[Any, ...],
     grad: bool,
 ) -> str:
-    """What is static about a call, as text, which the compiler takes for a constant."""
+    """Write down what is static about a call, as text, which the compiler takes for a constant.
+
+    Layout, kernel and strategy are names, or what :func:`_fields_of` reads of their records.
+    """
     ring = ranks_of(group)
     peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
     return json.dumps({
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
-        "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
+        "layout": layout,
         "grad": grad,
-        "kernel": asdict(kernel) if isinstance(kernel, KernelConfig) else kernel,
-        "strategy": asdict(strategy) if isinstance(strategy, StrategyConfig) else strategy,
+        "kernel": kernel,
+        "strategy": strategy,
         **dict(zip(PLAIN, plain, strict=True)),
     })  # fmt: skip
+
+
+def _fields_of(x: Any) -> Any:
+    """Return the fields of a layout, a kernel or a strategy in order, or its name as it is.
+
+    They are read in the graph's trace, since torch 2.11 takes no object of ours for a constant. A
+    number that was another in an earlier trace is a symbol there; its index is a constant.
+    """
+    if isinstance(x, ChunkLayout):
+        return [[index(chunk) for chunk in chunks] for chunks in x.chunks]
+    if isinstance(x, KernelConfig):
+        sizes = [None if size is None else index(size) for size in (x.block_q, x.block_k)]
+        return [x.name, *sizes, x.fused_backward]
+    if isinstance(x, StrategyConfig):
+        return [x.name, x.ulysses_size, x.outer, x.local_size]
+    return x
 
 
 class Numbers(NamedTuple):
@@ -153,8 +172,8 @@ def _read(text: str) -> _Static:
     layout, kernel, strategy = facts["layout"], facts["kernel"], facts["strategy"]
     if isinstance(layout, list):
         layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
-    config = KernelConfig(**kernel) if isinstance(kernel, dict) else kernel
-    strategy = StrategyConfig(**strategy) if isinstance(strategy, dict) else strategy
+    config = KernelConfig(*kernel) if isinstance(kernel, list) else kernel
+    strategy = StrategyConfig(*strategy) if isinstance(strategy, list) else strategy
     return _Static(
         facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy,
         {name: facts[name] for name in PLAIN},
@@ -228,7 +247,10 @@ def attend_in_graph(
         causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
         options.bias_adds,
     )  # fmt: skip
-    text = static_text(group, layout, options.kernel, options.strategy, plain, grad)
+    text = static_text(
+        group, _fields_of(layout), _fields_of(options.kernel), _fields_of(options.strategy), plain,
+        grad,
+    )  # fmt: skip
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
     return out, lse
 
@@ -380,21 +402,21 @@ def unshard_in_graph(
 ) -> Tensor:
     """Join the slices of all ranks, by an operation in the graph that is being traced."""
     check_dim(x, dim)
-    text = _unshard_text(group, layout, dim % x.ndim, grad, check_grad(x, grad))
+    text = _unshard_text(group, _fields_of(layout), dim % x.ndim, grad, check_grad(x, grad))
     whole: Tensor = unshard(x, text)
     return whole
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _unshard_text(
-    group: Any, layout: LayoutSpec, dim: int, grad: UnshardGrad | None, needs_grad: bool
+    group: Any, layout: str | list[list[int]], dim: int, grad: UnshardGrad | None, needs_grad: bool
 ) -> str:
     """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
     ring = ranks_of(group)
     return json.dumps({
         "group": None if ring.group is None else ring.group.group_name,
         "ranks": [ring.rank, ring.size],
-        "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
+        "layout": layout,
         "dim": dim,
         "grad": grad,
         "needs_grad": needs_grad,

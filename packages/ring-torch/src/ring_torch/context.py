@@ -21,7 +21,7 @@ from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
 from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
-from ring_torch.sharding import Sharding, UnshardGrad, check_group
+from ring_torch.sharding import Sharding, UnshardGrad
 from ring_torch.strategies.choose import describe_strategy
 
 
@@ -114,7 +114,7 @@ class ContextParallel:
             x = cp.shard(hidden.roll(-1, dims=1))  # a layer that looks at neighbours
         """
         if torch.compiler.is_compiling():
-            check_group(self._sharding)
+            self._sharding.check_group()
             return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
         return self._sharding.unshard(x, dim=dim, grad=grad)
 
@@ -213,7 +213,7 @@ class ContextParallel:
         **options: Unpack[AttentionOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of this rank's shards: :func:`ring_attention` with this group and layout."""
-        check_group(self._sharding)
+        self._sharding.check_group()
         return ring_attention(
             q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
             return_lse=return_lse, **options,

@@ -69,6 +69,13 @@ class Sharding:
             )
         return ring
 
+    # A method: torch 2.11 takes the arguments of such functions for constants, which an object of
+    # ours is not, but not what a method is of.
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+    def check_group(self) -> None:
+        """Refuse another group than at the first use; in a graph, when it is traced."""
+        self.ring  # noqa: B018 - the property checks
+
     def layout(self, seq_len: int) -> Layout:
         """Which rank holds which of ``seq_len`` tokens."""
         return Layout(self.layout_name, seq_len, self.ring.size)
@@ -96,12 +103,6 @@ class Sharding:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device {device!r} cannot be used: {error}") from error
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def check_group(sharding: Sharding) -> None:
-    """Refuse another group than at the first use; in a graph, when it is traced."""
-    sharding.ring  # noqa: B018 - the property checks
 
 
 @dataclass(frozen=True)

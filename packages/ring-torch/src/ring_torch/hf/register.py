@@ -16,7 +16,6 @@ from ring_torch.call import Operands, Options
 from ring_torch.hf.masks import LayerMask, ring_mask, sharded
 from ring_torch.kernels import KERNEL_NAMES
 from ring_torch.models.sealed import ShardedMask
-from ring_torch.sharding import check_group
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
@@ -173,7 +172,7 @@ class RingAttention:
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
         is_known = mask.causal and batch.single
         cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
-        check_group(batch.sharding)
+        batch.sharding.check_group()
         out = attend(
             batch.sharding.group, batch.sharding.layout_name,
             Operands(q, k, v, ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes),

@@ -186,7 +186,8 @@ def mask_mod(
 @cute.jit
 def _falling(score, cap):
     """``(1 - tanh(score / cap)) / 2``, to the rounding of its parts."""
-    return cute.arch.rcp_approx(1.0 + cute.arch.exp2(score * (2.0 * math.log2(math.e) / cap)))
+    power = cute.math.exp2(score * (2.0 * math.log2(math.e) / cap), fastmath=True)
+    return cute.arch.rcp_approx(1.0 + power)
 
 
 @cute.jit
