@@ -187,7 +187,7 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
         for x in (q_pos, k_pos)
     ]
     q, kv, no = jnp.zeros((1, 1, 512, 8)), jnp.zeros((1, 1, 512, 16)), None
-    rows = QueryBlock(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no)
+    rows = QueryBlock(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no, no)
     columns = KeyBlock(kv, jnp.asarray(k_pos), cells[1], no)
     work = ItemTable(jnp.asarray(program.table(step)[1]), None)
     blocks = Blocks(size, size, 512, 512)

@@ -51,7 +51,7 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     empty: Any = jnp.zeros((1, 1, 1, 1))
     shift = part.shift
     q_shift, k_shift = (shift, 0) if helped else (0, shift)
-    rows = side.rows(part, q_shift, Queries(empty, None, None))
+    rows = side.rows(part, q_shift, Queries(empty, None, None, None))
     columns = side.columns(part, side.key_positions(k_shift), KVPayload(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
