@@ -26,7 +26,7 @@ from ring_core import (
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
-Bias = Literal["full", "shared", "heads", "batch", "masked"]
+Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
 #: Runs of the table that leave cases to nightly builds: `again` is torch's with other strategies.
@@ -40,6 +40,15 @@ RINGS: dict[str, tuple[LayoutName, RingStrategy]] = {
 
 #: Inputs of this size have products below the smallest normal number, or are below it themselves.
 TINY = {"float64": 2.0**-1040, "float32": 2.0**-135, "bfloat16": 2.0**-129, "float16": 2.0**-18}
+
+#: What additive masks have for padding: a large number, beside which ``lse`` has no digits left,
+#: and the least of a dtype.
+VERY_NEGATIVE = {
+    "float64": (-1e300, float(np.finfo(np.float64).min)),
+    "float32": (-1e10, float(np.finfo(np.float32).min)),
+    "bfloat16": (-1e10, -(2 - 2.0**-7) * 2.0**127),
+    "float16": (-1e4, float(np.finfo(np.float16).min)),
+}
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,8 @@ class Case:
 
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
         shape = (
-            1 if self.bias in ("shared", "heads") else self.batch,
-            1 if self.bias in ("shared", "batch") else self.heads[0],
+            1 if self.bias in ("shared", "heads", "very-negative") else self.batch,
+            1 if self.bias in ("shared", "batch", "very-negative") else self.heads[0],
             self.seq_len,
             self.keys,
         )
@@ -168,6 +177,11 @@ class Case:
         if self.bias == "masked":
             bias[rng.random(shape) < 0.3] = -np.inf
             bias[:, :, self.seq_len // 2] = -np.inf
+        if self.bias == "very-negative":
+            low, least = VERY_NEGATIVE[self.dtype]
+            bias[:, :, self.seq_len // 2, 1::2] = low  # part of a row
+            bias[:, :, -(self.seq_len // 4) :] = low  # whole rows, as padding on the right has
+            bias[..., : self.keys // 8] = least  # all that the first rows see, if causal
         return bias
 
     def _segments(self, rng: np.random.Generator) -> Arrays:
@@ -367,6 +381,12 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "batch-0": ("contiguous",),
     "bias-float64": (),
     "everything": ("balanced",),
+    "bias-very-negative": ("zigzag", "balanced"),
+    "bias-very-negative-segments": (),
+    "bias-very-negative-float64": (),
+    "bias-very-negative-bfloat16": (),
+    "bias-very-negative-float16": (),
+    "bias-very-negative-sinks": (),
 }
 
 
@@ -413,6 +433,12 @@ def _option_cases() -> list[Case]:
             "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
             "softmax_scale": 0.4, "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
         },
+        "bias-very-negative": {"bias": "very-negative", "heads": (4, 2), "lse_grad": True},
+        "bias-very-negative-segments": {"bias": "very-negative", "segments": "padded", "batch": 2},
+        "bias-very-negative-float64": {"bias": "very-negative", "dtype": "float64"},
+        "bias-very-negative-bfloat16": {"bias": "very-negative", "dtype": "bfloat16"},
+        "bias-very-negative-float16": {"bias": "very-negative", "dtype": "float16", "batch": 2},
+        "bias-very-negative-sinks": {"bias": "very-negative", "sinks": 0},
     }  # fmt: skip
     cases = []
     for n, (name, fields) in enumerate(options.items()):

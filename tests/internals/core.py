@@ -1,5 +1,9 @@
 """Of ring_core."""
 
+from ring_core.base.arguments import (
+    FOREIGN_OPTIONS as FOREIGN_OPTIONS,
+    refuse_foreign_options as refuse_foreign_options,
+)
 from ring_core.base.config import (
     RingStrategy as RingStrategy,
     pairs_of as pairs_of,

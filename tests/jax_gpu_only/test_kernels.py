@@ -55,6 +55,7 @@ _CASES = [
     Case("alibi", CAUSAL, alibi=2, batch=2, heads=(1, 1)),
     Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
     Case("bias", CAUSAL, bias="masked", batch=2, heads=(1, 1)),
+    Case("very-negative-bias", CAUSAL, bias="very-negative", batch=2, segments="padded"),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
     Case("spread", CAUSAL, spread=40.0),
     Case("poison-q", CAUSAL, poison="q"),
@@ -100,7 +101,9 @@ def test_several_blocks(case: Case) -> None:
     assert_close(case, alone(case, SMALL))
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-k", "everything"])
+@pytest.mark.parametrize(
+    "name", ["causal", "gqa", "segments", "poison-k", "everything", "very-negative-bias"]
+)
 def test_fused_backward(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))

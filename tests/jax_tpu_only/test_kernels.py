@@ -61,6 +61,7 @@ _CASES = [
     Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
     Case("bias", CAUSAL, bias="masked", batch=2),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
+    Case("bias-very-negative", CAUSAL, bias="very-negative", segments="padded", batch=2),
     Case("poison-v", CAUSAL, poison="v"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(

@@ -17,6 +17,7 @@ WITNESSES = (
     "sinks-contiguous",
     "causal-balanced-cp4",
     "full-zigzag-cp4",
+    "bias-very-negative-contiguous",
 )
 #: The case that sees a mutant which the first one does not: it is asked first, as each takes time.
 SEEN_IN = {
@@ -27,6 +28,7 @@ SEEN_IN = {
     "merge-without-rescale": "causal-balanced-cp4",
     "wrong-kv-head": "gqa-contiguous",
     "help-not-returned": "causal-balanced-cp4",
+    "bias-not-shifted": "bias-very-negative-contiguous",
 }
 
 

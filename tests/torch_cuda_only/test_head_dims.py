@@ -98,7 +98,7 @@ def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
         "none": {}, "sinks": {"sinks": torch.ones(4, device="cuda")},
         "segment_ids": {"segment_ids": torch.arange(LENGTH, device="cuda").int().repeat(2, 1) // 90},
         "alibi_slopes": {"alibi_slopes": torch.ones(4, device="cuda")},
-        "fewer keys": {},
+        "fewer keys": {"causal": False, "mask": Mask(causal=True)},
     }[option]  # fmt: skip
     if option == "fewer keys":  # the first queries see nothing
         k, v = k[:, 80:], v[:, 80:]

@@ -70,7 +70,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
             mine, part = run(model, cp.shard_batch(batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
-            same(cp.unshard(mine)[:, :LENGTH][real], logits[real], f"logits of {what}")
+            same(cp.unshard(mine.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
             same(part, loss, f"loss of {what}")
             got = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
             assert got.keys() == expected.keys()

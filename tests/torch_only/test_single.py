@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "segments": (T, {"segment_ids": torch.arange(T, dtype=torch.int32)[None] // 9 - 1}),
     "bias": (T, {"causal": True, "bias": torch.randn(1, 2, T, T, dtype=torch.float64)}),
     "dropout": (T, {"dropout_p": 0.3, "dropout_seed": 5}),
-    "fewer keys": (20, {"causal": True}),
+    "fewer keys": (20, {"mask": Mask(causal=True)}),
     "keys that nothing sees": (T + 30, {"window": (4, 0)}),
 }
 

@@ -35,6 +35,7 @@ ALONE = [
     Case("segments-documents", Mask(cu_seqlens=(0, 50, 150)), seq_len=150, segments="pair"),
     Case("dropout", CAUSAL, seq_len=80, dropout_p=0.3, batch=2),
     Case("bias-shared", CAUSAL, seq_len=80, bias="shared", batch=2),
+    Case("very-negative-bias", CAUSAL, seq_len=80, bias="very-negative", batch=2),
     Case("poison-k", CAUSAL, seq_len=80, poison="k"),
     Case("v-inf", CAUSAL, seq_len=80, poison="v-inf"),
     Case(
@@ -50,6 +51,7 @@ RING = [
     ("predicate-zigzag-cp2", "ring"), ("predicate-balanced-cp4", "ring"),
     ("bias-masked-balanced", "ring"), ("alibi-batch-striped", "ring"), ("mqa-zigzag", "gather"),
     ("causal-balanced-cp4", "ring"), ("options-random-cp2", "ring"), ("batch-0-contiguous", "ring"),
+    ("bias-very-negative-segments-balanced", "ring"), ("bias-very-negative-zigzag", "gather"),
     ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"),
 ]  # fmt: skip
 
@@ -86,8 +88,8 @@ def test_several_blocks(case: Case, pools: dict[int, LocalRanks]) -> None:
     assert_close(case, run(pools, case, SMALL))
 
 
-@pytest.mark.nightly(unless=["causal", "everything"])
-@pytest.mark.parametrize("name", ["causal", "gqa", "poison-k", "everything"])
+@pytest.mark.nightly(unless=["causal", "everything", "very-negative-bias"])
+@pytest.mark.parametrize("name", ["causal", "gqa", "poison-k", "everything", "very-negative-bias"])
 def test_fused_backward(name: str, pools: dict[int, LocalRanks]) -> None:
     (case,) = (case for case in ALONE if case.name == name)
     assert_close(case, run(pools, case, replace(SMALL, fused_backward=True)))

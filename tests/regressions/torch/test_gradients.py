@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import context
+from internals.torch import gradients
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
@@ -140,6 +140,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
             return 4
 
     count = 2000
-    buckets: Any = list(context._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]
+    buckets: Any = list(gradients._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]
     assert [len(bucket) for bucket in buckets] == [count]
     assert Counted.looked <= 3 * count

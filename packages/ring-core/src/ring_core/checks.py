@@ -120,6 +120,27 @@ def check_mask(
     return mask
 
 
+def check_causal(causal: bool, q_len: int, k_len: int) -> None:
+    """Refuse ``causal=True`` with fewer keys than queries, whose first ones would be fully masked.
+
+    Nearly always such tensors are ``[B, H, T, D]``, and heads were taken for tokens.
+
+    Args:
+        causal: The option; a :class:`Mask` that is causal is not asked.
+        q_len: Queries, of a rank or of all, and ``k_len`` keys.
+
+    Raises:
+        ValueError: There are fewer keys.
+    """
+    if k_len < q_len and causal:
+        raise ValueError(
+            f"causal=True, and q has {q_len} tokens but k {k_len}: the first queries would be fully "
+            f"masked. q, k and v are [batch, sequence, heads, head_dim]; from [batch, heads, "
+            f"sequence, head_dim], as SDPA has them, take x.transpose(1, 2). If fewer keys are "
+            f"meant, pass mask=Mask(causal=True): the last query then stands at the last key"
+        )
+
+
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The scale of the logits; ``head_dim ** -0.5`` by default."""
     if softmax_scale is None:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ring_core import Layout, Mask, UnsupportedError
+from ring_core.base.arguments import check_foreign_options
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
 from ring_jax.kernels import kernel_names
@@ -104,6 +105,7 @@ def bind(attention: Attention) -> Bound:
             f"options bound by name in functools.partial, got {attention!r}"
         )
     known = inspect.signature(function).parameters
+    check_foreign_options(options)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
@@ -204,8 +206,9 @@ def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -
     if given and q_len != k_len:
         raise UnsupportedError(
             f"{', '.join(given)}: of {q_len} queries and {k_len} keys {framework} takes the first "
-            f"two to be at one position, and this package the last two; bind causal or window to "
-            f"the attention for the latter, mask=ring_core.Mask(predicate=...) for the former"
+            f"two to be at one position, and this package the last two; bind "
+            f"mask=ring_core.Mask(causal=True) to the attention for the latter, with window=... in it "
+            f"for a window, and ring_core.Mask(predicate=...) for the former"
         )
 
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig
+from ring_core.base.arguments import refuse_foreign_options
 from ring_jax.autodiff import attend
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
@@ -38,6 +39,7 @@ class RingAttention:
         self, q: Array, k: Array, v: Array, *, axis_name: Hashable | None, layout: LayoutSpec = ...,
         return_lse: bool, **options: Unpack[AttentionOptions],
     ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+    @refuse_foreign_options
     def __call__(
         self,
         q: Array,
@@ -81,8 +83,8 @@ class RingAttention:
             layout: Which device holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in
                 which causal work is even; or what :func:`ring_core.balance_chunks` returns, in
                 which the work of a mask is even.
-            causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys
-                than queries, positions are ``i + T_kv - T_q``.
+            causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
+                positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
             window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
                 unbounded.
             chunk_size: Sees keys of its own chunk of this many positions only.

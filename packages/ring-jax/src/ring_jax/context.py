@@ -19,7 +19,7 @@ from ring_core import (
     divisor_of,
     viz,
 )
-from ring_core.base.arguments import with_options_of
+from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
 from ring_jax.collectives import (
@@ -128,6 +128,7 @@ class ContextParallel:
         self, q: Array, k: Array, v: Array, *, return_lse: bool,
         **options: Unpack[AttentionOptions],
     ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def attention(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
@@ -146,6 +147,7 @@ class ContextParallel:
         out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         return (out, lse) if return_lse else out
 
+    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def explain(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
@@ -247,7 +249,7 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     by_batch = x.slopes is not None and x.slopes.ndim == 2
     every = (
         q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
-        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask),
+        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask), None,
     )  # fmt: skip
     return Inputs._make(
         None if array is None else spec for array, spec in zip(x, every, strict=True)

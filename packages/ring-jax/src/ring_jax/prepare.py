@@ -61,6 +61,7 @@ def check_call(
     shards = cp_size if parts.mesh is None else 1
     keys = sizes.k_len * shards
     mask, dense = _check_mask(options, described[0].shape, keys, parts.mask)
+    checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
     named = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
     program = ring_program(

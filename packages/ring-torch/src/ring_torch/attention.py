@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
+from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import RingAttention
 from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled import attend_in_graph
 from ring_torch.prepare import check_call
+from ring_torch.records import GIVEN
 
 
 @overload
@@ -32,6 +34,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
     return_lse: bool, **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@refuse_foreign_options
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -75,8 +78,8 @@ def ring_attention(
         layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
             causal work is even; or what :func:`ring_core.balance_chunks` returns, in which the work
             of a mask is even.
-        causal: The query at position ``i`` sees keys ``j <= i``. With other numbers of keys than
-            queries, positions are ``i + T_kv - T_q``.
+        causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
+            positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
         window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
             unbounded.
         chunk_size: Sees keys of its own chunk of this many positions only.
@@ -192,7 +195,7 @@ def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
     return (
         x._replace(bias=torch.where(shown, zero, hidden)),
-        options._replace(mask=None, bias_masks=True),
+        options._replace(mask=None, bias_masks=True, bias_adds=bias is not None),
     )
 
 
@@ -215,7 +218,7 @@ def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tup
         )
     ring = ranks_of(group)
     call, inputs = check_call(ring, ring.next_call(), layout, x, options)
-    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
+    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs[:GIVEN])
     return results
 
 

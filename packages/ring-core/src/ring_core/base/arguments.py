@@ -7,9 +7,10 @@ are here too, and the tiles of a predicate mask: their side, and what they show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def describe_value(value: object) -> str:
+    """Return a wrong argument as a message shows it: arrays by type and shape, the rest by repr."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"a {type(value).__name__} of shape {list(shape)}"
+
+
 def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -> int:
     """A whole number in ``[low, high)``, as Python's.
 
@@ -36,7 +45,9 @@ def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -
         ValueError: It is not.
     """
     if not is_integer(value) or value < low:
-        raise ValueError(f"{name} must be at least {low}, and an integer, got {value!r}")
+        raise ValueError(
+            f"{name} must be at least {low}, and an integer, got {describe_value(value)}"
+        )
     if value >= high:
         raise ValueError(f"{name} must be an integer below {high}, got {value!r}")
     return int(value)
@@ -180,6 +191,81 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
         return method
 
     return shown
+
+
+_KEY_MASK = "use segment_ids, int32 [B, T_local], -1 for padding"
+_WINDOW = "use window=(left, right), where None is unbounded and never -1"
+_LENGTHS = "leave it out: lengths follow from cu_seqlens"
+_DROPOUT = "use dropout_p and dropout_seed"
+#: Options of SDPA, flash-attn, TransformerEngine, Flax and others, and what says the same here.
+FOREIGN_OPTIONS = {
+    "attn_mask": (
+        "use mask, booleans or a ring_core.Mask; numbers to be added to the scores are a bias, and "
+        "a key mask [B, 1, 1, T] is segment_ids, int32 [B, T_local], -1 for padding"
+    ),
+    "attention_mask": f"{_KEY_MASK}; one that has a row for each query is a mask or bias",
+    "key_padding_mask": _KEY_MASK,
+    "attn_bias": "use bias",
+    "attention_bias": "use bias",
+    "is_causal": "use causal",
+    "enable_gqa": "leave it out: K and V may always have fewer heads than Q",
+    "scale": "use softmax_scale",
+    "sm_scale": "use softmax_scale",
+    "scaling": "use softmax_scale",
+    "dropout": _DROPOUT,
+    "dropout_rate": _DROPOUT,
+    "attention_dropout": _DROPOUT,
+    "sliding_window": f"{_WINDOW}; the last W tokens, itself included, are window=(W - 1, 0)",
+    "window_size": _WINDOW,
+    "local_window_size": _WINDOW,
+    "logits_soft_cap": "use softcap",
+    "logit_cap": "use softcap",
+    "soft_cap": "use softcap",
+    "s_aux": "use sinks",
+    "softmax_aux": "use sinks",
+    "learnable_sink": "use sinks",
+    "slopes": "use alibi_slopes",
+    "cu_seqlens_q": "use cu_seqlens, a tuple for queries and keys alike",
+    "cu_seqlens_k": "use cu_seqlens, a tuple for queries and keys alike",
+    "max_seqlen_q": _LENGTHS,
+    "max_seqlen_k": _LENGTHS,
+    "q_segment_ids": "use segment_ids, which may be a pair (queries', keys')",
+    "kv_segment_ids": "use segment_ids, which may be a pair (queries', keys')",
+    "block_mask": "use mask=ring_core.Mask(predicate=...)",
+    "mask_mod": "use mask=ring_core.Mask(predicate=...)",
+    "return_softmax_lse": "use return_lse",
+    "return_attn_probs": "use return_lse; probabilities are never formed",
+    "return_residual": "use return_lse",
+    "implementation": "use kernel",
+}
+
+
+def check_foreign_options(names: Iterable[str]) -> None:
+    """Refuse the options of other libraries by the names that they have here.
+
+    Raises:
+        ValueError: One of the names is that of such an option.
+    """
+    foreign = [name for name in names if name in FOREIGN_OPTIONS]
+    if foreign:
+        advice = "; ".join(f"for {name}, {FOREIGN_OPTIONS[name]}" for name in foreign)
+        raise ValueError(f"no option is called {' or '.join(foreign)}. Instead: {advice}")
+
+
+def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
+    """Make a function refuse the options of other libraries in words that name those here.
+
+    Its signature stays; a keyword that no library has stays Python's ``TypeError``.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> object:
+        for name in kwargs:  # no call of another function where none is foreign: this is a hot path
+            if name in FOREIGN_OPTIONS:
+                check_foreign_options(kwargs)
+        return function(*args, **kwargs)
+
+    return cast("F", call)
 
 
 def not_none[T](x: T | None) -> T:

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Bools, Floats as Floats, Ints, as_floats, as_ints
+from ring_core.base.arguments import (
+    Bools,
+    Floats as Floats,
+    Ints,
+    as_floats,
+    as_ints,
+    refuse_foreign_options,
+)
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
 from ring_core.reference.item_kernel import masked_matmul
@@ -78,6 +85,33 @@ def check_inputs(
     )
 
 
+def visible_pairs(given: Inputs, mask: Mask) -> Bools:
+    """Return who sees whom by the mask and the segment ids, ``[B, H, T_q, T_kv]``."""
+    sizes, q_ids, k_ids = given.sizes, given.q_ids, given.k_ids
+    q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
+    shape = (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
+    visible = np.broadcast_to(mask.dense(q_pos, k_pos), shape).copy()
+    if q_ids is not None and k_ids is not None:
+        same = q_ids[:, :, None] == k_ids[:, None, :]
+        visible &= (same & (q_ids >= 0)[:, :, None])[:, None]
+    return visible
+
+
+def bias_shift(given: Inputs, visible: Bools) -> Floats | None:
+    """Return what is taken off each row of the bias, ``[B, H, T_q]``: its largest finite number.
+
+    Only visible columns count; a row without any has 0. Softmax does not change by it, and sums of
+    exponentials can be held beside numbers such as -1e10, which additive masks have for padding.
+    The shift has no gradient; ``lse`` gets it back in the end. Sinks compete with the scores as
+    they are, so with sinks there is no shift.
+    """
+    if given.bias is None or given.sinks is not None:
+        return None
+    numbers = np.where(visible & np.isfinite(given.bias), given.bias, -np.inf)
+    top: Floats = numbers.max(axis=-1, initial=-np.inf)
+    return np.where(np.isneginf(top), 0, top).astype(given.bias.dtype)
+
+
 def _optional(x: Floats | None) -> checks.Tensor | None:
     return None if x is None else checks.Tensor(x.shape, "float64", _DEVICE)
 
@@ -100,6 +134,7 @@ class Grads(NamedTuple):
     dbias: Floats | None
 
 
+@refuse_foreign_options
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -132,12 +167,13 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return dense.out, dense.lse
 
 
+@refuse_foreign_options
 def attention_grads(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
@@ -168,7 +204,7 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
+        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
     return _backward(dense, *dense.given.upstream(dout, dlse))
@@ -192,7 +228,7 @@ class _Dense:
 
 
 def _dense(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, mask: Mask,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool, mask: Mask,
     segment_ids: SegmentIds | None,
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
     bias: npt.ArrayLike | None,
@@ -200,6 +236,7 @@ def _dense(
 ) -> _Dense:  # fmt: skip
     given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = given.sizes
+    checks.check_causal(causal, sizes.q_len, sizes.k_len)
     if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
         raise ValueError(
             f"cu_seqlens must end at the sequence length {sizes.k_len}, got {mask.cu_seqlens[-1]}"
@@ -215,12 +252,8 @@ def _dense(
     )
 
     q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
-    visible = np.broadcast_to(
-        mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
-    ).copy()
-    if given.q_ids is not None and given.k_ids is not None:
-        same = given.q_ids[:, :, None] == given.k_ids[:, None, :]
-        visible &= (same & (given.q_ids >= 0)[:, :, None])[:, None]
+    visible = visible_pairs(given, mask)
+    shift = bias_shift(given, visible)
 
     with np.errstate(invalid="ignore", over="ignore"):
         x = scale * (q_by_head @ k_by_head.swapaxes(-1, -2))
@@ -229,12 +262,13 @@ def _dense(
             squashed = np.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed**2
         if given.bias is not None:
-            x = x + given.bias
+            x = x + (given.bias if shift is None else given.bias - shift[..., None])
             visible &= ~np.isneginf(given.bias)
         if given.slopes is not None:
             x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
     sink_rows = np.empty((sizes.q_heads, 0)) if given.sinks is None else given.sinks
     lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
+    lse = lse if shift is None else lse + shift
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:

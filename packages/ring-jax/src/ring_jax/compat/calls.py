@@ -28,9 +28,9 @@ from ring_jax.compat.translate import (
     documents_of,
     logits_dtype_of,
     platform_of,
+    rule_of,
     segments_of,
     sinks_of,
-    window_of,
 )
 from ring_jax.context import ContextParallel
 
@@ -119,8 +119,7 @@ def ring_attention(
         platform=platform_of(platform),
     )  # fmt: skip
     return attend(
-        query, key, value, axis_name=axis_name, causal=causal, window=window_of(sliding_window),
-        chunk_size=chunk_size,
+        query, key, value, axis_name=axis_name, mask=rule_of(causal, sliding_window, chunk_size),
         segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
         softmax_scale=softmax_scale, softcap=logits_soft_cap,
         sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
@@ -221,7 +220,7 @@ def flash_attention(
     if documents is not None and aligned:
         query, key, value, bias, documents = alike(query, key, value, bias, documents)
     out = attend(
-        query, key, value, axis_name=None, causal=causal, window=window_of(sliding_window),
+        query, key, value, axis_name=None, mask=rule_of(causal, sliding_window),
         segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
         softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
         dropout_p=dropout_prob, dropout_seed=dropout_seed,
@@ -363,8 +362,8 @@ class RingAttn:
                 layout=metadata.layout,
             ).attention  # fmt: skip
         out = ring(
-            query, key, value, causal=causal, window=window_of(sliding_window),
-            chunk_size=chunk_size, strategy=metadata.strategy,
+            query, key, value, mask=rule_of(causal, sliding_window, chunk_size),
+            strategy=metadata.strategy,
             segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
             softmax_scale=metadata.softmax_scale if softmax_scale is None else softmax_scale,
             softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,

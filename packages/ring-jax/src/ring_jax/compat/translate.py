@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array as Array
 from jax.typing import DTypeLike
 
-from ring_core import KernelConfig, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError, checks
 from ring_core.base.arguments import is_integer
 from ring_jax.prepare import with_mask
 from ring_jax.records import Window
@@ -50,6 +50,23 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
         )
     left, right = (None if side is None else int(side) for side in both)
     return left, right
+
+
+def rule_of(
+    causal: bool, sliding_window: SlidingWindow | None, chunk_size: int | None = None
+) -> Mask:
+    """The rule of a call, as a mask: there, causal queries may be more than the keys.
+
+    Raises:
+        ValueError: An option is malformed.
+    """
+    return checks.check_mask(
+        None,
+        causal=causal,
+        window=window_of(sliding_window),
+        chunk_size=chunk_size,
+        cu_seqlens=None,
+    )
 
 
 def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:

@@ -14,7 +14,7 @@ from ring_torch.autograd import RingAttention
 from ring_torch.call import Call, Operands, Options as CallOptions, Window
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
-from ring_torch.records import Inputs
+from ring_torch.records import GIVEN, Inputs
 
 _TOKENS = {1: "T_local", 2: "B, T_local"}  # what lies before a dimension along which is stacked
 
@@ -57,11 +57,14 @@ def checked(
     """
     checks.check_flag("causal", options.causal)
     checks.check_flag("return_attn_probs", options.return_attn_probs)
+    mask = checks.check_mask(  # a Mask, as flash-attn lets causal queries be more than the keys
+        None, causal=options.causal, window=window_of(options.window_size), chunk_size=None,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     return check_call(
         ring, ring.next_call(), layout, Operands(q, k, v, alibi_slopes=options.alibi_slopes),
         CallOptions(
-            causal=options.causal, window=window_of(options.window_size), chunk_size=None,
-            cu_seqlens=cu_seqlens, mask=None, softmax_scale=options.softmax_scale, softcap=None,
+            mask=mask, softmax_scale=options.softmax_scale, softcap=None,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
             deterministic=options.deterministic, return_lse=False, kernel="auto", transport="auto",
         ),
@@ -73,7 +76,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     A gradient through ``lse``, which no caller there can have had, would rule out fused kernels.
     """
-    out, lse = RingAttention.apply(call, *inputs)
+    out, lse = RingAttention.apply(call, *inputs[:GIVEN])
     return out, lse.detach()
 
 

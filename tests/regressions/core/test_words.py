@@ -1,0 +1,20 @@
+"""Messages about lengths say what helps the call at hand, and print no tensor's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ring_core import Layout
+
+
+def test_a_length_that_is_an_array_is_told_by_its_shape() -> None:
+    with pytest.raises(ValueError, match=r"got a ndarray of shape \[2, 512\]; it is the number of"):
+        Layout("zigzag", np.zeros((2, 512)), 2)  # type: ignore[arg-type]
+
+
+def test_padding_is_told_for_cross_attention_too() -> None:
+    with pytest.raises(
+        ValueError, match=r"in cross attention instead segment_ids=\(queries', keys'\)"
+    ):
+        Layout("contiguous", 13, 4)

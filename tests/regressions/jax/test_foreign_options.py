@@ -1,0 +1,32 @@
+"""Calls written for other libraries: their options are refused by the names they have here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from internals.core import FOREIGN_OPTIONS
+
+from ring_jax import ContextParallel, flax, ring_attention
+
+CP = ContextParallel(jax.make_mesh((1,), ("cp",)), "cp")
+CALLS: dict[str, Callable[..., Any]] = {
+    "ring_attention": partial(ring_attention, axis_name=None), "attention": CP.attention, "explain": CP.explain,
+}  # fmt: skip
+Q = jnp.zeros((1, 8, 2, 4))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
+def test_each_is_refused_by_its_name_here(name: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=rf"no option is called {name}\. Instead: for {name}, "):
+        call(Q, Q, Q, **{name: None})
+
+
+def test_bound_to_an_adapter() -> None:
+    with pytest.raises(ValueError, match="for is_causal, use causal"):
+        flax.make_attention_fn(partial(CP.attention, is_causal=True))
