@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         # What FlashAttention-4 and the language it is written in say to each other.
         others = r"(cutlass|flash_attn|quack)(\.|$)"
-        config.addinivalue_line("filterwarnings", f"ignore::DeprecationWarning:{others}")
+        config.addinivalue_line("filterwarnings", f"ignore::Warning:{others}")
     if config.getoption("--backend") == "jax-cuda":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the latter
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs

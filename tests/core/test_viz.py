@@ -327,7 +327,7 @@ def plotted_text(program: RingProgram, folder: Path) -> str:
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"^plot needs matplotlib: install ring-core\[viz\]$"):
+    with pytest.raises(ImportError, match=r"pip install 'packages/ring-core\[viz\]'$"):
         viz.plot(PROGRAMS[0], "nowhere.png")
 
 

@@ -154,7 +154,7 @@ def _options(rng: Rng) -> dict[str, Any]:
         "softmax_scale": (0.15, (0.05, 0.7, 1.0, 0.0, -0.5)),
         "softcap": (0.15, (0.1, 1.5, 30.0, 1e4)),
         "sinks": (0.2, (0, 1, 3)),
-        "bias": (0.25, ("full", "shared", "heads", "batch", "masked", "masked")),
+        "bias": (0.25, ("full", "shared", "heads", "batch", "masked", "very-negative")),
         "alibi": (0.15, (1, 2)),
         "dropout_p": (0.15, (0.1, 0.5, 0.9)),
         "segments": (0.25, ("documents", "pair", "padded", "scattered")),

@@ -98,16 +98,21 @@ def rounding(case: Case) -> dict[str, float]:
     kept = np.nan_to_num(p * keep)
     rows = np.nan_to_num(delta)
     terms = {
-        "out": kept @ clean["v"], "lse": np.ones(()), "dq": dx @ clean["k"],
+        "out": kept @ clean["v"], "dq": dx @ clean["k"],
+        "lse": np.array(_size(case.expected["lse"]) / _size(lse)),
         "dk": _by_kv_head(dx.swapaxes(-1, -2) @ clean["q"], case),
         "dv": _by_kv_head(kept.swapaxes(-1, -2) @ clean["d"], case),
         "dbias": np.nan_to_num(ds).sum(axis=_summed(case), keepdims=True),
         "dsinks": rows.sum(axis=(0, 2)),
     }  # fmt: skip
-    finite = np.abs(case.expected["lse"][np.isfinite(lse)])
     unit = ULPS["float64" if case.dtype == "float64" else "float32"]
-    cost = FEW * unit * max(1.0, float(finite.max(initial=0)))
+    cost = FEW * unit * _size(lse)
     return {name: cost * float(term.max(initial=0)) for name, term in terms.items()}
+
+
+def _size(x: Any) -> float:
+    """The largest finite number, or one."""
+    return max(1.0, float(np.abs(x[np.isfinite(x)]).max(initial=0)))
 
 
 def _by_kv_head(x: Any, case: Case) -> Any:

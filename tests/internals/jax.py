@@ -42,6 +42,7 @@ from ring_jax.records import (
     Static as Static,
     rectangles_of as rectangles_of,
 )
+from ring_jax.search import searchsorted as searchsorted
 from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy, steps as steps
 from ring_jax.strategies.steps import (
     StepRunner as StepRunner,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_core import Mask, UnsupportedError
+from ring_core import ChunkLayout, Mask, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -115,7 +115,7 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
 def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
         ContextParallel(layout="ring")  # type: ignore[arg-type]
-    cp = ContextParallel(layout="zigzag")
+    cp = ContextParallel(layout=ChunkLayout(((0, 1),)))
     with pytest.raises(ValueError, match="pad to 8"):
         cp.shard(torch.zeros(1, 7, 2), dim=1)
     with pytest.raises(ValueError, match="pad to 8"):

@@ -150,7 +150,7 @@ def _operations_are_sound(_: int, name: str) -> None:
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
     causal, numbers = _compiled._numbers(_options(options))
-    plain = (causal, False, False, "auto", False)
+    plain = (causal, False, False, "auto", False, True)
     text = _compiled.static_text(
         None, "zigzag", "auto", options.get("strategy", "auto"), plain, True
     )
@@ -168,7 +168,7 @@ def _options(given: dict[str, Any]) -> Options:
     return Options(**plain | {name: x for name, x in given.items() if name in plain})
 
 
-@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout"])
+@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout", "bias"])
 def test_operations_are_sound(name: str, pool: LocalRanks) -> None:
     pool.run(_operations_are_sound, name)
 

@@ -13,5 +13,5 @@ x = torch.ones(1, 8, 2, 8, requires_grad=True)
 for kernel in ("auto", "eager"):
     ring_torch.ring_attention(x, x, x, causal=True, kernel=kernel).sum().backward()
 cp = ring_torch.ContextParallel()
-cp.unshard(cp.attention(*(cp.shard(x) for _ in range(3))))
+cp.unshard(cp.attention(*(cp.shard(x) for _ in range(3))), grad="sum")
 """)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,74 +10,18 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
-from cases import Case, diagonals
 from internals.jax import bias_shift
 from jax.sharding import AxisType, PartitionSpec as P
+from negative_biases import NEGATIVE, NegativeCase
 from tolerances import assert_close
 
 import ring_jax
 from ring_core import KernelConfig, Mask
 from ring_jax import ContextParallel, ring_attention
 
-#: Scores that are very negative, of ``T`` queries and ``S`` keys.
-REGIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "part of a row": lambda i, j: (i + j) % 3 == 0,
-    "whole rows": lambda i, j: (i >= i.max() * 3 // 4) & (j >= 0),
-    "all rows": lambda i, j: (i >= 0) & (j >= 0),
-    "left padding": lambda i, j: (j <= j.max() // 3) & (i >= 0),
-    "right padding": lambda i, j: (j >= j.max() * 2 // 3) & (i >= 0),
-}
 
-
-@dataclass(frozen=True)
-class NegativeCase(Case):
-    """A case whose bias is lowered by a number in a region; cases of other numbers are equal."""
-
-    low: float = field(default=0.0, compare=False)
-    region: str = field(default="all rows", compare=False)
-
-    def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
-        bias = super()._bias(rng)
-        i, j = np.ogrid[: self.seq_len, : self.keys]
-        return np.where(REGIONS[self.region](i, j), np.maximum(self.least, bias + self.low), bias)
-
-    @property
-    def least(self) -> float:
-        """The least finite number of the dtype."""
-        largest: Any = jnp.finfo
-        return float(largest(self.dtype).min)
-
-    def everywhere(self) -> list[NegativeCase]:
-        """The case with each number that its dtype holds, in each region."""
-        lows = [low for low in (-1e4, -1e6, -1e10, self.least) if low >= self.least]
-        return [
-            replace(self, name=f"{self.name}: {low:.3g} in {region}", low=low, region=region)
-            for low in lows
-            for region in REGIONS
-        ]
-
-
-MIXED = Mask(window=(25, 3), chunk_size=30)
-DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 7, 31, 48), predicate=diagonals)
-CASES = [
-    NegativeCase("one device", Mask(causal=True), bias="full", lse_grad=True),
-    NegativeCase("zigzag", Mask(causal=True), "zigzag", 2, bias="full", lse_grad=True),
-    NegativeCase("full", Mask(), cp_size=4, bias="shared", batch=2, lse_grad=True),
-    NegativeCase("sinks", Mask(causal=True), cp_size=2, bias="heads", sinks=0, lse_grad=True),
-    NegativeCase("ids", Mask(), "striped", 2, bias="shared", batch=2, segments="scattered"),
-    NegativeCase("helpers", Mask(causal=True), cp_size=4, bias="full", strategy="balanced"),
-    NegativeCase("mixed", MIXED, "zigzag", 2, kv_seq_len=80, bias="masked", softcap=5.0, alibi=1),
-    NegativeCase("documents", DOCUMENTS, "zigzag", 2, bias="batch", batch=2, dropout_p=0.3),
-    *(
-        NegativeCase(dtype, Mask(causal=True), "zigzag", 2, bias="full", dtype=dtype, lse_grad=True)
-        for dtype in ("float64", "bfloat16", "float16")
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""
     for one in case.everywhere():
@@ -200,6 +143,15 @@ def test_rows_are_looked_at_in_groups() -> None:
     )
     with mock.patch.object(bias_shift, "_MOST", 5 * H * T):
         _compared(lambda q, k, v, bias: attend(q, k, v, bias=bias))
+
+
+def test_no_second_bias_is_allocated() -> None:
+    """What a program keeps beside its arguments and results is less than half of the bias."""
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 2, 4096, 4096), jnp.float32)
+    attend = jax.jit(lambda q, bias: ring_attention(q, q, q, axis_name=None, bias=bias))
+    memory: Any = attend.lower(q, bias).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < bias.size * 4 / 2
 
 
 def test_a_mask_alone_has_no_shift() -> None:

@@ -196,6 +196,7 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
             f"[{batch} or 1, {heads} or 1, {rows}, {kv_seq_len}] (rows: this rank's queries in layout "
             f"order; columns: all keys in natural order)"
         )
+        words += _key_mask_advice(bias.shape, batch)
         fits = _is_score_shape(bias.shape, batch, heads, rows, kv_seq_len)
         _check_option("bias", bias, device, fits, words)
 
@@ -226,7 +227,7 @@ def check_dense_mask(
         raise ValueError(
             f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
             f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "
-            f"order), got {mask.shape}"
+            f"order), got {mask.shape}{_key_mask_advice(mask.shape, batch)}"
         )
     if mask.device != device:
         raise ValueError(f"mask is on {mask.device} and q on {device}; move it there")
@@ -281,6 +282,16 @@ def _is_score_shape(
     """Whether it is ``[batch or 1, heads or 1, rows, columns]``."""
     return len(shape) == 4 and (
         shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (rows, columns)
+    )
+
+
+def _key_mask_advice(shape: tuple[int, ...], batch: int) -> str:
+    """Say what a padding mask of keys is here, if a tensor has the shape of one."""
+    if shape[:1] not in ((1,), (batch,)) or any(size != 1 for size in shape[1:-1]):
+        return ""
+    return (
+        "; a mask of keys that hides padding is segment_ids, int32 [B, T_local] in layout order, 0 for "
+        "tokens and -1 for padding"
     )
 
 

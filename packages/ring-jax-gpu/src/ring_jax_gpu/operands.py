@@ -39,6 +39,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
+from ring_jax.search import searchsorted
 from ring_jax_gpu.launch import RANK_OPERAND, Arrays, Kernel, Launch
 from ring_jax_gpu.primitive import run
 
@@ -315,8 +316,7 @@ def in_documents(outer: Array, inner: Array) -> Array:
 
     Cells grow along both sides.
     """
-    sides = [jnp.searchsorted(inner, outer, side=side) for side in ("left", "right")]
-    return jnp.stack(sides).astype(jnp.int32)
+    return jnp.stack([searchsorted(inner, outer, "left"), searchsorted(inner, outer, "right")])
 
 
 def block_kinds(

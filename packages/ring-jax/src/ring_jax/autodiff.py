@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from ring_core import UnsupportedError
 from ring_jax import tripwire
 from ring_jax.bias_shift import unshifted, with_bias_shift
-from ring_jax.records import Array, AttentionState, BackwardInputs, Inputs, KVPayload, Static
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    Inputs,
+    KVPayload,
+    Pass,
+    Static,
+)
 from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
 
@@ -41,9 +52,9 @@ def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 @lru_cache(maxsize=128)
 def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
     def run(x: Inputs) -> tuple[Array, Array]:
-        return _attend(
-            static, x._replace(slopes=None if x.slopes is None else _without_gradient(x.slopes))
-        )
+        q, k, v, sinks, bias = _without_others("forward", (x.q, x.k, x.v, x.sinks, x.bias))
+        slopes = None if x.slopes is None else _without_gradient(x.slopes)
+        return _attend(static, x._replace(q=q, k=k, v=v, sinks=sinks, bias=bias, slopes=slopes))
 
     return jax.jit(run, inline=True)  # within other programs as if it were not there
 
@@ -103,10 +114,61 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
         tripwire.check_rate(turn, static, x, "backward", at, dq, dk, dv)
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
+    dq, dk, dv, dsinks, dbias = _without_others("backward", (dq, dk, dv, dsinks, dbias))
     return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+#: The identity, whose tangents are refused; and a tangent that is, once it is asked for.
+guard_p, refusal_p = Primitive("ring_guard"), Primitive("ring_refusal")
+
+
+def _without_others[T](direction: Pass, arrays: T) -> T:
+    """Refuse by name all derivatives but the gradient of a call, of which JAX would name its loops.
+
+    The inputs of a ``forward`` have gradients and no tangents; the results of a ``backward`` have
+    neither.
+    """
+    return cast("T", jax.tree.map(partial(guard_p.bind, direction=direction), arrays))
+
+
+def _guarded(primals: tuple[Array], tangents: tuple[Any], *, direction: Pass) -> tuple[Array, Any]:
+    (x,), (tangent,) = primals, tangents
+    if type(tangent) is ad.Zero:
+        return x, tangent
+    return x, refusal_p.bind(tangent, direction=direction)
+
+
+guard_p.def_impl(lambda x, **_: x)
+guard_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(guard_p, mlir.lower_fun(lambda x, **_: x, multiple_results=False))
+ad.primitive_jvps[guard_p] = _guarded
+batching.defvectorized(guard_p)
+
+
+def _refuse(*_: Any, direction: Pass) -> Any:
+    asked = {
+        "forward": "forward mode (jax.jvp, jax.jacfwd, a function of jax.linearize)",
+        "backward": "the derivative of a gradient (jax.hessian, jax.grad of jax.grad)",
+    }
+    raise UnsupportedError(
+        f"ring attention has a gradient, by reverse mode (jax.grad, jax.vjp), and this is "
+        f"{asked[direction]}. Instead: use gradients alone, and differences of them for products with a "
+        f"Hessian; or attention in plain JAX, on one device"
+    )
+
+
+def _transposed(gradient: Array, _: Array, *, direction: Pass) -> list[Array]:
+    return [gradient] if direction == "forward" else _refuse(direction=direction)
+
+
+refusal_p.def_impl(_refuse)
+refusal_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse, multiple_results=False))
+ad.deflinear2(refusal_p, _transposed)
+batching.primitive_batchers[refusal_p] = _refuse  # a batch of tangents, where a gradient has none
 
 
 def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:

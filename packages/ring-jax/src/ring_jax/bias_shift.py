@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ring_core.base.arguments import not_none
-from ring_jax.collectives import Ranks, in_order, match_varying, varying_axes
+from ring_jax.collectives import Ranks, match_varying, permute, varying_axes
 from ring_jax.rank_view import local_positions
 from ring_jax.records import Array, Inputs, Static
 
@@ -81,9 +81,5 @@ def _ids_of_all_keys(static: Static, x: Inputs) -> Array | None:
     """Return the segment ids of all ranks' keys in natural order, int32 ``[B, S]``."""
     if x.k_ids is None:
         return None
-    plan = static.plan
-    ids = Ranks(static.axis_name, plan.cp_size).gather(x.k_ids, 1)
-    if plan.k_layout.name == "contiguous":
-        return ids
-    order = np.concatenate([plan.k_positions(rank) for rank in range(plan.cp_size)])
-    return in_order(ids, np.argsort(order), 1)
+    ids = Ranks(static.axis_name, static.plan.cp_size).gather(x.k_ids, 1)
+    return permute(ids, static.plan.k_layout, 1, inverse=True)

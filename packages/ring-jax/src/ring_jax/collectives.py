@@ -9,34 +9,57 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ring_core import Layout
 
 AnyMesh = Mesh | AbstractMesh
 Axes = str | tuple[str, ...] | None
-Order = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def in_order(x: Array, order: Order, dim: int) -> Array:
-    """The slices of a dimension in another order, a permutation.
+permute_p = Primitive("ring_permute")
 
-    Its gradient is the reverse permutation: no scatter, which is slow and, where axes are explicit,
-    needs the mesh of the program around it.
+
+def permute(x: Array, layout: Layout, dim: int, *, inverse: bool = False) -> Array:
+    """Put the tokens along a dimension in the layout's order, or back in natural order.
+
+    Linear, and its transpose is the inverse: no scatter, which is slow and, where axes are
+    explicit, needs the mesh of the program around it.
     """
-    return jnp.take(x, order, axis=dim)
+    return cast("Array", permute_p.bind(x, layout=layout, dim=dim % x.ndim, inverse=inverse))
 
 
-in_order.defvjp(
-    lambda x, order, dim: (in_order(x, order, dim), None),
-    lambda order, dim, _, gradient: (in_order(gradient, np.argsort(order), dim),),
-)
+def _take(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
+    order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
+    return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
+
+
+def _transposed(
+    gradient: Array, _: Array, *, layout: Layout, dim: int, inverse: bool
+) -> list[Array]:
+    return [permute(gradient, layout, dim, inverse=not inverse)]
+
+
+def _batched(
+    args: tuple[Array], dims: tuple[int], *, layout: Layout, dim: int, inverse: bool
+) -> tuple[Array, int]:
+    (x,), (at,) = args, dims
+    return permute(x, layout, dim + (at <= dim), inverse=inverse), at
+
+
+permute_p.def_impl(_take)
+permute_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(permute_p, mlir.lower_fun(_take, multiple_results=False))
+ad.deflinear2(permute_p, _transposed)
+batching.primitive_batchers[permute_p] = _batched
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import ClassVar, Literal, Unpack, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ring_core import (
     Layout,
     LayoutSpec,
+    UnsupportedError,
     checks,
     divisor_of,
     viz,
@@ -27,8 +29,8 @@ from ring_jax.collectives import (
     Axes,
     axes_along,
     free,
-    in_order,
     names_of,
+    permute,
     size_of,
     split,
     spread,
@@ -36,6 +38,12 @@ from ring_jax.collectives import (
 from ring_jax.kernels import Selection, xla
 from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
+
+_IN_VMAP = (
+    "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
+    "Instead: use the batch dimension of q, k and v, with batch_axis=...; or call "
+    "ring_jax.ring_attention here, inside jax.shard_map"
+)
 
 
 class ContextParallel:
@@ -77,6 +85,18 @@ class ContextParallel:
         self.batch_axis, self.head_axis = batch_axis, head_axis
         self.layout_name: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, devices by their numbers: pickles are read by other processes."""
+        return vars(self) | {"mesh": _numbered(self.mesh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields, with the devices of these numbers here.
+
+        Raises:
+            ValueError: This process has no such device.
+        """
+        vars(self).update(state | {"mesh": _with_devices(state["mesh"])})
 
     @property
     def cp_size(self) -> int:
@@ -144,7 +164,12 @@ class ContextParallel:
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(static, batch, heads)
         run = _ring(static, self.mesh, batch, heads, specs, manual)
-        out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
+        try:
+            out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
+        except ValueError as error:  # there is no public way to ask for the axes of a vmap
+            if "should be of type `Manual`" in str(error):
+                raise UnsupportedError(_IN_VMAP) from error
+            raise
         return (out, lse) if return_lse else out
 
     @refuse_foreign_options
@@ -163,6 +188,7 @@ class ContextParallel:
     def _check_call(
         self, q: Array, k: Array, v: Array, options: Options
     ) -> tuple[Static, Inputs, Selection]:
+        self._check_place()
         self._check(q, k, v)
         batch, heads = self._axes(q, k)
         parts = Parts(
@@ -201,6 +227,25 @@ class ContextParallel:
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
+    def _check_place(self) -> None:
+        """Refuse calls inside ``shard_map``, where arrays are shards along some axes.
+
+        JAX cannot differentiate a ``shard_map`` over further axes in there.
+        """
+        here = jax.sharding.get_abstract_mesh()
+        manual = [
+            name
+            for name, kind in zip(here.axis_names, here.axis_types, strict=True)
+            if kind is AxisType.Manual
+        ]
+        if manual:
+            raise UnsupportedError(
+                f"ContextParallel takes global arrays, and this is inside a jax.shard_map over "
+                f"{', '.join(manual)}. Instead: let that one split {self.axis_name!r} too, and call "
+                f"ring_jax.ring_attention(axis_name={self.axis_name!r}) here; or call ContextParallel "
+                f"outside of it, with batch_axis or head_axis for the other axes"
+            )
+
     def _check(self, q: Array, k: Array, v: Array) -> None:
         """What ``shard_map`` would refuse in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -219,11 +264,12 @@ class ContextParallel:
                 if x.shape[dim] % size:
                     raise ValueError(
                         f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
-                        f"devices along {axis!r}"
+                        f"devices along {axis!r}. Instead: {_advice(what, name)}"
                     )
 
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
         """Tokens in layout order and split along the axis, or in natural order and ``whole``."""
+        self._check_place()
         described_as("x", x)
         if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
             raise ValueError(
@@ -231,10 +277,50 @@ class ContextParallel:
             )
         layout = self.layout(x.shape[dim])
         if layout.name != "contiguous":
-            order = np.concatenate([layout.positions(rank) for rank in range(self.cp_size)])
             x = split(x, self.mesh, dim, self.axis_name, whole=True)  # moved as a whole
-            x = in_order(x, np.argsort(order) if whole else order, dim)
+            x = permute(x, layout, dim, inverse=whole)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
+
+
+class _NumberedMesh(NamedTuple):
+    """A :class:`jax.sharding.Mesh`, whose devices cannot be pickled."""
+
+    platform: str
+    ids: npt.NDArray[np.int64]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
+
+
+def _numbered(mesh: AnyMesh) -> AbstractMesh | _NumberedMesh:
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    platform = mesh.devices.flat[0].platform
+    return _NumberedMesh(platform, mesh.device_ids, mesh.axis_names, mesh.axis_types)
+
+
+def _with_devices(mesh: AbstractMesh | _NumberedMesh) -> AnyMesh:
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    devices = {device.id: device for device in jax.devices(mesh.platform)}
+    missing = sorted(set(mesh.ids.flatten().tolist()) - devices.keys())
+    if missing:
+        raise ValueError(
+            f"this ContextParallel is of a mesh with the {mesh.platform} devices {missing}, and there are "
+            f"{sorted(devices)} here; make one of a mesh of these"
+        )
+    array = np.empty(mesh.ids.shape, dtype=object)
+    array.flat = [devices[number] for number in mesh.ids.flat]
+    return Mesh(array, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _advice(what: str, name: str) -> str:
+    """Say what to do where an axis does not divide the batch or the heads of an array."""
+    if what == "batch":
+        return "pad the batch, or leave batch_axis out"
+    alone = "leave head_axis out, and devices along that axis compute all heads"
+    if name == "q":
+        return alone
+    return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
 
 
 def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:

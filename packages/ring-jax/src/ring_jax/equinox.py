@@ -105,7 +105,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             key: A random key for dropout, typed or raw; inside ``shard_map`` the same on all
                 devices. Its bits are the seed.
             inference: Whether nothing drops; ``None`` is ``self.dropout.inference``.
-            deterministic: Refused, as Equinox deprecates it.
+            deterministic: Refused, as Equinox deprecates it: the name is ``inference``.
             process_heads: What to do to queries, keys and values ``[T, H, D]`` before they attend.
                 It sees tokens in the order of the arrays; positions are ``cp.positions(T)``.
 
@@ -116,7 +116,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             ValueError: An argument is malformed.
             UnsupportedError: An argument cannot be honoured.
         """
-        refuse(deterministic=(deterministic, "it is called inference"))
+        refuse(
+            deterministic=(deterministic, f"pass inference={deterministic!r}, as it is called now")
+        )
         q, k, v = (
             jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1)
             for project, x in (

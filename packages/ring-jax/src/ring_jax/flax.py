@@ -104,6 +104,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
         input_positions: Array | None = None,
     ) -> Array:
         has_dropout = not deterministic and dropout_rate > 0
+        _check_shapes(query, key, value)
         refuse(
             broadcast_dropout=(
                 True if has_dropout and broadcast_dropout else None,
@@ -132,17 +133,21 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
     return attend
 
 
+def _check_shapes(q: Array, k: Array, v: Array) -> None:
+    shapes = [x.shape for x in (q, k, v)]
+    if min(map(len, shapes)) < 3 or len({shape[:-3] for shape in shapes}) > 1:
+        raise ValueError(
+            f"query, key and value must be [batch..., sequence, heads, head_dim] and share batch "
+            f"dimensions, got shapes {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+
+
 def _options(
     bound: Bound, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
     bias: Array | None, *, is_causal: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    q, k, v = qkv
+    q, k, _ = qkv
     batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
-    if not batch == k.shape[:-3] == v.shape[:-3]:
-        raise ValueError(
-            f"query, key and value must share batch dimensions, got shapes {q.shape}, "
-            f"{k.shape} and {v.shape}"
-        )
     check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
     check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
     options = mask_options(bound, mask, batch, q_len, k_len)

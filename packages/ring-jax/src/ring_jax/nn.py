@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ring_core import KernelConfig, Mask, UnsupportedError, checks
+from ring_core.base.arguments import is_integer
 from ring_jax.adapt import (
     Attention,
     Bound,
@@ -100,7 +101,7 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
         window = local_window_size
         given = {
             "causal": is_causal or None,
-            "window": (window, window) if isinstance(window, int) else window,
+            "window": (window, window) if is_integer(window) else window,
             "softmax_scale": scale, "kernel": _kernel(implementation, bound.kernels),
             "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
             "return_lse": return_residual or None,

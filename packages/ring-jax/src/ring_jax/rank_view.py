@@ -30,6 +30,7 @@ from ring_jax.records import (
     Rectangle,
     Static,
 )
+from ring_jax.search import searchsorted
 
 Table = npt.NDArray[np.int32]
 
@@ -183,9 +184,7 @@ class RankView:
         boundaries = self.static.plan.boundaries
         if boundaries is None or (self.static.plan.blocks is None and not part.has_documents):
             return None
-        return jnp.searchsorted(
-            jnp.asarray(boundaries.astype(np.int32)), positions, side="right"
-        ).astype(jnp.int32)
+        return searchsorted(jnp.asarray(boundaries.astype(np.int32)), positions, "right")
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:

@@ -93,8 +93,8 @@ class Layout:
 
     ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
     ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
-    swap). ``striped``: it holds every ``cp_size``-th token from token ``r`` on. A
-    :class:`ChunkLayout`: it holds the chunks that this says.
+    swap); one rank alone holds all as it is. ``striped``: it holds every ``cp_size``-th token from
+    token ``r`` on. A :class:`ChunkLayout`: it holds the chunks that this says.
     """
 
     name: LayoutName | ChunkLayout
@@ -152,7 +152,12 @@ class Layout:
         """Runs per rank."""
         if isinstance(self.name, ChunkLayout):
             return self.name.chunks_per_rank
-        return 2 if self.name == "zigzag" else 1
+        return 2 if self._is_zigzag else 1
+
+    @property
+    def _is_zigzag(self) -> bool:
+        """Whether ranks hold two chunks; one rank alone holds the sequence as it is."""
+        return self.name == "zigzag" and self.cp_size > 1
 
     @property
     def run_starts(self) -> tuple[int, ...]:
@@ -169,7 +174,7 @@ class Layout:
         r = np.asarray(rank, dtype=np.int64)
         if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
-        if self.name == "zigzag":
+        if self._is_zigzag:
             return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
         return r[..., None] * (1 if self.name == "striped" else self.local_len)
 

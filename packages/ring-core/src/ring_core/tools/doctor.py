@@ -126,16 +126,13 @@ def installed(library: str) -> str | None:
         return None
 
 
-def clashes(found: Mapping[str, str]) -> tuple[str, ...] | None:
+def clashes(found: Mapping[str, str]) -> tuple[str, ...]:
     """Which of these libraries ask for other versions of each other than there are.
 
     Two of this project's packages of unlike versions clash, too: they are released together.
-    ``None`` where it cannot be known, because the library ``packaging`` is missing.
     """
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:
-        return None
+    from packaging.requirements import Requirement  # the rest of ring_core imports numpy alone
+
     ours = {name: has for name in OURS if (has := installed(name))}
     words = ", ".join(f"{name} {has}" for name, has in ours.items())
     several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
@@ -162,7 +159,7 @@ class Diagnosis:
     """What the doctor of this package found; those of others find more."""
 
     versions: dict[str, str]
-    clashes: tuple[str, ...] | None
+    clashes: tuple[str, ...]
     checks: tuple[Check, ...]
 
     @property
@@ -171,7 +168,7 @@ class Diagnosis:
         return is_healthy(self.clashes, self.checks)
 
 
-def is_healthy(clashes: Sequence[str] | None, checks: Sequence[Check]) -> bool:
+def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:
     """Whether something was tested, nothing failed, and no version is at odds with another."""
     return not clashes and bool(checks) and all(check.passed for check in checks)
 
@@ -194,12 +191,11 @@ def _self_test(ranks: int) -> Iterator[Check]:
         )  # fmt: skip
 
 
-def shown_versions(versions: Mapping[str, str], clashes: Sequence[str] | None) -> list[str]:
+def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[str]:
     """The first lines of what a doctor says."""
-    found = ("not known: pip install packaging",) if clashes is None else clashes or ("none",)
     return [
         *(f"{name:14}{has}" for name, has in versions.items()),
-        *(f"{'clashes':14}{words}" for words in found),
+        *(f"{'clashes':14}{words}" for words in clashes or ("none",)),
     ]
 
 

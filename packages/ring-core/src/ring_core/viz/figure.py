@@ -61,7 +61,10 @@ def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str |
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plot needs matplotlib: install ring-core[viz]") from error
+        raise ImportError(
+            "plot needs matplotlib: pip install matplotlib, or 'ring-core[viz]'; from a clone: pip "
+            "install 'packages/ring-core[viz]'"
+        ) from error
     svg = Path(path).suffix.lower() in (".svg", ".svgz")
     with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=size, layout="constrained")

@@ -8,8 +8,8 @@ exist is a ``TypeError``. What changes for whoever comes from there:
 
 * Results are those of dense attention on every ring size, backward too, and never depend on which
   kernel ran: ``chunk_size`` always is Llama 4's chunked attention and never the size of a tile.
-* ``softmax_aux`` is ``[H]``, one sink per head, or ``[H, n]``, and has a gradient. Sinks that all
-  heads share have to be broadcast by the caller.
+* ``softmax_aux`` is ``[H, n]``, a row per head, or ``[1, n]``, which all heads share, and has a
+  gradient. ``[H]`` could be either, and is refused where there are several heads.
 * Where keys are longer or shorter than queries, ``causal`` and ``sliding_window`` align the last
   query with the last key.
 * A fully masked query gets zeros.

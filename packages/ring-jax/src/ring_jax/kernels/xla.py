@@ -32,6 +32,7 @@ from ring_jax.records import (
     QueryBlock,
     Static,
 )
+from ring_jax.search import searchsorted
 
 BLOCK = 512
 _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide
@@ -169,8 +170,8 @@ class ScoreBlocks:
         rows, cells = self.rows.cells, self.columns.cells
         if rows is None or cells is None:
             return start, stop
-        low = jnp.searchsorted(cells, rows[first], side="left").astype(jnp.int32)
-        high = jnp.searchsorted(cells, rows[last], side="right").astype(jnp.int32)
+        low = searchsorted(cells, rows[first], "left")
+        high = searchsorted(cells, rows[last], "right")
         return jnp.maximum(start, low), jnp.minimum(stop, high)
 
     def row_block(self, i: Array) -> Block:

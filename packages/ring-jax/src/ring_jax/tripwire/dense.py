@@ -20,6 +20,7 @@ from ring_core import Mask
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
 from ring_jax.records import Array
+from ring_jax.search import searchsorted
 
 _BLOCK = 1024  # of the longer side at a time
 
@@ -210,7 +211,7 @@ def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
     if mask.document_offsets is not None:
         offsets = jnp.asarray(mask.document_offsets.astype(np.int32))
         q_doc, k_doc = (
-            jnp.searchsorted(offsets, x, side="right") for x in (queries.position, keys.position)
+            searchsorted(offsets, x, "right") for x in (queries.position, keys.position)
         )
         seen = seen & (q_doc[:, None] == k_doc)
     if queries.ids is not None and keys.ids is not None:

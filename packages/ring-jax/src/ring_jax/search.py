@@ -1,0 +1,30 @@
+"""Binary search in sorted arrays."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+
+from ring_jax.records import Array
+
+
+def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Array:
+    """Return how many entries of an ascending table come before each of ``x``, int32.
+
+    As ``jnp.searchsorted``, which cannot be traced where some axes of a mesh are manual and others
+    are not.
+
+    Args:
+        table: Integers ``[n]``, ``n > 0``.
+        x: Integers of any shape.
+        side: Whether entries equal to one of ``x`` come after it (``left``) or before (``right``).
+    """
+    size = table.shape[0]
+    counts = jnp.zeros(x.shape, jnp.int32)
+    for bit in reversed(range(size.bit_length())):
+        more = counts + (1 << bit)
+        entry = table[jnp.minimum(more, size) - 1]
+        before = entry < x if side == "left" else entry <= x
+        counts = jnp.where((more <= size) & before, more, counts)
+    return counts
