@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_origin
+from types import ModuleType, UnionType
+from typing import Any, Union, get_origin
 
 FOLDER = Path(__file__).parent / "api"
 MODULES = {
@@ -67,9 +67,15 @@ def _public_names(module: ModuleType) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def is_union(value: Any) -> bool:
+    """Return True for `X | Y`, whichever class it is of."""
+    return get_origin(value) in (Union, UnionType)
+
+
 def _of_value(name: str, value: Any) -> Iterator[str]:
     if not callable(value) or get_origin(value) is not None:  # an alias of a type
-        yield f"{name}: {type(value).__name__}"
+        # A union is of another class where numpy's types in it are; that is no other name.
+        yield f"{name}: {'Union' if is_union(value) else type(value).__name__}"
         return
     yield f"{name}{_signature(value)}"
     if not inspect.isclass(value):

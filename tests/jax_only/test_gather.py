@@ -34,7 +34,8 @@ REFUSED = [case for case in SPLIT if case not in GATHERED]
 
 @pytest.mark.nightly(
     unless=[
-        "window-both-zigzag-cp3", "documents-contiguous-cp3", "segments-zigzag", "bias-zigzag",
+        "window-both-zigzag-cp3", "documents-contiguous-cp3", "segments-zigzag",
+        "keys80-causal-zigzag",
     ]
 )  # fmt: skip
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])

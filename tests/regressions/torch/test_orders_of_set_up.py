@@ -122,6 +122,23 @@ def _chunks_first(rank: int, folder: str) -> list[bool]:
     return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
 
 
+def _compiled_for_another(rank: int, folder: str) -> list[bool]:
+    """A graph of one object is not taken for another's, whose group is gone."""
+    _destroy()
+    stale = ContextParallel()
+    alone = _is_exact(stale)
+    _init(folder, "another", rank, 2)
+    cp = ContextParallel()
+
+    def function(cp: ContextParallel, *qkv: Tensor) -> Tensor:
+        return cp.attention(*qkv, causal=True)
+
+    attend: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+    exact = _is_exact(cp, lambda *qkv, **_: attend(cp, *qkv))
+    shards = [cp.shard(x).requires_grad_() for x in _qkv()]
+    return [alone, exact, _refused(lambda: attend(stale, *shards))]
+
+
 def _compiled_first(rank: int, folder: str) -> list[bool]:
     _destroy()
     cp = ContextParallel()
@@ -144,7 +161,7 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     "order",
     [
         _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
-        _chunks_first, _compiled_first,
+        _chunks_first, _compiled_first, _compiled_for_another,
     ],
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:

@@ -69,11 +69,13 @@ class Sharding:
             )
         return ring
 
-    # A method: torch 2.11 takes the arguments of such functions for constants, which an object of
-    # ours is not, but not what a method is of.
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
     def check_group(self) -> None:
         """Refuse another group than at the first use; in a graph, when it is traced."""
+        self._check_group(id(self))  # an id that is read makes a graph this object's alone
+
+    # A method, as torch 2.11 takes no object of ours for a constant when a function is given it.
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+    def _check_group(self, _: int) -> None:
         self.ring  # noqa: B018 - the property checks
 
     def layout(self, seq_len: int) -> Layout:
