@@ -29,6 +29,7 @@ from ring_torch.autograd import backward_pass, forward_pass
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
 from ring_torch.strategies.choose import peer_refusals
@@ -285,6 +286,7 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    check_backward()  # AOTAutograd does not refuse where it has saved nothing that needs a gradient
     call, inputs = _call(
         text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
         Numbers(
@@ -319,6 +321,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    check_backward(dout, dlse)
     tensors = ctx.saved_tensors  # read once: checkpointing asks for it
     inputs, (documents, out, lse, *saved) = Inputs(*tensors[:_TENSORS]), tensors[_TENSORS:]
     numbers = ctx.numbers._replace(documents=documents)
@@ -331,3 +334,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+attention.register_vmap(refuse_batch)
+attention_backward.register_vmap(refuse_batch)
+# The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
+_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
+_LIBRARY.impl("attention_backward", refuse_batch, "Batched")
