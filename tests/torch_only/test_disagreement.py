@@ -183,7 +183,7 @@ def _silent_store(_: int) -> tuple[bool, bool]:
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
     patch.setattr(store, "_PATIENCE", timedelta(seconds=0.1))
     try:
-        agreement = store.StoreAgreement(silent, 1, "forward")
+        agreement = store.StoreAgreement(silent, 0, 1, "forward")
         agreement.report_mismatch("words")
         return agreement.read_report() is None, never.is_set()
     finally:

@@ -106,3 +106,24 @@ def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
         for words in pool.run(_on_stream, what):
             assert (words == "the same") == (what == "nothing")
+
+
+def _unlike(rank: int, strategy: str) -> str:
+    q, k = torch.ones(1, 5 + rank, 2, 8), torch.ones(1, 6 + 2 * rank, 2, 8)
+    with pytest.raises(RuntimeError, match="make different calls") as error:
+        ring_attention(q, k, k, strategy=strategy)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+def test_unlike_shards_are_told_how_to_be_padded(strategy: str) -> None:
+    with LocalRanks(2, timeout=10) as pool:
+        for words in pool.run(_unlike, strategy):
+            assert "pad every shard to the longest" in words
+            assert "negative segment_ids" in words
+
+
+@pytest.mark.parametrize("shape", [[2, 8, 2, 8, "float32"], [1, 8, 4, 8, "float32"]])
+def test_other_differences_are_not_padded(shape: list[Any]) -> None:
+    assert "segment_ids" not in _header().mismatch(_header(q=shape))
+    assert "segment_ids" in _header().mismatch(_header(q=[1, 9, 2, 8, "float32"]))

@@ -13,6 +13,7 @@ from ring_torch import tripwire
 from ring_torch.call import Call, Saved, Shapes, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
+from ring_torch.derivatives import check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
 from ring_torch.strategies.bias_shift import bias_shift
@@ -42,12 +43,14 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the strategy's backward."""
+        """Run the strategy's backward, which is not differentiable itself."""
+        check_backward(dout, dlse)
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
-        return None, *backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
+        # Compiled autograd would trace the ring's messages; it may look into nothing here.
+        run = _backward_alone if torch.compiler.is_compiling() else backward_pass
+        return None, *run(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
@@ -133,6 +136,9 @@ def backward_pass(
     if found.dbias is not None and inputs.bias is not None:
         dbias = found.dbias.to(inputs.bias.dtype)
     return dq, dk, dv, None, None, dsinks, dbias, None
+
+
+_backward_alone = torch.compiler.disable(backward_pass)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

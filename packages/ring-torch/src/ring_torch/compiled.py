@@ -30,6 +30,7 @@ from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
 from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
@@ -348,6 +349,7 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    check_backward()  # AOTAutograd does not refuse where it has saved nothing that needs a gradient
     *saved, numbers_of_forward = saved
     forward = _Identity(*numbers_of_forward.tolist())
     call, inputs = _call(
@@ -381,6 +383,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    check_backward(dout, dlse)
     tensors = ctx.saved_tensors  # read once: checkpointing asks for it
     inputs, (documents, out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
     numbers = ctx.numbers._replace(documents=documents)
@@ -471,3 +474,11 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
+
+attention.register_vmap(refuse_batch)
+attention_backward.register_vmap(refuse_batch)
+unshard_backward.register_vmap(refuse_batch)
+# The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
+_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
+for _name in ("attention_backward", "unshard_backward"):
+    _LIBRARY.impl(_name, refuse_batch, "Batched")

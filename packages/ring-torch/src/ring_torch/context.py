@@ -34,9 +34,13 @@ class ContextParallel:
         layout: ``zigzag`` (default), ``striped``, ``contiguous`` or what
             :func:`ring_core.balance_chunks` returns: which rank holds which tokens.
 
+    Over the default group it can be pickled, and is one over the default group of the process that
+    reads it. A copy shares the group.
+
     Raises:
         ValueError: No such layout, or it has chunks for another number of ranks. Later, of every
             method: the group is gone, or the default group another than at the first use.
+        UnsupportedError: It is pickled, and was given a group.
 
     Example::
 
@@ -49,6 +53,21 @@ class ContextParallel:
     def __init__(self, group: Group = None, layout: LayoutSpec = "zigzag") -> None:
         self._sharding = Sharding(group, layout)
         self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            raise UnsupportedError(
+                f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
+                f"group belongs to its process. Instead: pickle its layout_name, and make "
+                f"ContextParallel(group, layout_name) where that is read; or use the default group"
+            )
+        return type(self), (None, self.layout_name)
+
+    def __copy__(self) -> ContextParallel:
+        return type(self)(self.group, self.layout_name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        return type(self)(self.group, self.layout_name)
 
     @property
     def group(self) -> Group:

@@ -25,6 +25,7 @@ from ring_torch.comm.ranks import (
     warn_if_alone,
 )
 from ring_torch.comm.store import CallSignature
+from ring_torch.derivatives import check_backward
 
 UnshardGrad = Literal["sum", "slice"]
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
@@ -201,6 +202,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_backward(grad)
         return ctx.unsharding.grad_of_slice(grad), None
 
 

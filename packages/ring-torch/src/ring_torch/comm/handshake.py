@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import struct
 import time
 from collections.abc import Iterator
@@ -42,7 +43,11 @@ from ring_torch.comm.store import (
 HEADER_BYTES = 2048
 _MOST_AGREED = 4096
 _LONGEST = 96  # characters of a field of a header
-_HEAD = struct.Struct("<4sIQ8sQ")
+_UNLIKE_SHARDS = (
+    " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
+    "negative segment_ids, so that it neither sees nor is seen)"
+)
+_HEAD = struct.Struct("<4sIQ8sQQ")
 _MAGIC = b"RING"
 _IN_WORDS, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
 
@@ -59,7 +64,8 @@ class Header(NamedTuple):
     8-15    number of the call on the group
     16-23   digest of the signature
     24-31   seed   of dropout, two words of 32 bits
-    32-     fields JSON, padded with zeros
+    32-39   nonce  of the group, for the names of its notes in the store
+    40-     fields JSON, padded with zeros
     ======  =====  ============================================================
     """
 
@@ -67,27 +73,28 @@ class Header(NamedTuple):
     number: int
     digest: bytes
     seed: int
+    nonce: int
     fields: bytes
 
     @classmethod
-    def of(cls, signature: CallSignature, number: int, seed: int) -> Self:
-        """The header of a pass, in readable fields."""
+    def of(cls, signature: CallSignature, number: int, seed: int, nonce: int = 0) -> Self:
+        """Make the header of a pass, in readable fields."""
         fields = {name: _cut(value) for name, value in signature.fields.items()}
         text = json.dumps(fields, sort_keys=True).encode()
         assert len(text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
-        return cls(_IN_WORDS, number, signature.digest, seed, text)
+        return cls(_IN_WORDS, number, signature.digest, seed, nonce, text)
 
     @classmethod
     def read(cls, message: bytes) -> Self | None:
         """The header in a message, unless that is something else."""
-        word, kind, number, digest, seed = _HEAD.unpack_from(message)
+        word, kind, number, digest, seed, nonce = _HEAD.unpack_from(message)
         if word != _MAGIC or kind not in {_IN_WORDS, _COMPARED}:
             return None
-        return cls(kind, number, digest, seed, message[_HEAD.size :].rstrip(b"\0"))
+        return cls(kind, number, digest, seed, nonce, message[_HEAD.size :].rstrip(b"\0"))
 
     def bytes(self) -> bytearray:
         """As it is sent."""
-        head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed)
+        head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed, self.nonce)
         return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
     def mismatch(self, theirs: Header | None) -> str:
@@ -101,9 +108,10 @@ class Header(NamedTuple):
         names = sorted(
             name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)
         )
-        return "; ".join(
+        differences = "; ".join(
             f"{name} is {other.get(name)!r} there and {mine.get(name)!r} here" for name in names
         )
+        return differences + (_UNLIKE_SHARDS if _differ_in_length(mine, other) else "")
 
     def as_fields(self) -> dict[str, Any]:
         """All that it says."""
@@ -146,11 +154,9 @@ def agree(
         return
     assert ring.group is not None
     state, header = state_of(ring), Header.of(signature, number, seed)
-    if not state.agreed and ring.rank == 0:
-        clear_failure(ring.group)
-    mine = torch.frombuffer(header.bytes(), dtype=torch.uint8).to(device)
-    theirs = Header.read(bytes(_from_behind(ring, mine).cpu().numpy()))
-    agreement = StoreAgreement.of(ring.group, number, signature.fields["pass"])
+    theirs = _exchange_headers(ring, header, device)
+    assert state.nonce is not None
+    agreement = StoreAgreement.of(ring.group, state.nonce, number, signature.fields["pass"])
     if theirs is None or not _are_same(header, theirs, signature):
         text = (
             f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
@@ -176,6 +182,34 @@ def agree(
         watch(ring, timeout_of(ring.group, device))
 
 
+def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Header | None:
+    """Send a header ahead, and return that of the rank behind, unless that is something else.
+
+    The first time in a group, rank 0 draws its nonce, and the others wait for it: what groups of
+    the same name have left in the store counts for nothing from then on.
+    """
+    state = state_of(ring)
+    if state.nonce is None and ring.rank == 0:
+        assert ring.group is not None
+        clear_failure(ring.group)
+        state.nonce = secrets.randbits(64)
+    received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    receives = [(received, ring.behind(1))]
+    peer_header, is_first = None, state.nonce is None
+    if is_first:
+        ring.start([], receives).wait()
+        peer_header, receives = _header_in(received), []
+        state.nonce = 0 if peer_header is None else peer_header.nonce
+    assert state.nonce is not None
+    mine = torch.frombuffer(header._replace(nonce=state.nonce).bytes(), dtype=torch.uint8)
+    ring.start([(mine.to(device), ring.ahead(1))], receives).wait()
+    return peer_header if is_first else _header_in(received)
+
+
+def _header_in(received: torch.Tensor) -> Header | None:
+    return Header.read(bytes(received.cpu().numpy()))
+
+
 def _check_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
@@ -184,7 +218,9 @@ def _check_on_stream(
     words = mine.view(torch.int64)
     words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
     words[2].fill_(signature.as_int64(number, seed))
-    same = words[2] == _from_behind(ring, mine).view(torch.int64)[2]
+    theirs = torch.empty_like(mine)
+    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    same = words[2] == theirs.view(torch.int64)[2]
     torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
 
 
@@ -192,13 +228,6 @@ def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
     if theirs.kind == _COMPARED:
         return theirs.digest == signature.for_call(mine.number, mine.seed)
     return theirs[:4] == mine[:4]
-
-
-def _from_behind(ring: Ranks, mine: torch.Tensor) -> torch.Tensor:
-    """Send a header ahead; returns that of the rank behind."""
-    theirs = torch.empty_like(mine)
-    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    return theirs
 
 
 def _note_agreed(
@@ -257,8 +286,7 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
     except RankMismatchError:
         raise
     except PeerError as error:
-        agreement = StoreAgreement.of(ring.group, number, name)
-        note, failure = agreement.read_report(), read_failure(ring.group)
+        note, failure = _read_mismatch(ring, number, name), read_failure(ring.group)
         own = f"call {number} ({name}): rank {ring.rank} {error}"
         fail(ring, note or failure or own, report=False)
         if note is not None:
@@ -268,6 +296,15 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         where = f"call {number} ({name}) failed on rank {ring.rank} of the group"
         fail(ring, f"{where}: {type(error).__name__}: {error}")
         raise
+
+
+def _read_mismatch(ring: Ranks, number: int, name: str) -> str | None:
+    """Return the note of a rank that found a difference in a pass, if there is one."""
+    nonce = state_of(ring).nonce
+    if nonce is None:  # nobody behind this rank has come as far as that
+        return None
+    assert ring.group is not None
+    return StoreAgreement.of(ring.group, nonce, number, name).read_report()
 
 
 def _note_queued(ring: Ranks, name: str) -> None:
@@ -290,6 +327,16 @@ def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
     state_of(ring).failure = text
     if report:
         report_failure(ring.group, text)
+
+
+def _differ_in_length(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return True if q or k, ``[B, T_local, H, D, dtype]``, differ in their tokens alone."""
+    for a, b in ((mine.get(name), theirs.get(name)) for name in "qk"):
+        if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 5):
+            continue
+        if a[1] != b[1] and (a[0], a[2:]) == (b[0], b[2:]):
+            return True
+    return False
 
 
 def _cut(value: Any) -> Any:

@@ -55,6 +55,7 @@ class GroupState:
 
     ring: Ranks
     calls: int = 0
+    nonce: int | None = None  # drawn by rank 0, and told ahead with the first header
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
     last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
     failure: str | None = None  # of a pass: what its ranks sent may still be under way

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ring_torch.comm.ranks import Ranks, others, peer_errors
+from ring_torch.derivatives import check_backward
 
 Ints = npt.NDArray[np.int64]
 Guard = Callable[[], AbstractContextManager[None]]
@@ -86,8 +87,8 @@ class _Move(torch.autograd.Function):
         return _move(x, moves, guard)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_backward(grad)  # before attention, whose backward comes after this one, refuses
         return _move(grad, ctx.moves.back(), ctx.guard), None, None
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +28,7 @@ import torch.distributed as dist
 _SAME = b"the same"
 _DIGEST_BYTES = 8
 _PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds between two looks at a key
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,18 @@ class StoreAgreement:
     """Whether all ranks of a group make one call, in a pass of it; known by its number."""
 
     store: Any  # that the group's members met in
+    nonce: int  # of the group: one of the same name may have left notes in the store
     number: int
     name: str  # of the pass
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, number: int, name: str) -> StoreAgreement:
-        """A group's; it does not keep the group."""
-        return cls(_store_of(group), number, name)
+    def of(cls, group: dist.ProcessGroup, nonce: int, number: int, name: str) -> StoreAgreement:
+        """Make a group's agreement, which does not keep the group."""
+        return cls(_store_of(group), nonce, number, name)
 
     @property
     def _key(self) -> str:
-        return f"{_base_key()}/{self.number}/{self.name}"
+        return f"{_base_key()}/{self.nonce:x}/{self.number}/{self.name}"
 
     def report_mismatch(self, text: str) -> None:
         """Leave a note for ranks that wait."""
@@ -89,7 +92,7 @@ class StoreAgreement:
         def wait() -> None:
             if self.store.add(self._count(digest), 1) == size:
                 self.store.set(self._key, _SAME)
-            self.store.wait([self._key], timeout)
+            _poll(self.store, self._key, timeout)
 
         try:
             _with_timeout(wait, timeout + _PATIENCE)
@@ -146,6 +149,23 @@ def _ask_store(what: Callable[[], Any]) -> Any:
     with suppress(RuntimeError):
         return _with_timeout(what)
     return None
+
+
+def _poll(store: Any, key: str, timeout: timedelta) -> None:
+    """Wait until a key is set.
+
+    ``store.wait`` would keep the store's connection to itself: threads of this process that wait
+    for other groups, and what their peers wait for, would have to stand behind it.
+
+    Raises:
+        RuntimeError: It was not set within the timeout.
+    """
+    end, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise RuntimeError(f"{key} was not set within {timeout}")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def _read(store: Any, key: str) -> bytes | None:

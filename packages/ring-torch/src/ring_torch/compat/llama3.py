@@ -38,7 +38,6 @@ class DocumentSlice(int):
     tensors: tuple[tuple[Tensor, int | None], ...]  # as they were given out, with their versions
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads numbers on the host
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -58,6 +57,16 @@ def llama3_flash_attn_prepare_cu_seqlens(
     Raises:
         ValueError: An argument is malformed, or ranks cannot hold equal pieces.
     """
+    prepared: tuple[Tensor, Tensor, int, int, slice]
+    prepared = _prepare_on_host(cu_seqlens, causal, rank, world_size)
+    return prepared
+
+
+# It reads numbers. A function of its own, for torch.compile takes this off what it is given itself.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepare_on_host(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
     checks.check_flag("causal", causal)
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")

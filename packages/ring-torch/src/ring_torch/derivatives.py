@@ -1,0 +1,50 @@
+"""Derivatives that ring attention does not have, refused when a backward begins."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (  # no public way
+    is_batchedtensor,
+    is_legacy_batchedtensor,
+)
+
+from ring_core import UnsupportedError
+
+
+def check_backward(*grads: Tensor | None) -> None:
+    """Refuse a backward that is to be differentiated, or whose gradients are a batch under vmap.
+
+    The engine runs a backward with gradients enabled under ``create_graph=True`` alone. An inner
+    backward, as of reentrant checkpointing, is an engine's run of its own.
+
+    Args:
+        grads: The incoming gradients.
+
+    Raises:
+        UnsupportedError: Either; nothing was sent.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "ring attention has no second derivative, and this backward runs under "
+            "create_graph=True (as in gradient penalties, hvp and hessian of torch.autograd.functional). Instead: "
+            "pass create_graph=False, or use torch's own attention for what is differentiated twice"
+        )
+    for grad in grads:
+        if grad is not None and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad)):
+            refuse_batch()
+
+
+def refuse_batch(*_: Any) -> NoReturn:
+    """Refuse vmap; also the rule of operations under it.
+
+    Raises:
+        UnsupportedError: Always; nothing was sent.
+    """
+    raise UnsupportedError(
+        "the backward of ring attention and of unshard has no rule for vmap, which is_grads_batched=True and "
+        "jacobian(vectorize=True) use. Instead: call torch.autograd.grad once for each gradient, with "
+        "retain_graph=True"
+    )

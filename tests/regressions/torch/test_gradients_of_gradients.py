@@ -1,0 +1,234 @@
+"""Second derivatives and batched gradients: refused by name before anything is sent, never lost.
+
+What only looks like one of them (checkpoints, gradients row by row, compiled autograd) is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.autograd import functional
+from torch.utils.checkpoint import checkpoint
+
+from ring_torch import ContextParallel, compat, ring_attention
+from ring_torch.local import LocalRanks
+
+T = 16
+_dense: Any = torch.nn.functional.scaled_dot_product_attention
+Attend = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    """Two ranks, which every refusal leaves usable."""
+    with LocalRanks(2, timeout=10) as ranks:
+        yield ranks
+
+
+def _qkv() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, T, 2, 4, dtype=torch.float64) for _ in range(3)]
+
+
+class Way(NamedTuple):
+    """How a call is made, as a function of ``q``."""
+
+    strategy: str = "ring"
+    backend: str | None = None  # of torch.compile
+    scale: float = 1.0  # what a graph multiplies q by: of a product no leaf is saved
+
+    def attend(self, q: Tensor) -> Tensor:
+        """Compute this rank's part of causal attention."""
+        cp = ContextParallel()
+        k, v = (cp.shard(x) for x in _qkv()[1:])
+        if self.strategy == "compat":
+            out: Tensor = compat.zigzag_ring_flash_attn_func(q, k, v, causal=True)
+            return out
+        strategy, scale = self.strategy, self.scale
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = q if scale == 1 else q * scale
+            return ring_attention(q, k, v, causal=True, layout="zigzag", strategy=strategy)
+
+        if self.backend is not None:
+            torch.compiler.reset()
+            attend = torch.compile(attend, backend=self.backend, fullgraph=True)
+        return attend(q, k, v)
+
+    def is_exact(self, kind: str = "plain") -> bool:
+        """Return True if a call and its gradient are those of full attention."""
+        cp = ContextParallel()
+        q, k, v = _qkv()
+        q.requires_grad_()
+        heads_first = [x.transpose(1, 2) for x in (q * self.scale, k, v)]
+        whole = _dense(*heads_first, is_causal=True)
+        (dq,) = torch.autograd.grad(whole.sum(), q)
+        shard = cp.shard(q.detach()).requires_grad_()
+        out = ALLOWED[kind](self.attend, shard)
+        assert shard.grad is not None
+        return torch.allclose(out, cp.shard(whole.transpose(1, 2)), atol=1e-9) and torch.allclose(
+            shard.grad, cp.shard(dq), atol=1e-9
+        )
+
+
+WAYS = {
+    "ring": Way(),
+    "gather": Way("gather"),
+    "ulysses": Way("ulysses"),
+    "compat": Way("compat"),
+    "eager graph": Way(backend="eager"),
+    "aot graph": Way(backend="aot_eager"),
+    "eager graph of a product": Way(backend="eager", scale=2.0),
+    "aot graph of a product": Way(backend="aot_eager", scale=2.0),
+}
+
+
+def _penalty(attend: Attend, q: Tensor) -> None:
+    out = attend(q)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (out.sum() + dq.pow(2).sum()).backward()
+
+
+def _accumulated(attend: Attend, q: Tensor) -> None:
+    torch.autograd.backward([attend(q).sum()], create_graph=True)
+    assert q.grad is not None
+    q.grad.pow(2).sum().backward()
+
+
+def _loss(attend: Attend) -> Callable[[Tensor], Tensor]:
+    return lambda q: attend(q).pow(2).sum()
+
+
+SECOND: dict[str, Callable[[Attend, Tensor], Any]] = {
+    "penalty": _penalty,
+    "accumulated": _accumulated,
+    "hvp": lambda attend, q: functional.hvp(_loss(attend), q.detach(), torch.ones_like(q)),
+    "vhp": lambda attend, q: functional.vhp(_loss(attend), q.detach(), torch.ones_like(q)),
+    "jvp": lambda attend, q: functional.jvp(attend, q.detach(), torch.ones_like(q)),
+    "hessian": lambda attend, q: functional.hessian(_loss(attend), q.detach()),
+}
+
+
+def _douts(q: Tensor) -> Tensor:
+    return torch.stack([torch.ones_like(q), torch.zeros_like(q)])
+
+
+def _vmap(attend: Attend, q: Tensor) -> None:
+    out = attend(q)
+    torch.func.vmap(lambda dout: torch.autograd.grad(out, q, dout))(_douts(q))
+
+
+BATCHED: dict[str, Callable[[Attend, Tensor], Any]] = {
+    "is_grads_batched": lambda attend, q: torch.autograd.grad(
+        attend(q), q, _douts(q), is_grads_batched=True
+    ),
+    "jacobian": lambda attend, q: functional.jacobian(attend, q.detach(), vectorize=True),
+    "vmap": _vmap,
+}
+
+
+def _backward(out: Tensor) -> Tensor:
+    out.sum().backward()
+    return out.detach()
+
+
+def _checkpoint(attend: Attend, q: Tensor, *, reentrant: bool) -> Tensor:
+    return _backward(checkpoint(attend, q, use_reentrant=reentrant))
+
+
+def _compiled_checkpoint(attend: Attend, q: Tensor, *, reentrant: bool) -> Tensor:
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda q: checkpoint(attend, q, use_reentrant=reentrant), backend="aot_eager"
+    )
+    return _backward(step(q))
+
+
+def _compiled_autograd(attend: Attend, q: Tensor) -> Tensor:
+    out = attend(q)
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+        return _backward(out)
+
+
+def _twice(attend: Attend, q: Tensor) -> Tensor:
+    out = attend(q)
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    return _backward(out)
+
+
+def _vjp(attend: Attend, q: Tensor) -> Tensor:
+    out: Tensor
+    out, q.grad = functional.vjp(attend, q.detach(), torch.ones_like(q))
+    return out
+
+
+def _rows(attend: Attend, q: Tensor) -> Tensor:
+    rows = functional.jacobian(lambda q: attend(q).sum(dim=(0, 2, 3)), q.detach())
+    q.grad = rows.sum(dim=0)
+    return attend(q).detach()
+
+
+ALLOWED: dict[str, Callable[[Attend, Tensor], Tensor]] = {
+    "plain": lambda attend, q: _backward(attend(q)),
+    "twice": _twice,
+    "vjp": _vjp,
+    "jacobian": _rows,
+    "reentrant": lambda attend, q: _checkpoint(attend, q, reentrant=True),
+    "checkpoint": lambda attend, q: _checkpoint(attend, q, reentrant=False),
+    "compiled autograd": _compiled_autograd,
+}
+
+
+def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:
+    """Return the words of the refusal, and whether the next call is exact."""
+    q = ContextParallel().shard(_qkv()[0]).requires_grad_()
+    try:
+        (SECOND | BATCHED)[asked](way.attend, q)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", way.is_exact()
+    return "no error", False
+
+
+def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Return every way with the first kind, and all kinds with a plain call and with a graph."""
+    first, *rest = kinds
+    return [(way, first) for way in WAYS] + [
+        (way, kind) for way in ("ring", "aot graph of a product") for kind in rest
+    ]
+
+
+def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
+    for words, exact in pool.run(_refused, WAYS[way], asked):
+        assert re.search(match, words), words
+        assert exact, words
+
+
+@pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
+def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
+    match = "UnsupportedError: .*second derivative.*create_graph"
+    if way.startswith("aot"):  # there torch is the first to refuse a leaf's
+        match += "|RuntimeError: torch.compile with aot_autograd does not .* double backward"
+    _check_refused(pool, way, asked, match)
+
+
+@pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
+def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
+    match = "UnsupportedError: .*is_grads_batched"
+    if way.startswith("aot"):  # there torch is the first to refuse torch.func's
+        match += "|RuntimeError: .*a compiled backward function within vmap"
+    _check_refused(pool, way, asked, match)
+
+
+def _allowed(_: int, way: Way, kind: str) -> bool:
+    return way.is_exact(kind)
+
+
+@pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
+def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
+    assert pool.run(_allowed, WAYS[way], kind) == [True, True]

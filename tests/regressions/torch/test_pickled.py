@@ -1,0 +1,78 @@
+"""A ``ContextParallel`` is pickled, copied, and part of what is copied, such as a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_core import Mask, UnsupportedError, balance_chunks
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+LAYOUTS: list[Any] = [
+    "zigzag", "striped", "contiguous",
+    balance_chunks(Mask(causal=True), seq_len=16, cp_size=2),
+]  # fmt: skip
+
+
+def _is_alike(one: ContextParallel, other: ContextParallel) -> bool:
+    x = torch.arange(32.0).view(1, 16, 2)
+    return (
+        one is not other
+        and (one.group, one.layout_name, one.cp_size, one.cp_rank)
+        == (other.group, other.layout_name, other.cp_size, other.cp_rank)
+        and torch.equal(one.shard(x), other.shard(x))
+        and torch.equal(other.unshard(other.shard(x)), x)
+    )
+
+
+def _default_group(_: int, layout: Any) -> list[bool]:
+    cp = ContextParallel(layout=layout)
+    return [
+        _is_alike(cp, read)
+        for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp))
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_over_the_default_group_it_round_trips(layout: Any) -> None:
+    with LocalRanks(2, timeout=20) as pool:
+        assert pool.run(_default_group, layout) == [[True] * 3] * 2
+
+
+def test_it_travels_to_the_ranks() -> None:
+    with LocalRanks(2, timeout=20) as pool:
+        assert pool.run(_sizes, ContextParallel(layout="striped")) == [(2, 0), (2, 1)]
+
+
+def _sizes(_: int, cp: ContextParallel) -> tuple[int, int]:
+    return cp.cp_size, cp.cp_rank
+
+
+class _Model(nn.Module):
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.weight, self.cp = nn.Linear(2, 2), cp
+
+
+def _groups(_: int) -> list[bool]:
+    found: list[bool] = []
+    groups: list[Any] = [dist.new_group(), init_device_mesh("cpu", (2,))]
+    for group in groups:
+        cp = ContextParallel(group)
+        with pytest.raises(UnsupportedError, match=f"{type(group).__name__} cannot be pickled"):
+            pickle.dumps(_Model(cp))
+        found += [_is_alike(cp, x) for x in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp)]
+    return found
+
+
+def test_over_a_group_it_is_copied_and_not_pickled() -> None:
+    with LocalRanks(2, timeout=20) as pool:
+        assert pool.run(_groups) == [[True] * 4] * 2
